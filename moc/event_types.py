@@ -251,6 +251,18 @@ EVENTS = {
         },
         "what was chosen: each flag or gauge under its own name",
     ),
+    "rebalance": EventType(
+        "With --elastic, replicas of experts have moved to where the load asks for them.",
+        {
+            "iteration": "iterations completed",
+            "experts": "copies of experts that were made, over all layers and workers",
+            "bytes": "that travelled",
+            "elapsed_s": "seconds that it took",
+            "busiest": "experts' tokens of the busiest worker by the mean, with the load since the last look, before",
+            "busiest_after": "the same with the new plan",
+            "saves_s": "seconds of an iteration that it is expected to save",
+        },
+    ),
     "generation": EventType(
         "Every worker is connected again after one was lost.",
         {

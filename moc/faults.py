@@ -33,7 +33,11 @@ RECOVERY = {
     "replaying": "a worker is about to compute an iteration again",
     "loaded": "a worker has its state again",
 }
-POINTS = STEP | SNAPSHOT | RECOVERY
+ELASTIC = {
+    "rebalancing": "experts move: what this worker is to hold anew of a layer has arrived, and no slot is filled",
+    "landed": "experts move: all workers have what they will hold of a layer, and this one is about to fill its slots",
+}
+POINTS = STEP | SNAPSHOT | RECOVERY | ELASTIC
 """What happens at each point, by name."""
 
 Listener = Callable[[str, "int | None"], None]

@@ -83,6 +83,7 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
         if stopping or exiting:
             return leave(run, stop)
         if run.position.iteration < run.train_iters:
+            rebalance(run)
             plan_anew(run)
     return finish(run, stop)
 
@@ -121,6 +122,18 @@ def plan_anew(run: TrainingRun) -> None:
         run.log.message(f"WARNING: the policy is not changed: {problem}")
         return
     raise PolicySwitched
+
+
+def rebalance(run: TrainingRun, due: bool = False) -> None:
+    """With ``--elastic``, moves replicas of experts to where the load asks for them, if it is ``due`` and pays."""
+    if run.rebalancer is None or not (due or run.rebalancer.due(run.position.iteration)):
+        return
+    wanted = run.rebalancer.wanted()
+    if wanted is not None:
+        progress("save")
+        with run.session.moving():
+            run.rebalancer.move(run.position.iteration, *wanted, run.log.events)
+        run.log.skip_time()
 
 
 def collect_garbage_by_hand(run: TrainingRun) -> None:

@@ -13,11 +13,16 @@ from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretraining.elastic.layer import elastic_layers
+from megatron.pretraining.elastic.placing import first_plans
+from megatron.pretraining.elastic.rebalancing import Rebalancer
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
-from megatron.pretraining.engine.schedule import ForwardStep, Schedule
+from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.logging.log import Log
@@ -25,7 +30,7 @@ from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.process.topology import topology_of
+from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
@@ -64,6 +69,8 @@ class WorkerParts:
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
+        replicas: with ``--elastic``, of experts.
+        rebalancer: of the current generation; None without ``--elastic``.
     """
 
     config: Config
@@ -80,6 +87,8 @@ class WorkerParts:
     session: Session | None = None
     checkpoints: Checkpoints | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
+    replicas: Replicas | None = None
+    rebalancer: Rebalancer | None = None
 
     def met(self, loss: Interruption | None) -> None:
         """Takes the place of the generation in which all workers have met; logs it, if a worker was lost."""
@@ -96,7 +105,9 @@ class WorkerParts:
             self.checkpoints.close()
         if self.session is not None:
             self.session.interrupt()
-        self.session = self.checkpoints = None
+        if self.rebalancer is not None:
+            self.rebalancer.close()
+        self.session = self.checkpoints = self.rebalancer = None
         drop_unfinished_iteration(self.chunks)
 
 
@@ -110,6 +121,7 @@ class TrainingRun:
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
+        rebalancer: as in :class:`WorkerParts`.
     """
 
     config: Config
@@ -123,6 +135,7 @@ class TrainingRun:
     splits: set[str]
     train_iters: int
     vocab_size: int
+    rebalancer: Rebalancer | None = None
 
     @property
     def position(self) -> Position:
@@ -156,8 +169,11 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     stop.check_set_up(world)
     phases.done("tokenizer")
 
-    chunks = build_model(config, vocab_size, providers.model)
+    plans = first_plans(config, world.size) if config.elastic.elastic else None
+    chunks = build_model(config, vocab_size, providers.model, plans)
     optimizer = build_optimizer(config, chunks)
+    dispatch = config.elastic.elastic_dispatch
+    replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, dispatch)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
@@ -172,7 +188,9 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     phases.done("data")
     auto = auto_policy(config, log)
     state = chunks, optimizer, scheduler
-    return WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
+    parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
+    parts.replicas = replicas
+    return parts
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
@@ -187,27 +205,31 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     stop.check_set_up(world)  # the first collective of a generation
     phases.done("meet")
     topology = topology_of(config, world)
-    micro_batches, sizes = len(topology.micro_batches), (topology.micro_batch_size, config.data.seq_length)
+    sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message)
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,
-        schedule=Schedule(parts.forward_step, parts.chunks, micro_batches, *sizes),
+        schedule=Schedule(parts.forward_step, parts.chunks, _turns(parts, topology), *sizes),
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
-        auxiliary=AuxiliaryLosses(config, world, micro_batches),
-        seed=config.rng.seed,
+        auxiliary=AuxiliaryLosses(config, world, topology.mean_micro_batches),
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size)
+    under_way = parts.replicas is not None and parts.replicas.settle(parts.remains.trained)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size, parts.replicas)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
-    stepper = replace(stepper, participants=(session,))
+    if parts.replicas is not None:
+        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
+        if not under_way:
+            parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
+    stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.session, parts.checkpoints = session, checkpoints
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
@@ -230,8 +252,15 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
     )
     parts.remains.trained = True
-    data = parts.streams, splits, parts.train_iters, parts.vocab_size
+    data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer
     return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
+
+
+def _turns(parts: WorkerParts, topology: Topology) -> Turns:
+    seed = parts.config.rng.seed
+    if not parts.config.elastic.elastic:
+        return Turns(seed, topology)
+    return ElasticTurns(seed, topology, elastic_layers(parts.chunks))
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> TrainingRun:

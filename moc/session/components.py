@@ -34,7 +34,6 @@ class Components:
 
     Attributes:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
-        holdings: which rank of this pipeline stage holds what.
         tokens: the token ledger; None if no policy needs it.
         folds: folds chains of gradients beside training; None if no policy wants it.
     """
@@ -43,7 +42,6 @@ class Components:
     tiers: Tiers
     policy: Policy
     peers: Peers | None
-    holdings: StageHoldings
     contents: Contents
     saver: Saver
     publisher: Publisher
@@ -67,7 +65,7 @@ def build(
     """
     world, tap = engine.world, engine.tap
     with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all build again
-        holdings = _holdings(engine, policy)
+        holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
         peers = join_peers(settings, tiers, policy, alike, log, again)
         if peers is not None:
@@ -97,7 +95,7 @@ def build(
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
     saving = contents, saver, publisher, tokens, tap, meter, report, folds
-    return Components(world, tiers, policy, peers, holdings, *saving)
+    return Components(world, tiers, policy, peers, *saving)
 
 
 def close(parts: Components, patience_s: float) -> None:
@@ -113,7 +111,7 @@ def close(parts: Components, patience_s: float) -> None:
     parts.tap.close()
 
 
-def _holdings(engine: Engine, policy: Policy) -> StageHoldings:
+def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
     """Returns the holdings of this pipeline stage's workers, the only ones that may be replicas of one another."""
     state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
     told = [

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.recovery.folds import RULES
 from moc.session.claims import claimed, take_places
-from moc.session.components import Components, build, close, may_replay
+from moc.session.components import Components, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
@@ -186,6 +186,20 @@ class Session(VoteParticipant):
         """
         if self._running is not None:
             self._running[1].take(self.position, self.record)
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Context between two iterations in which state moves from worker to worker; a collective call.
+
+        Snapshots under way are copied before, and the next ones are of what each worker holds after it.
+        """
+        if self._running is None:
+            yield
+            return
+        parts, snapshots = self._running
+        snapshots.wait_for_copies()
+        yield
+        parts.contents.renew(holdings_of(self._engine, parts.policy))
 
     def finish(self) -> None:
         """Waits until every snapshot is published in each tier that it goes to."""

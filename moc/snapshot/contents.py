@@ -82,17 +82,22 @@ class Contents:
 
     Args:
         state: the live state.
-        stage: which rank of this pipeline stage holds what.
+        holdings: which rank of this pipeline stage holds what.
         rank: of this worker.
         scheme: the rules.
         nodes: by rank, the name of its node, if each node saves what its ranks hold; otherwise empty.
     """
 
     def __init__(
-        self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme, nodes: Sequence[str] = ()
+        self, state: TrainingState, holdings: StageHoldings, rank: int, scheme: Scheme, nodes: Sequence[str] = ()
     ):
-        self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
+        self._state, self._rank, self._scheme = state, rank, scheme
         self._nodes = nodes if len(set(nodes)) > 1 else ()
+        self.renew(holdings)
+
+    def renew(self, holdings: StageHoldings) -> None:
+        """From now on, ranks hold this, and views of another state are void."""
+        self.holdings = holdings
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
 
@@ -116,7 +121,7 @@ class Contents:
         self, operators: Mapping[str, Detail], of_ranks: Callable[..., dict[int, list[ByteRange]]]
     ) -> list[Fragment]:
         held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
-        parts = of_ranks(self._stage, operators, self._scheme, self._nodes).get(self._rank, [])
+        parts = of_ranks(self.holdings, operators, self._scheme, self._nodes).get(self._rank, [])
         return share_of(held, parts, joins=not self._nodes)
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
@@ -129,7 +134,7 @@ class Contents:
 
     def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
         """Bytes of these operators by rank of this stage, where any, without file headers."""
-        return rank_loads(self._stage, operators, self._scheme, self._nodes)
+        return rank_loads(self.holdings, operators, self._scheme, self._nodes)
 
     def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
         """Returns the :meth:`share` of operators, with the gradients of some of them beside their state."""

@@ -103,7 +103,8 @@ def _watch(told: dict) -> None:
 
 def _noting(batches, seen: list):
     for batch in batches or ():
-        seen += [digest(tokens) for tokens in batch["tokens"]]
+        if batch["loss_mask"].any():  # else it is a ghost
+            seen += [digest(tokens) for tokens in batch["tokens"]]
         yield batch
 
 

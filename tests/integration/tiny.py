@@ -64,6 +64,7 @@ LAYOUTS = {  # name: (workers, flags)
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "EP4": (4, FOUR | dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),
+    "TP2xDP2": (4, _TP2),
     "TP2xEP2": (4, _TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
     "PP4": (4, DEEP | dict(pipeline_model_parallel_size=4)),
     "plain": (1, dict(engine="plain")),  # of plain PyTorch: see tests/integration/plain.py

@@ -12,6 +12,7 @@ from megatron.pretraining.config.world import (
     global_batch_size,
     layout_sizes,
     num_microbatches,
+    stage_size,
     train_iterations,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "layout_sizes",
     "num_microbatches",
     "split_blend",
+    "stage_size",
     "train_iterations",
 ]

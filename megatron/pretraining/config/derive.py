@@ -51,7 +51,7 @@ def _experts(v: dict) -> None:
 
 
 def _parallel(v: dict) -> None:
-    _fill(v, "expert_tensor_parallel_size", v["tensor_model_parallel_size"])
+    _fill(v, "expert_tensor_parallel_size", 1 if v["elastic"] else v["tensor_model_parallel_size"])
     if v["tensor_model_parallel_size"] == 1:
         v["sequence_parallel"] = False
     if virtual_stages(v) is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.data import DataFlags
 from megatron.pretraining.config.derive import virtual_stages
+from megatron.pretraining.config.elastic import ElasticFlags
 from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
 from megatron.pretraining.config.fusion import CompatibilityFlags, FusionFlags
@@ -31,6 +32,7 @@ class FlagGroups:
     network: NetworkFlags
     moe: MoeFlags
     parallel: ParallelFlags
+    elastic: ElasticFlags
     training: TrainingFlags
     learning_rate: LearningRateFlags
     regularization: RegularizationFlags

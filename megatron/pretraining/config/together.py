@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.pretraining.config.derive import installed
+from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
 from megatron.pretraining.config.groups import FlagGroups
 from moc.policy import POLICIES, JobShape
@@ -14,6 +15,7 @@ def check_together(config: FlagGroups) -> None:
     What depends on the number of workers is checked by ``check_world``, and what depends on the machine by
     ``check_backend``.
     """
+    check_elastic(config)
     _check_tensor_parallelism(config)
     _check_pipeline(config)
     _check_sequence(config)
@@ -213,7 +215,7 @@ def _check_experts(config: FlagGroups) -> None:
     )
     tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     refuse(  # megatron-core sums gradients of experts that are not distributed like those of dense layers
-        experts != tensor and parallel.expert_model_parallel_size == 1,
+        experts != tensor and parallel.expert_model_parallel_size == 1 and not config.elastic.elastic,
         f"--expert-tensor-parallel-size {experts} with --tensor-model-parallel-size {tensor} needs "
         "--expert-model-parallel-size greater than 1: raise it, or make the two equal.",
     )

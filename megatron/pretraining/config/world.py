@@ -11,6 +11,11 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     return world_size // _model_size(config)
 
 
+def stage_size(config: Config, world_size: int) -> int:
+    """Workers of a pipeline stage: with ``--elastic``, those that can hold the experts of its layers."""
+    return world_size // config.parallel.pipeline_model_parallel_size
+
+
 def global_batch_size(config: Config, world_size: int) -> int:
     """Samples per iteration, over all workers."""
     samples = config.training.global_batch_size
@@ -18,9 +23,9 @@ def global_batch_size(config: Config, world_size: int) -> int:
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
-    """Micro batches per iteration of each replica of the model."""
+    """Micro batches per iteration of each replica of the model; with ``--elastic``, of those that have most."""
     per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
-    return global_batch_size(config, world_size) // per_round
+    return -(-global_batch_size(config, world_size) // per_round)
 
 
 def train_iterations(config: Config, world_size: int) -> int:
@@ -54,6 +59,7 @@ def check_world(config: Config, world_size: int) -> None:
         f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
     )
     _check_expert_grid(config, world_size)
+    _check_slots(config, world_size)
     _check_batch(config, world_size)
 
 
@@ -78,11 +84,33 @@ def _check_expert_grid(config: Config, world_size: int) -> None:
     )
 
 
+def _check_slots(config: Config, world_size: int) -> None:
+    elastic, experts, workers = config.elastic, config.moe.num_experts, stage_size(config, world_size)
+    if not elastic.elastic:
+        return
+    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
+    refuse(
+        elastic.elastic_slots * workers < experts,
+        f"--elastic-slots {elastic.elastic_slots} of {workers} workers leave no room for some of {experts} experts: "
+        f"make it at least {-(-experts // workers)}, or start more workers.",
+    )
+    refuse(
+        elastic.elastic_min_replicas > workers,
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the {workers} workers that can hold an "
+        "expert: lower it, or start more workers.",
+    )
+
+
 def _check_batch(config: Config, world_size: int) -> None:
     per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
     samples = global_batch_size(config, world_size)
     refuse(
-        samples % per_round,
+        config.elastic.elastic and samples < per_round,
+        f"--global-batch-size {samples} has no micro batch for some of {data_parallel_size(config, world_size)} "
+        f"data-parallel copies: make it at least {per_round}.",
+    )
+    refuse(
+        samples % per_round and not config.elastic.elastic,
         f"--global-batch-size {samples} is not a multiple of {per_round}, which is --micro-batch-size "
         f"{config.training.micro_batch_size} times {data_parallel_size(config, world_size)} data-parallel copies: "
         f"make it {max(samples // per_round, 1) * per_round}, for example.",

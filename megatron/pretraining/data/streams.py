@@ -43,7 +43,7 @@ class Datasets:
 
 
 class BatchStream:
-    """The micro batches of one worker, from any position on, in the topology of any generation.
+    """The micro batches of one worker, from any position on, in the topology of any generation, ghosts included.
 
     ``num_workers`` processes read them, 0 this process.  With ``wrap`` (evaluation) the stream starts over at the end
     of the dataset, instead of running out of batches.
@@ -53,17 +53,26 @@ class BatchStream:
         self._dataset, self._num_workers, self._wrap = dataset, num_workers, wrap
         self._reader: Iterator[Batch] | None = None
         self._place: tuple[Topology, int] | None = None  # the reader's, in consumed samples, if between iterations
+        self._ghost: Batch | None = None
 
     def iteration(self, topology: Topology, consumed_samples: int) -> Iterator[Batch]:
         """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
         if self._reader is None or self._place != (topology, consumed_samples):
             self._reader = iter(self._loader(topology, consumed_samples))
         self._place = None  # unknown until the whole iteration has been drawn
-        for number in topology.micro_batches:
-            batch = next(self._reader)
-            if number == topology.micro_batches[-1]:  # nobody asks for more than the last one
+        for turn in range(topology.rounds):
+            batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader)
+            if turn == topology.rounds - 1:  # nobody asks for more than the last one
                 self._place = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
+
+    def _ghost_of(self, topology: Topology) -> Batch:
+        """A micro batch of a sample without any token that counts in the loss."""
+        ghost = self._ghost
+        if ghost is None:
+            sample: Batch = torch.utils.data.default_collate([self._dataset[0]] * topology.micro_batch_size)
+            ghost = self._ghost = sample | {"loss_mask": torch.zeros_like(sample["loss_mask"])}
+        return ghost
 
     def _loader(self, topology: Topology, consumed_samples: int) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(

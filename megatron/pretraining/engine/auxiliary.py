@@ -17,10 +17,13 @@ _NAMES = {
 
 
 class AuxiliaryLosses:
-    """Collects the losses that megatron-core's routers track during forward."""
+    """Collects the losses that megatron-core's routers track during forward.
 
-    def __init__(self, config: Config, world: World, num_micro_batches: int):
-        self._world, self._num_micro_batches = world, num_micro_batches
+    ``micro_batches`` are those of a data-parallel rank, in the mean over all.
+    """
+
+    def __init__(self, config: Config, world: World, micro_batches: float):
+        self._world, self._micro_batches = world, micro_batches
         self._names = tracked_names(config)
         self._num_moe_layers = config.num_moe_layers
         self._per_layer = config.moe.moe_per_layer_logging
@@ -47,7 +50,7 @@ class AuxiliaryLosses:
 
         Values that megatron-core reduces over tensor- (and data-) parallel ranks are partial sums; others are replicas.
         """
-        values = entry["values"].detach().double() / self._num_micro_batches
+        values = entry["values"].detach().double() / self._micro_batches
         if entry.get("reduce_group") is None:
             return values / (self._world.tensor_size * self._world.data_size)
         return values if entry.get("reduce_group_has_dp") else values / self._world.data_size

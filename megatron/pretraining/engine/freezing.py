@@ -23,7 +23,7 @@ class Freezer:
         self._operators = {  # of each parameter in the gradient buffers
             parameter: {operator_of(piece.name) for piece in described}
             for parameter, described in pieces.items()
-            if hasattr(parameter, "main_grad")
+            if described and hasattr(parameter, "main_grad")
         }
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.frozen: frozenset[str] = frozenset()

@@ -13,6 +13,8 @@ from megatron.core import parallel_state
 from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
+from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
@@ -27,10 +29,22 @@ from moc.state.shape import model_operators
 
 
 class MegatronEngine:
-    """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used."""
+    """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used.
 
-    def __init__(self, config: Config, stepper: Stepper, stream: BatchStream | None, vocab_size: int):
-        self._config, self._stepper, self._stream = config, stepper, stream
+    With ``--elastic``, snapshots tell the plans of ``replicas``; ``placed`` are those of the snapshot that was loaded,
+    None without one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stepper: Stepper,
+        stream: BatchStream | None,
+        vocab_size: int,
+        replicas: Replicas | None = None,
+    ):
+        self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
+        self.placed: Plans | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core)
         self.operators = model_operators(model_shape(config.network, config.moe, vocab_size))
@@ -65,10 +79,12 @@ class MegatronEngine:
         state = contents.training_state(
             self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler
         )
-        return state | {"optimizer": self._config.regularization.optimizer}  # snapshots always hold optimizer state
+        state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
+        return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores loss scale and learning-rate schedule."""
+        """Restores loss scale and learning-rate schedule; notes where experts were."""
+        self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
         contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 

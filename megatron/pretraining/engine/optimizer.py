@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.engine.owned import drop_gradients, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.model.build import compute_dtype
@@ -99,7 +100,7 @@ class VotedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
             gradients = member.get_main_grads_for_grad_norm()
-            if gradients and _counts_for_norm(member):
+            if gradients and self._counts_for_norm(member):
                 total += _square_norm(gradients)
         return total
 
@@ -108,7 +109,7 @@ class VotedOptimizer:
         """This rank's number of zero gradient elements (``--log-num-zeros-in-grad``), counted as in the norm."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
-            if _counts_for_norm(member):
+            if self._counts_for_norm(member):
                 for gradient in member.get_main_grads_for_grad_norm():
                     total += gradient.numel() - torch.count_nonzero(gradient)
         return total
@@ -118,7 +119,7 @@ class VotedOptimizer:
         """This rank's part of the squared norm of all weights (``--log-params-norm``), each element counted once."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for chunk in self._chunks:
-            weights: list[torch.Tensor] = [p for p in chunk.parameters() if _is_first_copy(p)]
+            weights: list[torch.Tensor] = [p for p in chunk.parameters() if self._is_first_copy(p)]
             if weights:
                 total += _square_norm(weights)
         return total
@@ -155,6 +156,29 @@ class VotedOptimizer:
         """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
         return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
 
+    def _counts_for_norm(self, member: MegatronOptimizer) -> bool:
+        if isinstance(member, DistributedOptimizer):
+            return True
+        return self._copy(experts=any(group.get("is_expert_parallel") for group in member.param_groups)) == 0
+
+    def _is_first_copy(self, parameter: torch.nn.Parameter) -> bool:
+        experts = not getattr(parameter, "allreduce", True)
+        tensor_group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if experts
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        return (
+            self._copy(experts) == 0
+            and param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter, tensor_group)
+        )
+
+    def _copy(self, experts: bool) -> int:
+        """Index of this rank among those over which these gradients are reduced."""
+        chunk = self._chunks[0]
+        return (chunk.expt_dp_group if experts else chunk.dp_group).rank()
+
     def _scale_gradients(self, factor: float) -> None:
         if factor == 1.0:
             return
@@ -175,28 +199,6 @@ def _update(member: MegatronOptimizer) -> None:
         member.step_with_ready_grads()
 
 
-def _counts_for_norm(member: MegatronOptimizer) -> bool:
-    if isinstance(member, DistributedOptimizer):
-        return True
-    experts = any(group.get("is_expert_parallel") for group in member.param_groups)
-    rank = parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
-    return rank == 0
-
-
-def _is_first_copy(parameter: torch.nn.Parameter) -> bool:
-    if getattr(parameter, "allreduce", True):
-        data_rank = parallel_state.get_data_parallel_rank()
-        tensor_group = parallel_state.get_tensor_model_parallel_group()
-    else:
-        data_rank = parallel_state.get_expert_data_parallel_rank()
-        tensor_group = parallel_state.get_expert_tensor_parallel_group()
-    return (
-        data_rank == 0
-        and param_is_not_shared(parameter)
-        and param_is_not_tensor_parallel_duplicate(parameter, tensor_group)
-    )
-
-
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm(tensors, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]  # no other
     return torch.stack(norms).double().square().sum()
@@ -204,7 +206,9 @@ def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
     """Builds the optimizer over the model chunks and sets fp16's loss scale on the model."""
-    core = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
+    core = get_megatron_optimizer(
+        optimizer_config(config), [*chunks], use_gloo_process_groups=False, pg_collection=gradient_groups(config)
+    )
     if moments := config.mixed_precision.moments:
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)

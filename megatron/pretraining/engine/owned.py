@@ -32,14 +32,21 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
-        sharded = isinstance(member, DistributedOptimizer)
+        sharded = isinstance(member, DistributedOptimizer) and member.data_parallel_group.size() > 1
         groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
-        for parameter, main in _parameters_and_masters(member):
+        for parameter, main in _of_member(member):
             state = _primed_state(member.optimizer, main, moments)
-            span = member._get_model_param_range_map(parameter)["param"] if sharded else None
+            whole = not isinstance(member, DistributedOptimizer)
+            span = None if whole else member._get_model_param_range_map(parameter)["param"]
             start, stop = (span.start, span.end) if span else (0, parameter.numel())
             slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
             yield OwnedSlice(parameter, start, stop, slots, sharded, _counter(member, state, groups[main]))
+
+
+def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yields the parameters of which this rank owns a slice, with its master weights."""
+    for member in members(optimizer):
+        yield from _of_member(member)
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -69,7 +76,7 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
 
     Gradients of zeros would not do: momentum and weight decay would still be applied.
     """
-    for parameter, main in _parameters_and_masters(member):
+    for parameter, main in _of_member(member):
         if not parameter.requires_grad or moving is not None and parameter not in moving:
             main.grad = None
 
@@ -108,9 +115,10 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
         inner = member.optimizer
-        for group in inner.param_groups:
-            for main in group["params"]:
-                yield _counter(member, inner.state[main], group)
+        groups = {main: group for group in inner.param_groups for main in group["params"]}
+        for parameter, main in _of_member(member):
+            if not getattr(parameter, "unused", False):
+                yield _counter(member, inner.state[main], groups[main])
 
 
 def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
@@ -120,7 +128,7 @@ def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
     return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
-def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     if isinstance(member, DistributedOptimizer):
         model_groups = member.model_float16_groups + member.model_fp32_groups
         main_groups = member.shard_fp32_from_float16_groups + member.shard_fp32_groups

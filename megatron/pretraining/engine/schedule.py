@@ -12,9 +12,27 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.boundary import schedule_groups
+from megatron.pretraining.process.initialize import seed_streams
+from megatron.pretraining.process.topology import Topology
 from moc.faults import reach
 
 ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
+
+
+class Turns:
+    """What happens around the micro batches of an iteration: here, random streams are seeded as it begins."""
+
+    def __init__(self, seed: int, topology: Topology):
+        self._seed, self._topology = seed, topology
+
+    def begin(self, iteration: int | None) -> None:
+        """The iteration after ``iteration`` completed ones begins; None for an evaluation, which draws nothing."""
+        if iteration is not None:
+            seed_streams(self._seed, iteration, self._topology.world)
+
+    def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
+        """Computes the forward pass of the next micro batch; returns its output and the output's loss function."""
+        return compute()
 
 
 class Schedule:
@@ -28,11 +46,12 @@ class Schedule:
         self,
         forward_step: ForwardStep,
         chunks: list[DistributedDataParallel],
+        turns: Turns,
         num_micro_batches: int,
         micro_batch_size: int,
         seq_length: int,
     ):
-        self._forward_step, self._chunks = forward_step, chunks
+        self._forward_step, self._chunks, self._turns = forward_step, chunks, turns
         self._sizes: dict[str, Any] = dict(
             num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
         )
@@ -41,19 +60,23 @@ class Schedule:
         chunks[0].config.finalize_model_grads_func = self._note_tokens
 
     def forward_backward(
-        self, batches: Iterator[Batch] | None, communicator: P2PCommunicator | None = None
+        self, iteration: int, batches: Iterator[Batch] | None, communicator: P2PCommunicator | None = None
     ) -> tuple[list[dict], torch.Tensor | None]:
-        """Computes all gradients of an iteration, unreduced; ``batches`` is None on stages that read no data.
+        """Computes all gradients of the iteration after ``iteration`` completed ones, unreduced.
+
+        ``batches`` is None on stages that read no data.
 
         Returns:
             The loss function's report of each micro batch (last stage; else empty), and the number of tokens to divide
             this rank's gradients by, or None if they are averaged already.
         """
+        self._turns.begin(iteration)
         reports = self._run(batches, forward_only=False, communicator=communicator)
         return reports, self._tokens
 
     def forward(self, batches: Iterator[Batch] | None) -> list[dict]:
         """Computes the losses only (evaluation)."""
+        self._turns.begin(None)
         return self._run(batches, forward_only=True)
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
@@ -73,7 +96,7 @@ class Schedule:
 
     def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
         reach("forward_backward")
-        return self._forward_step(batches, chunk)
+        return self._turns.take(lambda: self._forward_step(batches, chunk))
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens

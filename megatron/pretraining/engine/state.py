@@ -34,12 +34,16 @@ class MegatronState:
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
         self._chunks, self._optimizer = chunks, optimizer
-        self._parameters, self._buffers = parameter_pieces(chunks), buffer_pieces(chunks)
-        self._pieces = self._parameters | self._buffers
-        self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(optimizer)}
         self._zero, self._peers = chunks[0].ddp_config.use_distributed_optimizer, chunks[0].dp_cp_group
+        self.describe()
+
+    def describe(self) -> None:
+        """Describes the state anew, after experts have moved; nothing may be frozen."""
+        self._parameters, self._buffers = parameter_pieces(self._chunks), buffer_pieces(self._chunks)
+        self._pieces = self._parameters | self._buffers
+        self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(self._optimizer)}
         self._counters = list(self._find_counters())
-        self._freezer = Freezer(chunks, optimizer, self._parameters)
+        self._freezer = Freezer(self._chunks, self._optimizer, self._parameters)
 
     def operators(self) -> list[str]:
         """Names of the operators that this rank holds a part of, in model order."""
@@ -66,7 +70,7 @@ class MegatronState:
         wanted, found = set(operators), []
         for parameter, pieces in self._parameters.items():
             owners = {operator_of(piece.name) for piece in pieces}
-            if owners <= wanted:
+            if owners and owners <= wanted:
                 found.append(parameter)
             elif owners & wanted:
                 raise ValueError(f"{', '.join(sorted(owners))} share one parameter: drop --moe-grouped-gemm")

@@ -26,7 +26,6 @@ from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
-from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
@@ -50,7 +49,6 @@ class Stepper:
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
     auxiliary: AuxiliaryLosses
-    seed: int
     boundaries: UpstreamTap
     count_zeros: bool = False
     params_norm: bool = False
@@ -129,10 +127,9 @@ class Stepper:
         A replay gives ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
         batch (last stage; else empty).
         """
-        seed_streams(self.seed, iteration, self.world)
         self.optimizer.zero_grad()
         with self.boundaries.crossed(iteration + 1) as communicator:
-            reports, token_count = self.schedule.forward_backward(batches, communicator)
+            reports, token_count = self.schedule.forward_backward(iteration, batches, communicator)
         self.optimizer.hold_router_biases(lambda: self.boundaries.reduce(self.chunks, token_count, tokens))
         self.optimizer.take_gradients()
         self.optimizer.reduced = iteration + 1

@@ -40,6 +40,14 @@ def flops_per_sample(config: Config, vocab_size: int) -> float:
     return 6.0 * seq * weights
 
 
+def expert_share(config: Config, vocab_size: int) -> float:
+    """The part of :func:`flops_per_sample` that routed experts do, 0 to 1."""
+    moe, gate = config.moe, 3 if config.network.swiglu else 2
+    width = (moe.moe_ffn_hidden_size or config.network.ffn_hidden_size) * moe.moe_router_topk
+    routed = config.num_moe_layers * gate * config.network.hidden_size * width
+    return 6.0 * config.data.seq_length * routed / flops_per_sample(config, vocab_size)
+
+
 def _expert_weights(config: Config, gate: int) -> int:
     moe, hidden = config.moe, config.network.hidden_size
     if moe.num_experts is None:

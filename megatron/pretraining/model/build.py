@@ -22,6 +22,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.derive import installed
+from megatron.pretraining.elastic.gradients import ElasticDataParallel
+from megatron.pretraining.elastic.groups import gradient_groups
+from megatron.pretraining.elastic.layer import elastic_layers, with_slots
+from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -29,8 +33,12 @@ from megatron.pretraining.process import cpu
 ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronModule]
 
 
-def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> list[DistributedDataParallel]:
+def build_model(
+    config: Config, vocab_size: int, provider: ModelProvider, plans: Plans | None = None
+) -> list[DistributedDataParallel]:
     """Builds this worker's model chunks with ``provider``, initialised and wrapped for data parallelism.
+
+    With ``--elastic``, ``plans`` say which experts this worker holds.
 
     Returns:
         One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
@@ -42,6 +50,8 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
     for chunk in chunks:
         chunk.to(cpu.device())
         _mend_experts(chunk)
+        if plans is not None and (layers := elastic_layers([chunk])):
+            adopt(layers, plans[parallel_state.get_pipeline_model_parallel_rank()], config.elastic.elastic_dispatch)
         if config.mixed_precision.fp8_format and config.network.transformer_impl == "local":
             fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
         initialize_weights(chunk, config)
@@ -50,8 +60,10 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
     if config.mixed_precision.fp16 or config.mixed_precision.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
     ddp_config = data_parallel_config(config)
+    wrapper = DistributedDataParallel if plans is None else ElasticDataParallel
+    groups = gradient_groups(config)
     wrapped = [
-        DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=i > 0)
+        wrapper(core_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=groups)
         for i, chunk in enumerate(chunks)
     ]
     _let_schedule_overlap_communication(core_config, ddp_config, wrapped)
@@ -90,6 +102,8 @@ def layer_specs(config: Config, core_config: TransformerConfig, stage: int | Non
     )
     if core_config.transformer_impl == "local":
         _replace_torch_norm(spec)
+    if slots := config.elastic.elastic_slots:
+        with_slots(spec, min(slots, config.moe.num_experts or slots))
     return spec
 
 

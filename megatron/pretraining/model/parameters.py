@@ -32,15 +32,17 @@ def unwrap(module: torch.nn.Module) -> MegatronModule:
 def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
     """The pieces of every parameter of a bare megatron-core chunk, by local name, in ascending ``start``.
 
+    A parameter that is marked as ``unused``, in a slot for an expert that holds none, has no pieces.
+
     Raises:
         ValueError: megatron-core does not describe a parameter.
     """
     described = _described(model)
     pieces = {}
     for name, parameter in model.named_parameters():
-        if name not in described:
+        if name not in described and not getattr(parameter, "unused", False):
             raise ValueError(f"megatron-core's sharded_state_dict does not describe the parameter {name}")
-        pieces[name] = [_piece(t, parameter) for t in _tensors(described[name])]
+        pieces[name] = [_piece(t, parameter) for t in _tensors(described[name])] if name in described else []
     return pieces
 
 

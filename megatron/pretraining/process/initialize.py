@@ -58,15 +58,15 @@ def shut_down(job: Job | None = None) -> None:
     (job or Job()).leave()
 
 
-def seed_streams(seed: int, iteration: int, world: World) -> None:
-    """Reseeds every random stream for one iteration.
+def seed_streams(seed: int, iteration: int, world: World, micro_batch: int | None = None) -> None:
+    """Reseeds every random stream for one iteration, or for one of its micro batches.
 
-    The streams depend on (seed, iteration, stage, data-parallel rank) only; megatron-core's tracker adds the tensor-
-    and expert-parallel coordinates.  Any iteration can therefore be replayed by itself, and a checkpoint holds no
-    random state.  Tensor-parallel peers share the default stream, as dropout outside of tensor-parallel regions
-    requires.
+    The streams depend on (seed, iteration, stage, data-parallel rank, or micro batch in its place) only;
+    megatron-core's tracker adds the tensor- and expert-parallel coordinates.  Any iteration can therefore be replayed
+    by itself, and a checkpoint holds no random state.  Tensor-parallel peers share the default stream, as dropout
+    outside of tensor-parallel regions requires.
     """
-    entropy = (seed, iteration, world.pipeline_rank, world.data_rank)
+    entropy = (seed, iteration, world.pipeline_rank, world.data_rank if micro_batch is None else micro_batch)
     # 32 bits is numpy's limit; the halving leaves room for megatron-core's own offsets of a few thousand
     base = int(numpy.random.SeedSequence(entropy).generate_state(1, numpy.uint32)[0]) // 2
     random.seed(base)

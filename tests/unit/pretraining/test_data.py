@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
+from moc.elastic.batches import micro_batches_of
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -49,6 +50,28 @@ def test_the_topologies_of_all_ranks_part_the_batch_in_order(size, iteration):
     assert list(itertools.chain(*read)) == list(range(consumed, consumed + batch))
     numbers = dealt(data_size, micro_batch_size, batch, lambda one: one.micro_batches)
     assert numbers == list(range(data_size * micro_batches))
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
+def test_ghosts_fill_up_the_last_round(data_size, micro_batches, micro_batch_size):
+    for rank in range(data_size):
+        one = topology(rank, data_size, micro_batch_size, micro_batches * micro_batch_size)
+        numbers = [None if one.is_ghost(turn) else one.number(turn) for turn in range(one.rounds)]
+        assert numbers == micro_batches_of(rank, micro_batches, data_size)
+        assert [number for number in numbers if number is not None] == list(one.micro_batches)
+
+
+@pytest.mark.parametrize("data_size", [2, 3])
+def test_a_ghost_has_no_token_that_counts(data, data_size):
+    class Counted(Counting):
+        def __getitem__(self, number):
+            return {"tokens": torch.tensor([number]), "loss_mask": torch.ones(1)}
+
+    stream, one = data.BatchStream(Counted(100)), topology(data_size - 1, data_size, 1, data_size + 1)
+    for consumed in (0, data_size + 1):
+        (real, ghost) = stream.iteration(one, consumed)
+        assert (int(real["tokens"]), int(real["loss_mask"])) == (consumed + data_size - 1, 1)
+        assert not ghost["loss_mask"].any()
 
 
 @pytest.mark.parametrize("data_size", [2, 3, 6])

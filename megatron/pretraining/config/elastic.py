@@ -1,0 +1,62 @@
+"""Flags of elastic training (Lazarus)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.pretraining.config.flag import FlagGroup, flag, flags_of, refuse
+
+
+def parse_everywhere(text: object) -> str:
+    """``auto``, or a number of slots as it is written."""
+    word = str(text)
+    if word != "auto" and not word.isdecimal():
+        raise ValueError("it is a number of slots or the word auto")
+    return word
+
+
+@dataclass(frozen=True)
+class ElasticFlags(FlagGroup):
+    """Elastic training (Lazarus): replicas of experts by load, and any number of workers."""
+
+    elastic: bool = flag(
+        False,
+        "Place each expert on as many workers as its load asks for, and deal micro batches so that results do not "
+        "depend on the number of workers; needs --calculate-per-token-loss and --global-batch-size.",
+    )
+    elastic_slots: int | None = flag(
+        None, "Experts of each MoE layer that a worker has room for; needed with --elastic.", limits=">= 1"
+    )
+    elastic_min_replicas: int = flag(
+        2, "Workers that hold each expert at least, if slots suffice: fewer losses at once lose none.", limits=">= 1"
+    )
+    elastic_everywhere: str = flag(
+        "auto",
+        "Slots of each worker for the hottest experts, which every worker holds; auto weighs balance against survival.",
+        type=parse_everywhere,
+        metavar="auto|H",
+    )
+    elastic_rebalance_interval: int = flag(
+        200, "Iterations between two looks at whether other replicas would pay; 0 never looks.", limits=">= 0"
+    )
+    elastic_dispatch: str = flag(
+        "level",
+        "Tokens of each replica: such that all workers get equally many, or as many as other replicas of its expert.",
+        choices=("level", "even"),
+    )
+
+    def validate(self) -> None:
+        """Refuses flags without --elastic, and --elastic without slots."""
+        if self.elastic:
+            self.needs("elastic", "elastic_slots")
+            return
+        for spec in flags_of(ElasticFlags):
+            refuse(
+                getattr(self, spec.name) != spec.default,
+                f"{spec.spelling} has no effect without --elastic: add it, or drop {spec.spelling}.",
+            )
+
+    @property
+    def everywhere(self) -> int | None:
+        """Slots for the hottest experts; None if they are to be chosen."""
+        return None if self.elastic_everywhere == "auto" else int(self.elastic_everywhere)

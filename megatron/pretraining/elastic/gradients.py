@@ -1,0 +1,119 @@
+"""Gradients of replicated experts: summed among the holders, shard by shard, in the order of ranks.
+
+An expert with r holders has its gradient cut into r shards.  One all-to-all brings each shard to its holder, which adds
+up the copies in the order of ranks; a second one brings the sums back.  So all holders get the same bits, and no
+process group per set of holders is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.pretraining.elastic.groups import exchange_group
+from megatron.pretraining.elastic.layer import ElasticExperts, ElasticLayer, elastic_layers
+from megatron.pretraining.engine.owned import parameters_and_masters
+
+Message = list[list[torch.Tensor]]
+"""Flat tensors to, or from, each rank of the group."""
+
+
+class ElasticDataParallel(DistributedDataParallel):
+    """megatron-core's data parallelism, which also reduces the gradients of experts."""
+
+    def finish_grad_sync(self, *args, **kwargs) -> None:
+        """Reduces the gradients of dense layers over data-parallel ranks, and those of experts over their holders."""
+        super().finish_grad_sync(*args, **kwargs)
+        for layer in elastic_layers([self]):
+            sum_gradients(layer.experts, exchange_group())
+
+
+@torch.no_grad()
+def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
+    """Sums the gradients of a layer's experts over their holders, in place; a collective of the group."""
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    shards = {
+        expert: _flat(gradients_of(mlp.parameters())).tensor_split(len(experts.holders[expert]))
+        for expert, mlp in experts.held()
+        if len(experts.holders[expert]) > 1
+    }
+    dtype, device = _kind(experts)
+
+    def mine(expert: int) -> torch.Tensor:
+        return shards[expert][experts.holders[expert].index(rank)]
+
+    def with_(other: int) -> list[int]:
+        return [expert for expert in shards if other in experts.holders[expert]]
+
+    sent = [[shards[e][experts.holders[e].index(other)] for e in with_(other)] for other in ranks]
+    received = _swapped(sent, [[mine(e).numel() for e in with_(other)] for other in ranks], group, dtype, device)
+    copies = {e: [received[holder][with_(holder).index(e)] for holder in experts.holders[e]] for e in shards}
+    sums = {expert: _added(parts) for expert, parts in copies.items()}
+    back = [[sums[e] for e in with_(other)] for other in ranks]
+    wanted = [[one.numel() for one in of_rank] for of_rank in sent]
+    whole = _swapped(back, wanted, group, dtype, device)
+    for expert, mlp in experts.held():
+        if expert in shards:
+            parts = [whole[holder][with_(holder).index(expert)] for holder in experts.holders[expert]]
+            _fill(gradients_of(mlp.parameters()), torch.cat(parts))
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The places in megatron-core's buffers where the gradients of parameters add up."""
+    marked: Iterable[Any] = parameters
+    return [parameter.main_grad for parameter in marked]
+
+
+def _kind(experts: ElasticExperts) -> tuple[torch.dtype, torch.device]:
+    gradient = next(iter(gradients_of(experts.parameters())))
+    return gradient.dtype, gradient.device
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.view(-1) for tensor in tensors])
+
+
+def _fill(tensors: list[torch.Tensor], values: torch.Tensor) -> None:
+    for tensor, part in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.view(-1).copy_(part)
+
+
+def _added(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _swapped(
+    sent: Message, sizes: list[list[int]], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> Message:
+    outgoing = [tensor for of_rank in sent for tensor in of_rank]
+    packed = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
+    lengths = [sum(of_rank) for of_rank in sizes]
+    arrived = torch.empty(sum(lengths), dtype=dtype, device=device)
+    dist.all_to_all_single(arrived, packed, lengths, [sum(t.numel() for t in of_rank) for of_rank in sent], group=group)
+    return [list(part.split(of_rank)) for part, of_rank in zip(arrived.split(lengths), sizes, strict=True)]
+
+
+def count_once(layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer) -> None:
+    """Lets an expert count in norms on its first holder alone, and lets unused slots take no part in training."""
+    rank, first = dist.get_rank(exchange_group()), set()
+    for layer in layers:
+        for expert, mlp in layer.experts.held():
+            if layer.experts.holders[expert][0] == rank:
+                first |= set(mlp.parameters())
+    for parameter, master in _of_experts(optimizer):
+        parameter.requires_grad_(not parameter.unused)
+        parameter.shared = master.shared = parameter not in first  # megatron-core's mark of what others count
+
+
+def _of_experts(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, Any]]:
+    for parameter, master in parameters_and_masters(optimizer):
+        if not getattr(parameter, "allreduce", True):
+            yield parameter, master

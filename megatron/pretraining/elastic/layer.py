@@ -1,0 +1,149 @@
+"""The mixture-of-experts layer of elastic training: a worker's slots hold any experts, and experts have any replicas.
+
+megatron-core's layer gives each expert-parallel rank the same number of consecutive experts.  Here it is built as if
+its worker had no others, with one expert per slot; what knows all experts is put in its place: the router, the
+dispatcher, and the description of experts in checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron.pretraining.elastic.dispatcher import ElasticDispatcher
+from megatron.pretraining.elastic.groups import exchange_group
+from moc.elastic.dispatch import Capacities
+
+_ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class ElasticExperts(SequentialMLP):
+    """The experts in the slots of one worker.
+
+    Attributes:
+        slots: the expert in each slot, None where there is none.
+        holders: by expert, the ranks of the exchange group that hold it, ascending.
+    """
+
+    slots: tuple[int | None, ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
+
+    def held(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Yields the experts here, in ascending order, with their modules."""
+        there = {e: mlp for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None}
+        yield from sorted(there.items())
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Describes the experts by their numbers in the whole model; copies are numbered in the order of holders."""
+        apart, rank, described = (
+            (metadata or {}).get("singleton_local_shards", False),
+            dist.get_rank(exchange_group()),
+            {},
+        )
+        for slot, expert in enumerate(self.slots):
+            if expert is None:
+                continue
+            local, offsets = f"{prefix}local_experts.{slot}.", sharded_offsets
+            whole = f"{prefix}experts.{expert}." if apart else f"{prefix}experts."
+            if not apart:
+                offsets = (*sharded_offsets, (len(sharded_offsets), expert, len(self.holders)))
+            mlp: Any = self.local_experts[slot]
+            tensors = mlp.sharded_state_dict(local, offsets, metadata)
+            for tensor in tensors.values():
+                tensor.key = tensor.key.replace(local, whole, 1)
+                tensor.replica_id = (*tensor.replica_id[:2], self.holders[expert].index(rank))
+            described |= tensors
+        return described
+
+
+class ElasticLayer(MoELayer):
+    """A mixture-of-experts layer with slots.
+
+    Attributes:
+        is_ghost: the micro batch under way has no samples: its tokens reach no router and no expert.
+    """
+
+    is_ghost = False
+    experts: ElasticExperts
+    token_dispatcher: ElasticDispatcher
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int):
+        groups, router = get_default_pg_collection(), submodules.router
+        experts: Any = submodules.experts  # a ModuleSpec
+        inside = copy.copy(config)
+        inside.num_moe_experts, inside.moe_token_dispatcher_type = slots, "alltoall"
+        submodules = dataclasses.replace(
+            submodules,
+            experts=dataclasses.replace(experts, module=ElasticExperts),
+            router=lambda config, pg_collection: router(config=whole, pg_collection=pg_collection),
+        )
+        whole = config
+        super().__init__(inside, submodules, pg_collection=groups)
+        self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, exchange_group())
+        for parameter in self.experts.parameters():
+            marked: Any = parameter
+            marked.allreduce = False  # megatron-core reduces and updates experts apart from the rest
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer in the model, from 0."""
+        assert self.layer_number is not None  # every layer of a model has one
+        return self.layer_number - 1
+
+    def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
+        """From now on, this worker's slots hold these experts; ``replicas`` are those of all, [experts, ranks]."""
+        self.experts.slots = tuple(slots)
+        self.experts.holders = tuple(tuple(numpy.flatnonzero(row).tolist()) for row in replicas)
+        for expert, mlp in zip(self.experts.slots, self.experts.local_experts, strict=True):
+            for parameter in mlp.parameters():
+                marked: Any = parameter
+                marked.unused = expert is None
+        self.token_dispatcher.hold(self.experts.slots, replicas, capacities)
+
+    def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None):
+        """Sends no token of a ghost to an expert, and counts none in auxiliary losses."""
+        if not self.is_ghost:
+            return super().route(hidden_states, padding_mask)
+        tokens, experts = hidden_states.shape[:-1].numel(), self.config.num_moe_experts
+        assert experts is not None  # or this layer would be dense
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # of what others send here
+        nothing = hidden_states.new_zeros(tokens, experts, dtype=dtype)
+        return nothing, nothing.bool()
+
+
+def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlockSubmodules:
+    """The layer specification with elastic layers in place of megatron-core's, in place."""
+    layers: Any = spec.layer_specs
+    for layer in layers:
+        parts: Any = layer.submodules
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
+            inside: Any = parts.mlp.submodules
+            parts.mlp = _bound(inside, slots)
+    return spec
+
+
+def _bound(submodules: MoESubmodules, slots: int) -> type[ElasticLayer]:
+    """A class that needs the configuration alone: megatron-core gives no more to modules that it does not know."""
+
+    class BoundLayer(ElasticLayer):
+        def __init__(self, config: TransformerConfig):
+            super().__init__(config, submodules, slots)
+
+    return BoundLayer
+
+
+def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:
+    """The elastic layers of the chunks, in model order."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ElasticLayer)]

@@ -1,0 +1,63 @@
+"""What workers do in tests of elastic training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from megatron.pretraining import loop
+from megatron.pretraining.elastic import placing
+from megatron.pretraining.elastic.rebalancing import Prospect
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.engine.state import MegatronState
+from moc.elastic.placement import EMPTY
+from moc.state.detail import Detail
+from tests.integration import bodies
+
+
+def train(flags: dict, vacant: bool = False) -> dict:
+    """As ``bodies.train``; any other plan pays.  With ``vacant``, some slots are.
+
+    Returns:
+        Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of an
+        expert's master weights, moments and compute weights; and ``steps``, their updates.
+    """
+    Prospect.pays = lambda self, iterations: True
+    if vacant:
+        placing.plan = with_gaps(placing.plan)
+    more: dict = {"moved": [], "state": {}, "steps": {}}
+    move, run_loop = Replicas.move_to, loop.train
+
+    def watched_move(self, plans) -> int:
+        more["moved"].append(move(self, plans))
+        return more["moved"][-1]
+
+    def watched_loop(run, stop):
+        code = run_loop(run, stop)
+        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        experts = [operator for operator in state.operators() if ".expert." in operator]
+        for detail in (Detail.FULL, Detail.COMPUTE):
+            for f in state.fragments(experts, detail):
+                more["state"][f"{f.name} {f.slot} {f.region}"] = bodies.digest(f.view)
+        more["steps"] = {operator: steps for operator, steps in state.steps().items() if operator in experts}
+        return code
+
+    Replicas.move_to, loop.train = watched_move, watched_loop
+    return bodies.train(flags) | more
+
+
+def with_gaps(plan):
+    """A way of planning that leaves a slot of the first rank of each stage empty, in every other plan."""
+    made: Counter[tuple[int, ...]] = Counter()
+
+    def planned(*args):
+        found = plan(*args)
+        made[tuple(found.tables)] += 1
+        for layer, table in found.tables.items() if made[tuple(found.tables)] % 2 else ():
+            spare = [e for e in found.experts_of(layer, 0) if len(found.holders(layer, e)) > 1]
+            rows = table.copy()
+            rows[0] = [*(expert for expert in table[0] if expert != spare[0]), EMPTY]
+            found = dataclasses.replace(found, tables={**found.tables, layer: rows})
+        return found
+
+    return planned

@@ -1,0 +1,141 @@
+"""Elastic training with the same workers throughout: results do not depend on their number, nor on who holds what."""
+
+import pytest
+
+from tests.integration.launched import Launched
+from tests.integration.test_layouts import CLOSE, assert_alike
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, Trained, known, train
+from tests.shared import ALL
+from tests.worlds import run_world
+
+PLAIN = dict(calculate_per_token_loss=True, global_batch_size=4, clip_grad=0.5, train_iters=30)
+ELASTIC = dict(elastic=True, elastic_slots=3)
+GHOSTS = dict(global_batch_size=5)  # in the last round, all data-parallel ranks but the first have ghosts
+DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
+ALONE = dict(elastic_min_replicas=1, elastic_slots=4)
+REPLICATED = dict(use_distributed_optimizer=False)
+
+
+def elastic(layout: str, flags: dict, **arguments) -> Trained:
+    """Trains as :func:`tests.integration.elastic_bodies.train` does."""
+    size, parallel = LAYOUTS[layout]
+    flags = FLAGS | parallel | ELASTIC | flags
+    return Trained(run_world(size, "tests.integration.elastic_bodies:train", flags=flags, **arguments))
+
+
+def moved(trained: Trained) -> int:
+    """Bytes of experts that have moved."""
+    return sum(sum(worker["moved"]) for worker in trained.workers)
+
+
+def assert_replicas_alike(trained: Trained) -> None:
+    """Copies of weights, masters and moments of experts, and their numbers of updates, are equal."""
+    whole: dict[str, str] = {}
+    for worker in trained.workers:
+        for key, value in [*worker["state"].items(), *worker["steps"].items()]:
+            assert whole.setdefault(key, value) == value, key
+    assert len(whole) < sum(len(worker["state"]) for worker in trained.workers)  # there are copies
+
+
+@pytest.mark.parametrize(
+    ("layout", "plain", "more", "end"),
+    [("DP4", "EP4", {}, 20), ("PP2xDP2", "PP2xEP2", REPLICATED, 6), ("TP2xDP2", "TP2xEP2", {}, 6)]
+    + ALL * [("DP4", "EP4", REPLICATED, 30), ("PP2xDP2", "PP2xEP2", {}, 30), ("TP2xDP2", "TP2xEP2", REPLICATED, 30)],
+)
+def test_as_with_expert_parallelism(layout, plain, more, end, data):
+    """Gradients are clipped, and experts have from one to all workers as holders."""
+    flags, end = data | PLAIN | more, 30 if ALL else end
+    found = elastic(layout, flags | dict(exit_interval=end))
+    assert_alike(found, known(plain, flags | dict(exit_interval=end)))
+    assert_replicas_alike(found)
+
+
+OPTIONS = {  # name: flags
+    "GPT-2 like": dict(
+        swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2
+    ),
+    "shared experts": dict(moe_shared_expert_intermediate_size=64),
+    "expert bias": EXPERT_BIAS,
+    "z-loss, dropped tokens": dict(moe_z_loss_coeff=0.01, moe_expert_capacity_factor=0.8),
+    "Algorithm 1": dict(elastic_dispatch="even"),
+    "hottest everywhere": dict(elastic_everywhere="1"),
+    "SGD": dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False),
+    "tied embeddings": dict(untie_embeddings_and_output_weights=False),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS if ALL else ["GPT-2 like"])
+def test_options(option, data):
+    flags = data | PLAIN | dict(train_iters=4) | OPTIONS[option]
+    plain = {name: value for name, value in flags.items() if not name.startswith("elastic")}
+    assert_alike(elastic("DP2", flags | dict(elastic_rebalance_interval=2)), known("1", plain))
+
+
+@pytest.mark.parametrize("layout", ["DP4", *ALL * ["PP2xDP2", "TP2xDP2"]])
+def test_with_dropout_and_moves_as_with_one_worker(layout, data):
+    alone = {"DP4": "1", "PP2xDP2": "PP2", "TP2xDP2": "TP2"}[layout]
+    flags = data | PLAIN | DROPOUT | GHOSTS | dict(train_iters=50, exit_interval=50 if ALL else 24)
+    found = elastic(layout, flags | dict(elastic_rebalance_interval=10 if ALL else 5))
+    assert moved(found)
+    assert_replicas_alike(found)
+    assert_alike(found, known(alone, flags | ELASTIC | ALONE))
+
+
+@pytest.mark.parametrize("layout", ["PP2xDP2", *ALL * ["DP4", "TP2xDP2"]])
+def test_recomputed_ghosts_and_vacant_slots(layout, data):
+    """Layers that are computed again in the backward pass know which micro batches are ghosts."""
+    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    flags = data | PLAIN | GHOSTS | whole | REPLICATED | dict(train_iters=6)
+    found = elastic(layout, flags | dict(elastic_rebalance_interval=2), vacant=True)
+    assert moved(found)
+    assert_replicas_alike(found)
+    reference = elastic({"PP2xDP2": "PP2", "TP2xDP2": "TP2"}.get(layout, "1"), flags | ALONE)
+    assert_alike(found, reference)
+
+
+@pytest.mark.parametrize("policy", ["full", *ALL * ["pec", "sparse"]])
+def test_a_snapshot_after_a_move_loads_everywhere(policy, data, tmp_path):
+    places = dict(ckpt_dir=str(tmp_path / "snapshots"), log_dir=str(tmp_path / "log"))
+    options = {"pec": dict(pec_k=2), "sparse": dict(sparse_window=2)}.get(policy, {})
+    snapshots = places | options | dict(ckpt_policy=policy, snapshot_interval=1)
+    flags = data | PLAIN | snapshots | dict(elastic_rebalance_interval=4)
+    assert moved(elastic("DP4", flags | dict(exit_interval=13)))
+    straight = known("EP4", data | PLAIN | dict(exit_interval=30 if ALL else 20))
+    resumed = train("EP2", data | PLAIN | snapshots | dict(exit_interval=20))
+    assert resumed.start == 13
+    assert resumed.losses == pytest.approx(straight.losses[13:20], abs=CLOSE)
+    assert resumed.norms == pytest.approx(straight.norms[13:20], abs=10 * CLOSE)
+
+
+def test_a_run_goes_on_with_experts_where_they_were(data, tmp_path):
+    flags = data | PLAIN | DROPOUT | BF16 | dict(elastic_rebalance_interval=4, train_iters=8)
+    snapshots = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_policy="full")
+    straight = elastic("DP2", flags)
+    elastic("DP2", flags | snapshots | dict(exit_interval=5))
+    resumed = elastic("DP2", flags | snapshots)
+    assert moved(resumed)  # from the first plan to that of the fourth iteration
+    assert resumed.start == 5
+    assert resumed.records == straight.records[5:]
+    assert resumed.weights == straight.weights
+
+
+@pytest.mark.recovery
+def test_workers_that_die_while_experts_move(data, tmp_path):
+    """Before a layer's experts have landed, and after it, while others fill their slots and begin the next layer.
+
+    No iteration is lost, and no checkpoint is read: other holders have all experts.
+    """
+    flags = data | PLAIN | REPLICATED | dict(train_iters=14, elastic_rebalance_interval=4)
+    snapshots = dict(ckpt_policy="full", snapshot_interval=2, ckpt_dir=str(tmp_path / "snapshots"))
+    faults = ["kill rank=1 iteration=4 point=rebalancing", "kill rank=2 iteration=8 point=landed"]
+    program = "tests/integration/moving_pretrain_gpt_moe.py"
+    with Launched("DP4", flags | ELASTIC | snapshots | dict(inject=faults), tmp_path / "job", program=program) as job:
+        assert job.wait(240) == 0, job.console[-4000:]
+    assert sorted(event["rank"] for event in job.events("inject")) == [1, 2], job.console[-4000:]
+    assert [(event["tier"], event["iteration"]) for event in job.events("resume")] == [("live", 4), ("live", 8)]
+    assert job.events("rebalance")
+    found = {iteration: (loss, norm) for iteration, loss, norm in job.records()}
+    straight = known("EP4", data | PLAIN | dict(exit_interval=30 if ALL else 20))
+    assert [found[i + 1][0] for i in range(14)] == pytest.approx(straight.losses[:14], abs=CLOSE)
+    assert [found[i + 1][1] for i in range(14)] == pytest.approx(straight.norms[:14], abs=CLOSE)

@@ -1,0 +1,82 @@
+"""Flags of elastic training: what they do not go together with is refused in one sentence."""
+
+import pytest
+
+from megatron.pretraining.config import ConfigError, check_world, num_microbatches
+from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
+
+ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
+SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+REFUSED = [
+    ("--elastic-slots 4", "--elastic-slots has no effect without --elastic: add it"),
+    ("--elastic", "--elastic needs --elastic-slots: add it"),
+    (ELASTIC.replace("--global-batch-size 12", ""), "--elastic needs --global-batch-size"),
+    (ELASTIC.replace("--calculate-per-token-loss", ""), "--elastic needs --calculate-per-token-loss"),
+    (f"{ELASTIC} --elastic-everywhere 5", "--elastic-everywhere 5 is more than --elastic-slots 4"),
+    (f"{ELASTIC} --elastic-everywhere some", "a number of slots or the word auto"),
+    (f"{ELASTIC} --expert-model-parallel-size 2", "drop --expert-model-parallel-size 2"),
+    (f"{ELASTIC} --expert-tensor-parallel-size 2", "drop --expert-tensor-parallel-size 2"),
+    (f"{ELASTIC} --moe-grouped-gemm", "drop --moe-grouped-gemm"),
+    (f"{ELASTIC} --moe-token-dispatcher-type flex", "drop --moe-token-dispatcher-type flex"),
+    (f"{ELASTIC} --moe-permute-fusion", "drop --moe-permute-fusion"),
+    (
+        f"{ELASTIC} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+        "drop --moe-pad-expert-input-to-capacity",
+    ),
+    (f"{ELASTIC} --moe-router-load-balancing-type global_aux_loss", "choose aux_loss or seq_aux_loss"),
+    (f"{ELASTIC} {SHARED} --moe-shared-expert-overlap", "drop --moe-shared-expert-overlap"),
+    (f"{ELASTIC} --overlap-grad-reduce", "drop --overlap-grad-reduce"),
+    (
+        f"{ELASTIC} {PP2} --num-virtual-stages-per-pipeline-rank 2",
+        "--elastic works with plain pipeline schedules: drop --num-layers-per-virtual-pipeline-stage",
+    ),
+    (f"{ELASTIC} --ckpt-policy full --ckpt-dir there --ckpt-tier memory", "choose --ckpt-tier disk, not memory"),
+    (f"{ELASTIC} --ckpt-policy full --ckpt-dir there --ckpt-tier peers", "choose --ckpt-tier disk, not peers"),
+    (
+        f"{ELASTIC} {PP2} --ckpt-policy sparse --ckpt-dir there --upstream-logging "
+        "--untie-embeddings-and-output-weights",
+        "drop --upstream-logging",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_flags_that_do_not_go_together(flags, sentence, capsys):
+    assert sentence in refusal(capsys, flags)
+
+
+def test_a_model_without_experts(capsys):
+    assert "the model has none: add --num-experts" in refusal(capsys, ELASTIC, DENSE)
+
+
+def test_torchrun(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert "start the job with python -m moc.launch" in refusal(capsys, ELASTIC)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "sentence"),
+    [
+        (f"{ELASTIC} --elastic-slots 1", 4, "--elastic-slots 1 of 4 workers .* make it at least 2"),
+        (f"{ELASTIC} {PP2} --elastic-slots 3", 4, "--elastic-slots 3 of 2 workers leave no room for some of 8 experts"),
+        (f"{ELASTIC} --elastic-min-replicas 5", 4, "--elastic-min-replicas 5 is more than the 4 workers"),
+        (ELASTIC, 8, "--global-batch-size 12 has no micro batch for some of 8 .* make it at least 16"),
+    ],
+)
+def test_worlds_that_do_not_fit(flags, world, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_world(parse(flags), world)
+
+
+def test_batches_need_not_divide():
+    config = parse(ELASTIC)
+    check_world(config, 4)
+    assert num_microbatches(config, 4) == 2  # six of them, in two rounds
+    with pytest.raises(ConfigError, match="--global-batch-size 12 is not a multiple of 8"):
+        check_world(parse("--global-batch-size 12"), 4)
+
+
+def test_experts_are_whole():
+    split = parse(f"{ELASTIC} --tensor-model-parallel-size 2 --sequence-parallel")
+    assert split.parallel.expert_tensor_parallel_size == 1
+    assert parse("", without("--num-experts")).parallel.expert_tensor_parallel_size == 1
