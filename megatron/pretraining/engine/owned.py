@@ -105,7 +105,7 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
         if type(inner) not in _TORCH_ADAMS and type(inner).__name__ != "FusedAdam":
             continue
         groups = {main: group for group in inner.param_groups for main in group["params"]}
-        for parameter, main in _parameters_and_masters(member):
+        for parameter, main in _of_member(member):
             group = groups[main]
             if main.dtype is torch.float32 and not group.get("amsgrad") and not group.get("maximize"):
                 decoupled = bool(group.get("decoupled_weight_decay", getattr(inner, "adam_w_mode", True)))
