@@ -196,7 +196,7 @@ class Agent:
             self._news = self._clock.now
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
-                self._pass_on(worker, order)
+                self._pass_on(worker, order | {"store": self._controllers[self._link.follows]})
         elif kind == "end":
             self._link.tell("heard")
             self._link.over = True

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Store
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
 from moc.runtime.interruptible import InterruptibleThread
+from moc.runtime.known_peers import meet
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a string
@@ -96,6 +97,7 @@ class Generation:
         self._rank, self._device = rank, device
         self._given_store: Store | Callable[[], Store] | None = store
         self._store: PrefixStore | None = None
+        self._opened: Any = None  # torch keeps only the C++ half of a store that is written in Python
         self._sockets: set[int] = set()  # gloo's
         self._nccl: list[Backend] = []
         self._connections: list[GenerationGroup] = []
@@ -123,7 +125,9 @@ class Generation:
         devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
         for group in (group for group in groups if group.backend == "gloo"):
             made[group] = self._connected(group, _gloo, devices)
-        self._sockets |= open_sockets() - before
+        fresh = open_sockets() - before
+        self._sockets |= fresh
+        self._meet(key, ranks, timeout, fresh, sum(group.size() - 1 for group in groups if group.backend == "gloo"))
         for group in (group for group in groups if group.backend == "nccl"):
             made[group] = self._connected(group, _nccl, self._device, self._nccl)
         return [made[group] for group in groups]
@@ -136,17 +140,28 @@ class Generation:
         """
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
-            store: Any = given() if callable(given) else given.clone()
+            self._opened = store = given() if callable(given) else given.clone()
             self._store = PrefixStore(f"generation{self.number}", store)
         self._check()
         self._store.set(f"{key}/{self._rank}", "")
         deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks
-        while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
+        while not self._store.check([f"{key}/{rank}" for rank in missing]):
             self._check()
             if time.monotonic() > deadline:
+                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
                 raise RuntimeError(f"ranks {missing} did not join generation {self.number} within {timeout}")
             time.sleep(pause)
             pause = min(2 * pause, ARRIVAL_POLL)
+
+    def _meet(self, key: str, ranks: list[int], timeout: timedelta, sockets: set[int], pairs: int) -> None:
+        """Cuts connections of strangers; raises RuntimeError if one of them had taken a worker's place."""
+        assert self._store is not None  # all have arrived
+        known = meet(self._store, f"{key}/ends", sockets, lambda: self._arrive(f"{key}/connected", ranks, timeout))
+        if known != pairs:
+            raise RuntimeError(
+                f"gloo has connected this worker {pairs} times, and {known} of the connections lead to workers of this "
+                "job: strangers are in the network, or something in it changes addresses"
+            )
 
     def _check(self) -> None:
         if self.over:
@@ -167,6 +182,8 @@ class Generation:
         """Marks the generation as over and wakes threads that wait for peers; thread-safe and idempotent."""
         self.over = True
         self.deputy.leave()
+        if hasattr(self._opened, "close"):
+            self._opened.close()  # wakes the deputy, if it waits there
         with self._cutting:
             if self._cut:
                 return
