@@ -23,6 +23,7 @@ class Flags:
     hang_caps: dict[str, float]  # most seconds of a worker in a section, by section: see moc.runtime.hangs
     max_wait_s: float  # for missing nodes
     patience_s: float  # for a lost controller, and for workers to exit
+    network_interface: str | None  # for traffic between workers; None for the one towards the controller
     own: list[str]  # the flags as given
     command: list[str]  # script and arguments
 
