@@ -40,7 +40,16 @@ def _gather_alone(gathered: list, own, group=None) -> None:
     gathered[:] = [own] * len(gathered)
 
 
-_ALONE = {"barrier": lambda *_, **__: None, "all_reduce": lambda *_, **__: None, "all_gather_object": _gather_alone}
+def _gather_tensors_alone(gathered: torch.Tensor, own: torch.Tensor, group=None) -> None:
+    gathered.view(-1, own.numel())[:] = own.view(-1)
+
+
+_ALONE = {
+    "barrier": lambda *_, **__: None,
+    "all_reduce": lambda *_, **__: None,
+    "all_gather_object": _gather_alone,
+    "all_gather_into_tensor": _gather_tensors_alone,
+}
 """Stand-ins, for a replacement that builds alone, for the collectives by which workers compare what they build.
 
 megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank lacks is an empty group there.
@@ -78,7 +87,7 @@ class JobMember(Job):
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
         self._timeout = timeout
-        self._groups = Groups(self.rank, self.size, backend, timeout, device)
+        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token)
         self._groups.install()
         if self._together:
             self._meet()
