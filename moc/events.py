@@ -123,7 +123,7 @@ class EventLog:
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")

@@ -158,7 +158,7 @@ def _write_to(path: str) -> None:
     """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         print(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", file=sys.stderr)
         return
