@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 from weakref import WeakValueDictionary
 
+from moc.store import valid
 from moc.store.claims import Claim
 from moc.store.durable import new_file, sync_directory, temporary_of
 from moc.store.errors import CheckpointError, SupersededError, TakenError
@@ -68,7 +69,7 @@ class Holder:
     @classmethod
     def from_json(cls, text: str) -> Holder:
         """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = json.loads(text)
+        plain = valid.table(valid.parse(text), "it")
         job = str(plain["job"])
         epoch, generation = plain.get("term", (0, 0))
         claim = Claim(job, (int(epoch), int(generation)), str(plain.get("run", "")))
