@@ -145,7 +145,7 @@ class EventLog:
             lines.seek(max(0, self._path.stat().st_size - _TAIL))
             told = [line for line in lines.read().splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
         for line in reversed(told):
-            with contextlib.suppress(ValueError):  # torn
+            with contextlib.suppress(ValueError, RecursionError):  # torn
                 return json.loads(line)
         return {}
 
