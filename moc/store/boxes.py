@@ -69,11 +69,11 @@ def read_boxes(
         header = valid.parse(bytes(read(_LENGTH, begin)))
         index = valid.parse(header.pop("__metadata__")[INDEX])
         if unknown := header.keys() - index.keys():
-            raise ValueError(f"nothing says what its tensor {min(unknown)} is")
+            raise ValueError(f"nothing says what its tensor {valid.shown(min(unknown))} is")
         _check_spans((header[key]["data_offsets"] for key in index), size - begin, slack)
         return [_box(file, begin, header[key], *about) for key, about in index.items()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not one of regions: {error!r}") from None
+        raise ValueError(f"it is not one of regions: {valid.shown(repr(error))}") from None
 
 
 def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, digest=None) -> StoredBox:
