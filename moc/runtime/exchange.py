@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,7 @@ def gather(value, group=None) -> list:
     return [_value(data[i * most : i * most + length]) for i, length in enumerate(lengths.tolist())]
 
 
-def from_rank0(value):
+def from_rank0(value) -> Any:
     """Rank 0's value, on all ranks.  Collective."""
     mine = _tensor(encode(value), None)
     length = mine.new_tensor([len(mine)], dtype=torch.int64)
@@ -48,7 +50,7 @@ def _checked(nbytes: int) -> int:
     return nbytes
 
 
-def _value(data: bytes):
+def _value(data: bytes) -> Any:
     try:
         return decode(data)
     except PlainError as error:

@@ -140,8 +140,8 @@ class Generation:
         """
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
-            self._opened = store = given() if callable(given) else given.clone()
-            self._store = PrefixStore(f"generation{self.number}", store)
+            self._opened = given() if callable(given) else given.clone()
+            self._store = PrefixStore(f"generation{self.number}", self._opened)
         self._check()
         self._store.set(f"{key}/{self._rank}", "")
         deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks

@@ -103,7 +103,8 @@ class Groups:
         c10d._update_default_pg(world)
 
     def _where(self, group: Group | None) -> tuple[int, str]:
-        return self.generation or 0, (group or dist.group.WORLD).group_name
+        asked: Any = group or dist.group.WORLD
+        return self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
         """Frees everything and uninitializes torch.distributed.  No other thread may be using a group."""

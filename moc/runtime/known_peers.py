@@ -11,8 +11,7 @@ import ctypes
 import socket
 import struct
 from collections.abc import Callable, Iterable
-
-from torch.distributed.distributed_c10d import Store
+from typing import Any
 
 from moc.runtime.abort import shut_down, sockets_of
 
@@ -20,11 +19,11 @@ _ATTACH_FILTER = 26  # SO_ATTACH_FILTER of asm-generic/socket.h
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # linux/filter.h: BPF_RET | BPF_K, 0 bytes of the packet
 
 
-def meet(store: Store, key: str, inodes: Iterable[int], wait_for_all: Callable[[], None]) -> int:
+def meet(store: Any, key: str, inodes: Iterable[int], wait_for_all: Callable[[], None]) -> int:
     """Cuts connections that no worker of the job has the other end of.  All workers of the rendezvous call it.
 
     Args:
-        store: of the rendezvous, which strangers cannot reach.
+        store: ``torch.distributed.Store`` of the rendezvous, which strangers cannot reach.
         key: prefix of this rendezvous.
         inodes: sockets that were made for it, from :func:`~moc.runtime.abort.open_sockets`.
         wait_for_all: returns when all workers have called it.

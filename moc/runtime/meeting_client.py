@@ -35,6 +35,7 @@ class MeetingClient(Store):
     def __init__(self, address: str, token: bytes, generation: int, timeout: timedelta):
         super().__init__()
         self.set_timeout(timeout)
+        self._timeout = timeout
         self._one_at_a_time = threading.Lock()
         self._known: dict[str, bytes] = {}  # set here or waited for, and not read yet: most waits precede a get
         self._connection = _connected(address, token)
@@ -49,11 +50,11 @@ class MeetingClient(Store):
 
     def get(self, key: str) -> bytes:
         """A value, once it is there."""
-        return self._values([key], self.timeout, keep=False)[0]
+        return self._values([key], self._timeout, keep=False)[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Several values, once all are there."""
-        return self._values(keys, self.timeout, keep=False)
+        return self._values(keys, self._timeout, keep=False)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Stores several values."""
@@ -62,20 +63,20 @@ class MeetingClient(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: two overloads
         """Waits until all keys are there."""
-        self._values(keys, self.timeout if timeout is None else timeout, keep=True)
+        self._values(keys, self._timeout if timeout is None else timeout, keep=True)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return self._ask(Message({"kind": "check", "keys": list(keys)}), self.timeout).header["all"]
+        return self._ask(Message({"kind": "check", "keys": list(keys)}), self._timeout).header["all"]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number at a key; returns the sum."""
-        return self._ask(Message({"kind": "add", "key": key, "amount": amount}), self.timeout).header["sum"]
+        return self._ask(Message({"kind": "add", "key": key, "amount": amount}), self._timeout).header["sum"]
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
         self._known.pop(key, None)
-        return self._ask(Message({"kind": "delete", "key": key}), self.timeout).header["was"]
+        return self._ask(Message({"kind": "delete", "key": key}), self._timeout).header["was"]
 
     def has_extended_api(self) -> bool:
         """Whether several values can be read at once."""

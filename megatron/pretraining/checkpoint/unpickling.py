@@ -83,13 +83,14 @@ def nothing_runs() -> Iterator[None]:
     Raises:
         CheckpointError: from torch's reader, which may wrap it; :func:`check_metadata` raises it before.
     """
-    before, forced = filesystem.pickle, os.environ.get(_WEIGHTS_ONLY)
-    setattr(filesystem, "pickle", _Pickle())  # noqa: B010  # pyright would take it for the module
+    torchs: Any = filesystem  # which declares no such thing as its module pickle
+    before, forced = torchs.pickle, os.environ.get(_WEIGHTS_ONLY)
+    torchs.pickle = _Pickle()
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
         yield
     finally:
-        setattr(filesystem, "pickle", before)  # noqa: B010
+        torchs.pickle = before
         if forced is None:
             del os.environ[_WEIGHTS_ONLY]
         else:

@@ -207,7 +207,7 @@ class _ZstdFile(io.RawIOBase):
     def readinto(self, buffer) -> int:
         while not self._ready:
             ended = self._frame is not None and self._frame.eof
-            data = self._bite(self._frame.unused_data if ended else b"")
+            data = self._bite(self._frame.unused_data if self._frame is not None and ended else b"")
             if not data:
                 if self._frame and not ended:
                     raise EOFError("compressed file ended within a frame")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy
 from megatron.core.datasets import blended_dataset, gpt_dataset
@@ -23,8 +24,9 @@ def read_plainly() -> None:
     """From now on, megatron-core's datasets read arrays by :func:`load`."""
     ours = types.ModuleType("numpy")
     vars(ours).update(vars(numpy), load=load)
-    for module in (gpt_dataset, blended_dataset):
-        setattr(module, "numpy", ours)  # noqa: B010  # pyright would take it for the module
+    modules: tuple[Any, ...] = gpt_dataset, blended_dataset
+    for module in modules:
+        module.numpy = ours
 
 
 def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
