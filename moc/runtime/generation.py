@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """Timeout for connecting one group once all of its ranks have arrived; until then the group's own timeout applies."""
-ARRIVAL_POLL = 0.05  # most seconds between two checks for late ranks
 DROP_PATIENCE = 0.05  # seconds for freeing connections that are not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one if CUDA still works
 
@@ -133,25 +131,15 @@ class Generation:
         return [made[group] for group in groups]
 
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
-        """Waits until all ranks have arrived, or this generation is over.
-
-        It polls: a client blocked in the store's server could only be woken by closing its connection, and torch's
-        server may then resolve the name of the vanished peer for seconds, in which it serves no one.
-        """
+        """Waits until all ranks have arrived, or this generation is over and the store is closed."""
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
             self._opened = given() if callable(given) else given.clone()
             self._store = PrefixStore(f"generation{self.number}", self._opened)
         self._check()
         self._store.set(f"{key}/{self._rank}", "")
-        deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks
-        while not self._store.check([f"{key}/{rank}" for rank in missing]):
-            self._check()
-            if time.monotonic() > deadline:
-                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
-                raise RuntimeError(f"ranks {missing} did not join generation {self.number} within {timeout}")
-            time.sleep(pause)
-            pause = min(2 * pause, ARRIVAL_POLL)
+        self._store.wait([f"{key}/{rank}" for rank in ranks], timeout)
+        self._check()
 
     def _meet(self, key: str, ranks: list[int], timeout: timedelta, sockets: set[int], pairs: int) -> None:
         """Cuts connections of strangers; raises RuntimeError if one of them had taken a worker's place."""

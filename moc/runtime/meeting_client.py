@@ -10,17 +10,24 @@ from datetime import timedelta
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from moc.runtime.connections import HANDSHAKE_SECONDS, Connection, connect
+from moc.runtime.meeting_store import pack, unpack
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
 
 _AGAIN_S = 0.1
+_GRACE_S = 30.0
+"""Seconds that the store may take to answer, beyond those for which it is asked to wait."""
+
+
+class LateError(RuntimeError):
+    """A value has not come in time."""
 
 
 class MeetingClient(Store):
     """The store of one generation.
 
     torch calls the methods from any thread; who made this object must keep it for as long as torch uses it.  After an
-    error, or a wait that took too long, the connection is closed, and every method raises.
+    error other than :class:`LateError` the connection is closed, and every method raises.
 
     Args:
         address: of the controller.
@@ -43,10 +50,7 @@ class MeetingClient(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Stores a value."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        with self._one_at_a_time:
-            self._known[key] = data
-            self._connection.send(Message({"kind": "set", "key": key}, data))
+        self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
         """A value, once it is there."""
@@ -58,8 +62,10 @@ class MeetingClient(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Stores several values."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        data = {k: v.encode() if isinstance(v, str) else bytes(v) for k, v in zip(keys, values, strict=True)}
+        with self._one_at_a_time:
+            self._known |= data
+            self._connection.send(pack("set", data))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: two overloads
         """Waits until all keys are there."""
@@ -67,16 +73,16 @@ class MeetingClient(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return self._ask(Message({"kind": "check", "keys": list(keys)}), self._timeout).header["all"]
+        return self._ask(Message({"kind": "check", "keys": list(keys)})).header["all"]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number at a key; returns the sum."""
-        return self._ask(Message({"kind": "add", "key": key, "amount": amount}), self._timeout).header["sum"]
+        return self._ask(Message({"kind": "add", "key": key, "amount": amount})).header["sum"]
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
         self._known.pop(key, None)
-        return self._ask(Message({"kind": "delete", "key": key}), self._timeout).header["was"]
+        return self._ask(Message({"kind": "delete", "key": key})).header["was"]
 
     def has_extended_api(self) -> bool:
         """Whether several values can be read at once."""
@@ -93,22 +99,21 @@ class MeetingClient(Store):
     def _values(self, keys: Sequence[str], timeout: timedelta, keep: bool) -> list[bytes]:
         missing = [key for key in keys if key not in self._known]
         if missing:
-            answer = self._ask(Message({"kind": "get", "keys": missing}), timeout)
-            body, at = bytes(answer.body), 0
-            for key, size in zip(missing, answer.header["sizes"], strict=True):
-                self._known[key] = body[at : at + size]
-                at += size
+            seconds = timeout.total_seconds()
+            answer = self._ask(Message({"kind": "get", "keys": missing, "within": seconds}), seconds + _GRACE_S)
+            if answer.kind == "late":
+                raise LateError(f"{', '.join(answer.header['keys'])} did not come within {seconds:g} s")
+            self._known |= unpack(answer.header, answer.body)
         return [self._known[key] if keep else self._known.pop(key) for key in keys]
 
-    def _ask(self, question: Message, timeout: timedelta) -> Message:
+    def _ask(self, question: Message, seconds: float = _GRACE_S) -> Message:
         with self._one_at_a_time:
             self._connection.send(question)
             try:
-                return self._connection.recv(timeout.total_seconds())
+                return self._connection.recv(seconds)
             except TimeoutError:
                 self._connection.close()  # the answer may still come, and would be taken for that to another question
-                late = f"{question.header.get('keys', question.header.get('key'))} did not come within {timeout}"
-                raise PeerGoneError(late) from None
+                raise PeerGoneError(f"the store has not answered within {seconds:g} s") from None
 
 
 def _connected(address: str, token: bytes) -> Connection:

@@ -7,9 +7,12 @@ Torch's own store answers whoever connects; this one is reached by processes tha
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
 
 from moc.runtime.async_connections import AsyncConnection
 from moc.runtime.message import Message, WireError
+from moc.runtime.within import within
 
 
 class MeetingStore:
@@ -17,8 +20,10 @@ class MeetingStore:
 
     A connection begins with ``meets`` and its ``generation``, and belongs to it: it ends with the generation.  Then
 
-    * ``set`` stores the body under ``key``, without an answer;
-    * ``get`` waits until all ``keys`` are there, and answers ``values``: their ``sizes``, and the bodies in a row;
+    * ``set`` stores values under ``keys``, without an answer: their ``sizes``, and the values in a row as body;
+    * ``get`` waits until all ``keys`` are there, and answers ``values`` in the same way.  It adds those of other keys
+      with the same beginning, up to the last slash, that this connection has not had: gloo wants them next.  If some
+      of ``keys`` are not there ``within`` some seconds, it answers ``late`` and names these ``keys``;
     * ``check`` answers ``there``: whether ``all`` of the ``keys`` are;
     * ``add`` adds ``amount`` to the number at ``key``, and answers its ``sum``;
     * ``delete`` answers whether there was a ``key``: ``was``.
@@ -27,6 +32,7 @@ class MeetingStore:
     def __init__(self):
         self._generation = -1
         self._values: dict[str, bytes] = {}
+        self._alike: dict[str, set[str]] = defaultdict(set)  # keys with the same beginning
         self._awaited: dict[str, list[asyncio.Future]] = {}
 
     async def serve(self, connection: AsyncConnection, generation: int) -> None:
@@ -35,28 +41,27 @@ class MeetingStore:
             raise WireError(f"it meets in generation {generation!r}, which is no number")
         if generation > self._generation:
             self._begin(generation)
+        had: set[str] = set()
         while generation == self._generation:
             message = await connection.recv()
-            if generation == self._generation and (answer := await self._answer(message)) is not None:
+            if generation == self._generation and (answer := await self._answer(message, had)) is not None:
                 await connection.send(answer)
 
     def _begin(self, generation: int) -> None:
         awaited = [one for those in self._awaited.values() for one in those]
         self._generation, self._values, self._awaited = generation, {}, {}
+        self._alike.clear()
         for one in awaited:
             one.cancel()
 
-    async def _answer(self, message: Message) -> Message | None:
+    async def _answer(self, message: Message, had: set[str]) -> Message | None:
         said, kind = message.header, message.kind
         if kind == "set":
-            self._set(_text(said["key"]), bytes(message.body))
+            for key, value in unpack(said, message.body).items():
+                self._set(key, value)
             return None
         if kind == "get":
-            keys = _texts(said["keys"])
-            for key in keys:
-                await self._comes(key)
-            values = [self._values[key] for key in keys]
-            return Message({"kind": "values", "sizes": [len(value) for value in values]}, b"".join(values))
+            return await self._get(_texts(said["keys"]), said["within"], had)
         if kind == "check":
             return Message({"kind": "there", "all": all(key in self._values for key in _texts(said["keys"]))})
         if kind == "add":
@@ -71,17 +76,51 @@ class MeetingStore:
             return Message({"kind": "deleted", "was": self._values.pop(_text(said["key"]), None) is not None})
         raise WireError(f"it asks the store to {kind}, which it does not know")
 
+    async def _get(self, keys: list[str], within_s: float, had: set[str]) -> Message:
+        if not isinstance(within_s, (int, float)):
+            raise WireError(f"it waits {within_s!r} s, which is no number")
+        try:
+            if not self._values.keys() >= set(keys):
+                await within(self._come(keys), within_s)
+        except TimeoutError:
+            return Message({"kind": "late", "keys": [key for key in keys if key not in self._values]})
+        values = {key: self._values[key] for key in keys}
+        for beginning in {key.rpartition("/")[0] for key in keys}:
+            values |= {key: self._values[key] for key in self._alike[beginning] - had if key in self._values}
+        had |= values.keys()
+        return pack("values", values)
+
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
+        self._alike[key.rpartition("/")[0]].add(key)
         for one in self._awaited.pop(key, ()):
             if not one.done():
                 one.set_result(None)
 
-    async def _comes(self, key: str) -> None:
-        while key not in self._values:
-            one = asyncio.get_running_loop().create_future()
-            self._awaited.setdefault(key, []).append(one)
-            await one
+    async def _come(self, keys: list[str]) -> None:
+        for key in keys:
+            while key not in self._values:
+                one = asyncio.get_running_loop().create_future()
+                self._awaited.setdefault(key, []).append(one)
+                await one
+
+
+def pack(kind: str, values: Mapping[str, bytes]) -> Message:
+    """A message that carries values by key."""
+    sizes = [len(value) for value in values.values()]
+    return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
+
+
+def unpack(said: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
+    """The values by key that a message carries; raises WireError if it does not."""
+    keys, sizes, data, ends = _texts(said["keys"]), said["sizes"], bytes(body), [0]
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise WireError(f"the sizes of values are numbers, not {sizes!r}")
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if len(sizes) != len(keys) or ends[-1] != len(data):
+        raise WireError(f"{len(keys)} values have {len(sizes)} sizes, and {len(data)} bytes instead of {ends[-1]}")
+    return {key: data[start:stop] for key, start, stop in zip(keys, ends, ends[1:], strict=False)}
 
 
 def _text(key: object) -> str:

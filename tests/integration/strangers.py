@@ -23,7 +23,7 @@ class Stranger(threading.Thread):
 
     def __init__(self, pid: int):
         super().__init__(daemon=True)
-        self._pid, self._stop, self._rng = pid, threading.Event(), random.Random(0)
+        self._pid, self._over, self._rng = pid, threading.Event(), random.Random(0)
         self._kept: list[socket.socket] = []
         self.tried = {"number": 0, "short": 0, "idle": 0, "noise": 0, "store": 0}
         self.entered: list[str] = []
@@ -33,13 +33,13 @@ class Stranger(threading.Thread):
         return self
 
     def __exit__(self, *_) -> None:
-        self._stop.set()
+        self._over.set()
         self.join(60)
         for sock in self._kept:
             sock.close()
 
     def run(self) -> None:
-        while not self._stop.wait(0.002):
+        while not self._over.wait(0.002):
             for address in self._ports():
                 kind = self._rng.choices(list(self.tried), weights=[30, 30, 5, 30, 1])[0]
                 with contextlib.suppress(OSError, RuntimeError):

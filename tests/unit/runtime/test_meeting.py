@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime.connections import connect
 from moc.runtime.generation import _gloo, _gloo_devices
-from moc.runtime.meeting_client import MeetingClient
+from moc.runtime.meeting_client import LateError, MeetingClient
 from moc.runtime.meeting_store import MeetingStore
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError, WireError
@@ -41,6 +41,12 @@ def test_what_one_worker_sets_the_others_get(store):
         assert waits.result(60) == b"text"
     first.multi_set(["a", "b"], [b"1", b""])
     second.wait(["a", "b"], MINUTE)
+    asked = second._connection.send
+    first.multi_set(["group/0", "group/1", "other/0"], [b"0", b"1", b"2"])
+    assert second.get("group/1") == b"1"
+    second._connection.send = lambda message: pytest.fail("it came with the other")
+    assert second.get("group/0") == b"0"
+    second._connection.send = asked
     assert second.multi_get(["a", "b"]) == [b"1", b""] and second.get("a") == b"1"
     assert [first.add("count", 2), second.add("count", 3), int(first.get("count"))] == [2, 5, 5]
     assert second.delete_key("a") and not second.delete_key("a") and not first.check(["a", "b"])
@@ -87,9 +93,11 @@ def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
 
 
 def test_a_wait_ends_by_its_timeout_and_by_closing(store):
-    with pytest.raises(PeerGoneError, match=r"\['never'\] did not come within 0:00:00.2"):
-        MeetingClient(store.address, TOKEN, 0, MINUTE).wait(["never"], SOON)
     client = MeetingClient(store.address, TOKEN, 0, MINUTE)
+    client.set("there", "")
+    with pytest.raises(LateError, match="^never did not come within 0.2 s"):
+        MeetingClient(store.address, TOKEN, 0, MINUTE).wait(["there", "never"], SOON)
+    assert client.check(["there"]) and not client.check(["never"])
     threading.Timer(0.1, client.close).start()
     with pytest.raises(PeerGoneError):
         client.get("never")
@@ -98,8 +106,12 @@ def test_a_wait_ends_by_its_timeout_and_by_closing(store):
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ({"kind": "set", "key": 1}, "a key of the store is text"),
-        ({"kind": "get", "keys": "k"}, "are a list"),
+        ({"kind": "set", "keys": [1], "sizes": [0]}, "a key of the store is text"),
+        ({"kind": "set", "keys": ["k"], "sizes": [-1]}, "are numbers"),
+        ({"kind": "set", "keys": ["k"], "sizes": [5]}, "0 bytes instead of 5"),
+        ({"kind": "set", "keys": ["k"], "sizes": []}, "1 values have 0 sizes"),
+        ({"kind": "get", "keys": "k", "within": 1}, "are a list"),
+        ({"kind": "get", "keys": ["k"], "within": "1"}, "no number"),
         ({"kind": "add", "key": "k", "amount": []}, "no number"),
         ({"kind": "dance"}, "does not know"),
         ({"kind": "check"}, "does not say keys"),
