@@ -33,10 +33,14 @@ class Stranger(threading.Thread):
         return self
 
     def __exit__(self, *_) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Stops, and leaves no connection."""
         self._over.set()
         self.join(60)
-        for sock in self._kept:
-            sock.close()
+        while self._kept:
+            self._kept.pop().close()
 
     def run(self) -> None:
         while not self._over.wait(0.002):
