@@ -28,7 +28,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES)
 def test_a_value_arrives_as_it_was_sent(value):
     read = decode(encode(value))
     assert read == value and repr(read) == repr(value)
@@ -39,7 +39,9 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
     assert math.isnan(decode(encode(math.nan)))
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
+)
 def test_others_are_refused_where_they_are_sent(value):
     with pytest.raises(TypeError, match="workers cannot tell one another a"):
         encode([value])
