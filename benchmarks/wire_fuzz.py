@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
+from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
 WORKERS, VICTIM = 2, 1
@@ -106,11 +107,12 @@ class Target:
         return not refusal and " iteration " not in line
 
 
-def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) -> dict:
+def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random, outsider: Stranger) -> dict:
     """Attacks until the time is over, and kills a worker now and again.
 
     Returns:
-        ``attacks`` by kind, ``kills``, and ``samples`` of what the servers have, by server.
+        ``attacks`` by kind, ``kills``, ``samples`` of what the servers have, by server, how often a stranger has tried
+        each port ``on all ports``, gloo's included, by kind, and what he ``entered``.
     """
     job, counts, kills, doors, watched = target.job, Counter(), 0, target.addresses, target.processes
     samples = {who: [] for who in watched}
@@ -133,10 +135,12 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
             kills, next_kill = kills + 1, now + kill_every
             _live_through(target, kills, doors, rng, counts)
     target.leave()
+    outsider.leave()
     job.reach(job.iteration + 2)
     time.sleep(2 * SAMPLE_S)  # more than a peer has for its handshake
     sample(time.monotonic() - begun)
-    return {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
+    told = {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
+    return told | {"on all ports": outsider.tried, "entered": outsider.entered}
 
 
 def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random.Random, counts: Counter) -> None:
@@ -160,6 +164,7 @@ def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
     return {
         "the job went on after each kill": len(killed) == told["kills"],
         "no other generation began": [number for number, _ in generations] == list(range(1, told["kills"] + 1)),
+        "the stranger got in nowhere": not told["entered"],
         "no descriptors are left": all(last["descriptors"] <= first["descriptors"] for first, last in ends),
         f"memory grew by less than {GROWTH_MB:g} MB": grown,
     }
@@ -177,7 +182,8 @@ def main() -> int:
         target = Target(name)
         with target.job as job:
             job.reach(2)
-            told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed))
+            with Stranger(job.process.pid) as outsider:
+                told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed), outsider)
             held = verdict(told, target.generations)
             others = [line for _, line in job.said if "Error" in line]
     told |= {"refusals": dict(target.refusals.most_common()), "errors": others, "held": held}

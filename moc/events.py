@@ -123,7 +123,7 @@ class EventLog:
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
@@ -145,7 +145,7 @@ class EventLog:
             lines.seek(max(0, self._path.stat().st_size - _TAIL))
             told = [line for line in lines.read().splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
         for line in reversed(told):
-            with contextlib.suppress(ValueError):  # torn
+            with contextlib.suppress(ValueError, RecursionError):  # torn
                 return json.loads(line)
         return {}
 

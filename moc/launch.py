@@ -18,6 +18,7 @@ from pathlib import Path
 
 import moc
 from moc.runtime import children, hangs, job_token
+from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent
 from moc.runtime.controller_link import LostError
 from moc.runtime.controller_process import ControllerProcess
@@ -61,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
     add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node comes", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
+    add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
+        "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -96,6 +99,7 @@ def parse(arguments: list[str]) -> Flags:
         max_wait_s=own.max_wait,
         grow_wait_s=own.grow_wait,
         patience_s=own.patience,
+        network_interface=own.network_interface,
         own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
         command=command,
     )
@@ -118,6 +122,11 @@ def _mistake(own: argparse.Namespace, address: str | None, candidates: int) -> s
         return "several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere"
     if candidates > nodes and not own.no_controller:
         return f"--rdzv-endpoint names {candidates} nodes, and the job has {nodes}"
+    if own.network_interface is not None:
+        try:
+            address_of_interface(own.network_interface)
+        except OSError as error:
+            return f"--network-interface: {error}"
     if own.no_controller and address is None:
         return "--no-controller needs --rdzv-endpoint HOST:PORT of the controllers"
     return None

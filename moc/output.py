@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,13 @@ def refused(program: str, error: Exception, path: object = "") -> int:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields a temporary path that replaces ``path`` on success; creates its directory."""
-    partial = f"{os.fspath(path)}.partial"
+    """Yields the path of a new file that replaces ``path`` on success; creates its directory.
+
+    Nobody can foresee its name, and plant a link there.
+    """
+    partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
     os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield partial
         os.replace(partial, path)

@@ -17,6 +17,9 @@ die() {
 help_from_header() { # the comment at the top of the script is its --help
     awk 'NR == 1 { next } !/^#/ { exit } { sub(/^# ?/, ""); print }' "$0"
 }
+number() { # refuses the value of a variable that is no number, which the shell might even run
+    [[ $2 =~ ^[0-9]{1,6}$ ]] || die "$1 is a number, and not '$(printf '%q' "$2")'."
+}
 quoted() { # a command, as one line that a shell reads back
     local words
     printf -v words '%q ' "$@"

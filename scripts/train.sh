@@ -7,7 +7,9 @@
 #
 #   NAME            a recipe, or the path of one of your own: a .yaml file of flags, where a comment
 #                   "Nodes: N" says how many nodes it is for
-#   --launcher L    torchrun (default), or mocrun, under which lost workers are replaced
+#   --launcher L    mocrun, which replaces lost workers and lets nobody in without the job's token, or torchrun;
+#                   by default mocrun, but for several nodes without MOC_TOKEN_FILE
+#                   (docs/how-to/several-machines.md), where only torchrun starts
 #   LAUNCHER_FLAG=VALUE
 #                   goes to the launcher and overrides what the environment says, as --nproc-per-node=4
 #   --dry-run       print the command and stop
@@ -37,7 +39,7 @@ list_recipes() { # name, and what the first line of the file says of it
     done
 }
 
-recipe="" launcher=${LAUNCHER:-torchrun} launcher_flags=() dry_run=no
+recipe="" launcher=${LAUNCHER:-} launcher_flags=() dry_run=no
 while (($#)); do
     case $1 in
         --list) list_recipes && exit ;;
@@ -64,7 +66,11 @@ while (($#)); do
 done
 [[ -n $recipe ]] || die "NAME of a recipe is needed; see --list and --help."
 (($# >= 3)) || die "DATA_PREFIX, TOKENIZER and CHECKPOINT_DIR are needed; see --help."
-read -ra data_paths <<<"$1"
+if [[ -e $1.bin ]]; then
+    data_paths=("$1") # one prefix, perhaps with spaces
+else
+    read -rd '' -a data_paths <<<"$1" || true # a blend, perhaps of several lines
+fi
 tokenizer=$2 checkpoints=$3
 shift 3
 tokenizer_type=HuggingFaceTokenizer
@@ -72,7 +78,19 @@ tokenizer_type=HuggingFaceTokenizer
 
 nodes=${NNODES:-$(sed -n 's/^# Nodes: *\([0-9]*\).*/\1/p' "$recipe")}
 nodes=${nodes:-1}
+number NNODES "$nodes"
+number GPUS_PER_NODE "${GPUS_PER_NODE:-8}"
+number NODE_RANK "${NODE_RANK:-0}"
+number SPARES "${SPARES:-0}"
+number MASTER_PORT "${MASTER_PORT:-29500}"
 DISTRIBUTED_ARGS=(--nproc-per-node "${GPUS_PER_NODE:-8}" --nnodes "$nodes")
+if [[ -z $launcher ]]; then # without a token, several nodes cannot know one another
+    launcher=mocrun
+    if ((nodes + ${SPARES:-0} > 1)) && [[ -z ${MOC_TOKEN_FILE:-}${MOC_TOKEN:-} ]]; then launcher=torchrun; fi
+fi
+if [[ $launcher == torchrun ]]; then
+    say "torchrun's store answers whoever reaches this machine: use a network of the job's own, or --launcher mocrun" >&2
+fi
 case $launcher in
     torchrun) program=("$ROOT/scripts/torchrun.py") ;;
     mocrun) program=(-m moc.launch) && DISTRIBUTED_ARGS+=(--spares "${SPARES:-0}") ;;

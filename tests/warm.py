@@ -141,6 +141,8 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     if options[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
         options = options[2:]
+    if isolated := options[0] == "-c":  # a child of ours: the code, our root, and then as usual
+        options = options[3:]
     if options[0] == "-m" and options[1] in STARTERS:
         _fork_at(_own_server(serve_forks, connection))
     connection.sendall(b"\n")
@@ -155,7 +157,7 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     try:
         if options[0] == "-m":
             sys.argv = options[1:]
-            sys.path[0] = os.getcwd()
+            sys.path[:1] = [] if isolated else [os.getcwd()]
             sys.modules.pop(options[1], None)
             runpy.run_module(options[1], run_name="__main__", alter_sys=True)
         else:

@@ -167,7 +167,9 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"--config {path} is nested too deeply: write key: value.") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it.") from None
     refuse(not isinstance(content or {}, dict), f"--config {path} does not hold keys and values: write key: value.")
     result: dict[str, object] = {}

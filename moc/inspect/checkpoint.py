@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.store import dense_files
+from moc.store import dense_files, valid
 from moc.store import manifest as manifests
 from moc.store.boxes import StoredBox, read_boxes
 from moc.store.dense_files import MANIFEST, STATE
@@ -68,7 +67,7 @@ def is_checkpoint(path: Path) -> bool:
 def format_of(directory: Path) -> str:
     """``snapshot`` if the manifest is of Format v1, else ``dense``."""
     try:
-        return SNAPSHOT if json.loads((directory / MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
+        return SNAPSHOT if valid.parse((directory / MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
 
@@ -117,7 +116,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(f"{MANIFEST}: cannot be read ({error.strerror})") from None
     if manifest is None:
         raise CheckpointError(f"{MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
-    checkpoint = Checkpoint(directory, _listed(manifest), iteration=manifest.get("iteration"))
+    checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
     for name in (STATE, ".metadata"):
         if name not in checkpoint.files:
@@ -141,19 +140,6 @@ def _read_snapshot(directory: Path) -> Checkpoint:
             f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
         )
     return checkpoint
-
-
-def _listed(manifest: dict) -> dict[str, dict]:
-    entries = manifest.get("files")
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{MANIFEST}: lists no files")
-    for name, entry in entries.items():
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise CheckpointError(f"{MANIFEST}: {name} lies outside of the checkpoint")
-        if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and entry.get("xxh3_128")):
-            raise CheckpointError(f"{MANIFEST}: the entry of {name} lacks size or hash")
-    return entries
 
 
 def _compare_names(checkpoint: Checkpoint) -> None:
@@ -186,9 +172,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
     if STATE in checkpoint.broken or not path.is_file():
         return  # reported already
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict):
-            raise ValueError("not an object")
+        state = dict(valid.table(valid.parse(path.read_text(encoding="utf-8")), "it"))
     except (ValueError, OSError) as error:
         checkpoint.broken.add(STATE)
         checkpoint.problems.append(f"{STATE}: cannot be read ({error})")

@@ -132,7 +132,7 @@ def read_run(path: Path) -> LossCurve:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 run.add(event)

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 NCCL_FLAGS = {
     # the watchdog must neither abort communicators nor terminate the process: 0 is "no handling"
@@ -45,8 +45,15 @@ def shut_down(inodes: Iterable[int]) -> int:
     Args:
         inodes: from :func:`open_sockets`; sockets closed since are skipped.
     """
+    return sum(_shut_down(sock) for _, sock in sockets_of(inodes))
+
+
+def sockets_of(inodes: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
+    """Duplicates of this process's TCP sockets with these inodes, to be closed by the caller."""
     wanted = set(inodes)
-    return sum(_shut_down(descriptor, inode) for descriptor, inode in _sockets().items() if inode in wanted)
+    for descriptor, inode in _sockets().items():
+        if inode in wanted and (sock := _duplicate(descriptor, inode)) is not None:
+            yield inode, sock
 
 
 def abort_nccl(backends: list, patience: float) -> None:
@@ -95,22 +102,26 @@ def _inode(descriptor: int) -> int | None:
     return int(target[len("socket:[") : -1]) if target.startswith("socket:[") else None
 
 
-def _shut_down(descriptor: int, inode: int) -> bool:
+def _duplicate(descriptor: int, inode: int) -> socket.socket | None:
+    """A duplicate of a TCP socket; None if the descriptor was closed and perhaps reused meanwhile."""
     try:
         number = os.dup(descriptor)
     except OSError:
-        return False
+        return None
     try:
         copy = socket.socket(fileno=number)
     except OSError:
         os.close(number)
-        return False
-    with contextlib.closing(copy):
-        # the descriptor may have been closed and reused; the duplicate keeps the verified socket open
-        if _inode(copy.fileno()) != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        with contextlib.suppress(OSError):  # already disconnected
-            if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                copy.shutdown(socket.SHUT_RDWR)
-                return True
+        return None
+    if _inode(copy.fileno()) != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
+        copy.close()
+        return None
+    return copy
+
+
+def _shut_down(sock: socket.socket) -> bool:
+    with contextlib.closing(sock), contextlib.suppress(OSError):  # already disconnected
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
     return False

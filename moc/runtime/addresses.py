@@ -14,6 +14,8 @@ import socket
 import stat
 import struct
 
+import psutil
+
 _UNIX = "unix:"
 _PEER = struct.Struct("3i")  # process, user, group
 _KEEPALIVE_S, _UNACKNOWLEDGED_MS = 5, 20_000
@@ -77,6 +79,28 @@ def interface_towards(address: str) -> str:
         probe.connect(where)
         host = probe.getsockname()[0]
     return f"[{host}]" if family == socket.AF_INET6 else host
+
+
+def name_of_interface(host: str) -> str | None:
+    """Name of the network interface that has an IP address, as ``lo`` or ``eth0``; None if none has."""
+    wanted = str(ipaddress.ip_address(host.strip("[]").partition("%")[0]))
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, those in addresses for one in those if one.address.partition("%")[0] == wanted), None)
+
+
+def address_of_interface(name: str) -> str:
+    """An IP address of a network interface, IPv4 if it has one, in brackets if not.
+
+    Raises:
+        OSError: there is no such interface, or it has no address.
+    """
+    those = psutil.net_if_addrs().get(name, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for one in those:
+            if one.family == family:
+                return f"[{one.address}]" if family == socket.AF_INET6 else one.address
+    known = ", ".join(psutil.net_if_addrs())
+    raise OSError(f"the network interface {name} has no address here: choose one of {known}")
 
 
 def text_of(family: int, where: tuple | str | bytes) -> str:

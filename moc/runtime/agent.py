@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
-from moc.runtime.addresses import new_name
+from moc.runtime.addresses import name_of_interface, new_name
 from moc.runtime.controller_link import ControllerLink, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
 from moc.runtime.flags import Flags
@@ -88,7 +88,8 @@ class Agent:
         """
         async with await wire.serve(self._address, self._token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._controllers, self._replica_server, self._token)
+            interface = self._flags.network_interface
+            keeping = keep(self._controllers, self._replica_server, self._token, interface=interface)
             jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
@@ -199,7 +200,7 @@ class Agent:
             self._news = self._clock.now
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
-                self._pass_on(worker, order)
+                self._pass_on(worker, order | {"store": self._controllers[self._link.follows]})
         elif kind == "end":
             self._link.tell("heard")
             self._link.over = True
@@ -225,10 +226,18 @@ class Agent:
             environment.GENERATION: born,
             environment.TOGETHER: int(worker.together),
             environment.REPLICA_SERVER: self._replica_server,
-        }
+        } | self._network()
         logs = self._flags.log_dir
         output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")
         self._order({"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}})
+
+    def _network(self) -> dict[str, str]:
+        """Environment by which gloo and NCCL listen on the job's interface, not on what the host's name stands for."""
+        name = self._flags.network_interface
+        if name is None and self._link.door is not None:
+            name = name_of_interface(self._link.door.rpartition(":")[0])
+        given = () if self._flags.network_interface is not None else os.environ
+        return {variable: name for variable in environment.INTERFACES if name is not None and variable not in given}
 
     def _order(self, request: dict) -> None:
         assert self._zygote.stdin is not None  # a pipe

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moc.runtime.exchange import from_rank0, gather
 from moc.runtime.world import World
 from moc.store.errors import CheckpointError, TakenError
 
@@ -32,8 +33,7 @@ def run_on_rank0(action: Callable, what: str):
             outcome[1:] = str(error), isinstance(error, TakenError)
         except OSError as error:
             outcome[1] = f"{what}: {error}; check the path, its permissions and free space"
-    dist.broadcast_object_list(outcome, src=0)
-    result, error, taken = outcome
+    result, error, taken = from_rank0(outcome)
     if error:
         raise (TakenError if taken else CheckpointError)(error)
     return result
@@ -58,13 +58,6 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
 def first_reported(value):
     """The first value over all ranks that is not None, or None.  Collective."""
     return next((v for v in gather(value) if v is not None), None)
-
-
-def gather(value, group=None) -> list:
-    """The values of all ranks of a group (default: all), by group rank.  Collective over the group."""
-    gathered = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -> dict[str, Any]:

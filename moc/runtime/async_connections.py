@@ -6,8 +6,10 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 from moc.runtime.addresses import candidates, is_ours, listening_socket, peer_of, reason_of, set_up, text_of
@@ -131,9 +133,27 @@ async def ask(address: str, token: bytes, timeout: float) -> dict:
         connection.abort()
 
 
-def log_refusal(peer: str, sentence: str) -> None:
-    """Logs one line for a refused peer."""
-    _log.warning("refused %s: %s", peer, sentence)
+class RefusalLog:
+    """Logs a line for each refused peer, and where they crowd, how many there were: a log must not be filled either."""
+
+    def __init__(self, most: int = 20, every_s: float = 10.0):
+        self._most, self._every_s = most, every_s
+        self._since, self._count = -math.inf, 0
+
+    def __call__(self, peer: str, sentence: str) -> None:
+        """Logs that a peer was refused, and why, in one sentence; called by one thread."""
+        now = time.monotonic()
+        if now - self._since > self._every_s:
+            if self._count > self._most:
+                _log.warning("refused %d more peers, in %.0f s", self._count - self._most, now - self._since)
+            self._since, self._count = now, 0
+        self._count += 1
+        if self._count <= self._most:
+            _log.warning("refused %s: %s", peer, sentence)
+
+
+log_refusal = RefusalLog()
+"""Of this process."""
 
 
 async def serve(

@@ -17,11 +17,22 @@ from moc.runtime.within import within
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process id of the parent."""
 
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+_ISOLATED = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; module = sys.argv[3]; del sys.argv[1:4]; "
+    "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)"
+)
+"""``python -m MODULE``, but without the working directory among the places that modules are imported from.
+
+Python has ``-P`` for this from 3.11 on.  Our own root comes last, for a checkout that is not installed.
+"""
+
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:
-    """Starts ``python -m MODULE``, which must first call :func:`belong`.
+    """Starts ``python -m MODULE``, which must first call :func:`belong`; nothing is imported from where it starts.
 
     The child starts with :data:`~moc.runtime.signals.STOPS` blocked, so that none can kill it, not even before it has
     its own session; a child that handles them unblocks them and then receives pending ones.
@@ -33,7 +44,7 @@ async def start(module: str, *arguments: str, env: dict[str, str] | None = None,
         how: further arguments of :func:`asyncio.create_subprocess_exec`.
     """
     environment = (os.environ if env is None else env) | {PARENT: str(os.getpid())}
-    command = (sys.executable, "-m", module, *arguments)
+    command = (sys.executable, "-c", _ISOLATED, _ROOT, "-m", module, *arguments)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:  # the child is forked before the first suspension, so no other task can unblock the signals earlier
         return await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True, **how)

@@ -1,7 +1,7 @@
 """The controller: tracks which nodes and workers live, and sends the membership's orders to agents.
 
 Agents can restore everything that it knows, so it may die and be restarted during training, on this node or another: of
-several candidates, the one that a majority follows leads (:mod:`moc.runtime.election`).  It also runs the store over
+several candidates, the one that a majority follows leads (:mod:`moc.runtime.election`).  It also serves the store over
 which process groups rendezvous, so that the rendezvous depends on no worker.
 """
 
@@ -76,7 +76,7 @@ class Controller:
         self._names_them_at = 0.0  # on the console
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
-        self._store: MeetingStore | None = None
+        self._store = MeetingStore()
         self._over = False  # the end was logged
         self._has_news = False  # agents joined since the last broadcast
         self._disturbed = 0.0
@@ -91,18 +91,12 @@ class Controller:
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
         """
-        self._store = MeetingStore(address.rpartition(":")[0], self._go_at_last)
-        keeping = asyncio.create_task(self._store.keep())
         serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(_end, keeping)
-            server = await undo.enter_async_context(await serving)
+        async with await serving as server:
             print(server.address, flush=True)  # for the launcher, which may have asked for port 0
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()
-                if keeping.done():
-                    keeping.result()
                 if self._election.is_over(time.monotonic()) and not self._membership.end:
                     _log.warning("this controller has lost the majority of the nodes: another one may lead")
                     return STEPS_DOWN
@@ -184,6 +178,9 @@ class Controller:
         first = await connection.recv()
         if first.kind == "ask":
             await connection.send(Message({"kind": "well", "leads": self._election.leads}))
+            return
+        if first.kind == "meets":
+            await self._store.serve(connection, first.header["generation"])
             return
         peer = Peer.from_hello(first.header, connection, self._clock.now)
         if not await self._seat_is_free(peer):
@@ -365,14 +362,8 @@ class Controller:
                 self._tell_all("end", **_told(order))
 
     def _go(self, generation: int) -> None:
-        assert self._store is not None and self._state is not None  # after takeover
-        if self._store.address:  # else _go_at_last() sends it
-            told = {"epoch": self._election.epoch, "job": self._state.job, "store": self._store.address}
-            self._tell_all("go", generation=generation, **told)
-
-    def _go_at_last(self) -> None:
-        if self._state is not None and self._membership.running:
-            self._go(self._membership.generation)
+        assert self._state is not None  # after takeover
+        self._tell_all("go", generation=generation, epoch=self._election.epoch, job=self._state.job)
 
     def _remember(self) -> None:
         """Broadcasts changed state before any order, so that a successor knows what was ordered and counted."""
@@ -397,11 +388,6 @@ class Controller:
 
 def _told(end: End) -> dict:
     return {"code": end.code, "leaving": end.leaving, "gives_back": end.gives_back}
-
-
-async def _end(task: asyncio.Task) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 @dataclass(eq=False)

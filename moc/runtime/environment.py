@@ -24,6 +24,9 @@ REPLICA_SERVER = "MOC_REPLICA_SERVER"
 LEASE = "MOC_LEASE"
 """Descriptor of the shared memory with the lease of this node's workers."""
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Names of the network interfaces that torch and NCCL listen on."""
+
 UNLESS_SET = {
     # Each generation has its own threads. With one glibc heap arena per thread, long-lived allocations pin otherwise
     # free pages: the memory in use stays constant, but 20 MB more are resident after 50 generations.

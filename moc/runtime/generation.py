@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,13 +24,13 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Store
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
 from moc.runtime.interruptible import InterruptibleThread
+from moc.runtime.known_peers import meet
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """Timeout for connecting one group once all of its ranks have arrived; until then the group's own timeout applies."""
-ARRIVAL_POLL = 0.05  # most seconds between two checks for late ranks
 DROP_PATIENCE = 0.05  # seconds for freeing connections that are not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one if CUDA still works
 
@@ -96,6 +95,7 @@ class Generation:
         self._rank, self._device = rank, device
         self._given_store: Store | Callable[[], Store] | None = store
         self._store: PrefixStore | None = None
+        self._opened: Any = None  # torch keeps only the C++ half of a store that is written in Python
         self._sockets: set[int] = set()  # gloo's
         self._nccl: list[Backend] = []
         self._connections: list[GenerationGroup] = []
@@ -123,30 +123,33 @@ class Generation:
         devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
         for group in (group for group in groups if group.backend == "gloo"):
             made[group] = self._connected(group, _gloo, devices)
-        self._sockets |= open_sockets() - before
+        fresh = open_sockets() - before
+        self._sockets |= fresh
+        self._meet(key, ranks, timeout, fresh, sum(group.size() - 1 for group in groups if group.backend == "gloo"))
         for group in (group for group in groups if group.backend == "nccl"):
             made[group] = self._connected(group, _nccl, self._device, self._nccl)
         return [made[group] for group in groups]
 
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
-        """Waits until all ranks have arrived, or this generation is over.
-
-        It polls: a client blocked in the store's server could only be woken by closing its connection, and torch's
-        server may then resolve the name of the vanished peer for seconds, in which it serves no one.
-        """
+        """Waits until all ranks have arrived, or this generation is over and the store is closed."""
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
-            store: Any = given() if callable(given) else given.clone()
-            self._store = PrefixStore(f"generation{self.number}", store)
+            self._opened = given() if callable(given) else given.clone()
+            self._store = PrefixStore(f"generation{self.number}", self._opened)
         self._check()
         self._store.set(f"{key}/{self._rank}", "")
-        deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks
-        while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
-            self._check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {missing} did not join generation {self.number} within {timeout}")
-            time.sleep(pause)
-            pause = min(2 * pause, ARRIVAL_POLL)
+        self._store.wait([f"{key}/{rank}" for rank in ranks], timeout)
+        self._check()
+
+    def _meet(self, key: str, ranks: list[int], timeout: timedelta, sockets: set[int], pairs: int) -> None:
+        """Cuts connections of strangers; raises RuntimeError if one of them had taken a worker's place."""
+        assert self._store is not None  # all have arrived
+        known = meet(self._store, f"{key}/ends", sockets, lambda: self._arrive(f"{key}/connected", ranks, timeout))
+        if known != pairs:
+            raise RuntimeError(
+                f"gloo has connected this worker {pairs} times, and {known} of the connections lead to workers of this "
+                "job: strangers are in the network, or something in it changes addresses"
+            )
 
     def _check(self) -> None:
         if self.over:
@@ -167,6 +170,8 @@ class Generation:
         """Marks the generation as over and wakes threads that wait for peers; thread-safe and idempotent."""
         self.over = True
         self.deputy.leave()
+        if hasattr(self._opened, "close"):
+            self._opened.close()  # wakes the deputy, if it waits there
         with self._cutting:
             if self._cut:
                 return

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from moc.runtime import sealed_objects
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
@@ -57,16 +58,25 @@ class Groups:
         backend: default backend of a group, ``gloo`` or ``nccl``.
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
+        token: the job's secret, which seals pickled objects (:mod:`moc.runtime.sealed_objects`); None for no seals.
 
     Raises:
         ValueError: the rank or the backend is invalid.
     """
 
-    def __init__(self, rank: int, size: int, backend: str, timeout: timedelta, device: torch.device):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout: timedelta,
+        device: torch.device,
+        token: bytes | None = None,
+    ):
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a world of {size}: give a rank from 0 to {size - 1}")
         self._rank, self._size, self._backend = rank, size, _checked_backend(backend)
-        self._timeout, self._device = timeout, device
+        self._timeout, self._device, self._token = timeout, device, token
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._created = 0  # equal on all ranks
         self._generation: Generation | None = None
@@ -84,11 +94,17 @@ class Groups:
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
         os.environ.update(NCCL_FLAGS)
         ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
-        self._replaced = {name: getattr(dist, name) for name in ours}
+        if self._token is not None:
+            ours |= sealed_objects.functions(self._token, self._where)
+        self._replaced = {name: getattr(c10d, name) for name in ours}
         _replace(ours)
         world = self.new_group(group_desc="default_pg")
         assert isinstance(world, Group)  # every rank is a member
         c10d._update_default_pg(world)
+
+    def _where(self, group: Group | None) -> tuple[int, str]:
+        asked: Any = group or dist.group.WORLD
+        return self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
         """Frees everything and uninitializes torch.distributed.  No other thread may be using a group."""
@@ -252,7 +268,8 @@ def _checked_backend(backend: str) -> str:
 
 def _replace(functions: dict[str, Callable]) -> None:
     for name, function in functions.items():
-        setattr(dist, name, function)
+        if hasattr(dist, name):
+            setattr(dist, name, function)
         setattr(c10d, name, function)
 
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moc.runtime.exchange import from_rank0
+
 _JOB = "moc/job"
 """Key of the launch's id, in a store that outlives workers."""
 
@@ -64,9 +66,7 @@ class Job:
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
         if not self.id:  # no store outlives these workers: the launch is just them
-            told = [mine]
-            dist.broadcast_object_list(told, src=0)
-            self.id = told[0]
+            self.id = from_rank0(mine)
 
     def built(self) -> Interruption | None:
         """Reports that this worker is ready to train, and waits until all are; returns at once if they are.

@@ -45,7 +45,8 @@ def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes
     """The job's token, from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
 
     Raises:
-        TokenError: neither variable is set, the file is unreadable or accessible to others, or the token is malformed.
+        TokenError: neither variable is set, the file is unreadable, accessible to others or another user's, or the
+            token is malformed.
     """
     if path := environment.get(FILE_VARIABLE):
         return _parse(_text_of(path), f"the file {path} ({FILE_VARIABLE})")
@@ -61,9 +62,12 @@ def _text_of(path: str) -> str:
     except OSError as error:
         raise TokenError(f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}") from None
     try:
-        mode = os.fstat(descriptor).st_mode
+        status = os.fstat(descriptor)
+        mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise TokenError(f"the token file {path} ({FILE_VARIABLE}) is not a regular file")
+        if status.st_uid != os.geteuid():
+            raise TokenError(f"the token file {path} belongs to another user, who knows it: make one of your own")
         if mode & 0o077:
             raise TokenError(f"others than its owner have access to the token file {path}: chmod 600 it")
         return os.read(descriptor, _MORE_THAN_A_TOKEN).decode("ascii", "replace")

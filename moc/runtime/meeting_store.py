@@ -1,69 +1,135 @@
-"""The store for the rendezvous of process groups: a process of its own, which dies with the controller.
+"""The store over which the workers of a generation find each other, served by the controller over the wire.
 
-Importing torch takes seconds, in which a restarted controller would serve no agent.
+Torch's own store answers whoever connects; this one is reached by processes that know the job's token.
+:class:`~moc.runtime.meeting_client.MeetingClient` is the worker's side.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-from collections.abc import Callable
-from datetime import timedelta
+from collections import defaultdict
+from collections.abc import Mapping
 
-from moc.runtime import children
-
-_AGAIN_S = 1.0
+from moc.runtime.async_connections import AsyncConnection
+from moc.runtime.message import Message, WireError
+from moc.runtime.within import within
 
 
 class MeetingStore:
-    """A ``TCPStore`` in a child process, restarted when it dies.
+    """Values by key, of one generation at a time: the first worker of a newer one empties it.
 
-    Its ``address`` is empty while it is unavailable; ``on_opened`` is called whenever it becomes available.
+    A connection begins with ``meets`` and its ``generation``, and belongs to it: it ends with the generation.  Then
+
+    * ``set`` stores values under ``keys``, without an answer: their ``sizes``, and the values in a row as body;
+    * ``get`` waits until all ``keys`` are there, and answers ``values`` in the same way.  It adds those of other keys
+      with the same beginning, up to the last slash, that this connection has not had: gloo wants them next.  If some
+      of ``keys`` are not there ``within`` some seconds, it answers ``late`` and names these ``keys``;
+    * ``check`` answers ``there``: whether ``all`` of the ``keys`` are;
+    * ``add`` adds ``amount`` to the number at ``key``, and answers its ``sum``;
+    * ``delete`` answers whether there was a ``key``: ``was``.
     """
 
-    def __init__(self, host: str, on_opened: Callable[[], None]):
-        self._host, self._on_opened = host, on_opened
-        self.address = ""
+    def __init__(self):
+        self._generation = -1
+        self._values: dict[str, bytes] = {}
+        self._alike: dict[str, set[str]] = defaultdict(set)  # keys with the same beginning
+        self._awaited: dict[str, list[asyncio.Future]] = {}
 
-    async def keep(self) -> None:
-        """Runs the store until cancelled."""
-        while True:
-            process = await children.start("moc.runtime.meeting_store", "--host", self._host, stdout=subprocess.PIPE)
+    async def serve(self, connection: AsyncConnection, generation: int) -> None:
+        """Answers a worker until it disconnects or its generation is over."""
+        if not isinstance(generation, int):
+            raise WireError(f"it meets in generation {generation!r}, which is no number")
+        if generation > self._generation:
+            self._begin(generation)
+        had: set[str] = set()
+        while generation == self._generation:
+            message = await connection.recv()
+            if generation == self._generation and (answer := await self._answer(message, had)) is not None:
+                await connection.send(answer)
+
+    def _begin(self, generation: int) -> None:
+        awaited = [one for those in self._awaited.values() for one in those]
+        self._generation, self._values, self._awaited = generation, {}, {}
+        self._alike.clear()
+        for one in awaited:
+            one.cancel()
+
+    async def _answer(self, message: Message, had: set[str]) -> Message | None:
+        said, kind = message.header, message.kind
+        if kind == "set":
+            for key, value in unpack(said, message.body).items():
+                self._set(key, value)
+            return None
+        if kind == "get":
+            return await self._get(_texts(said["keys"]), said["within"], had)
+        if kind == "check":
+            return Message({"kind": "there", "all": all(key in self._values for key in _texts(said["keys"]))})
+        if kind == "add":
+            key = _text(said["key"])
             try:
-                assert process.stdout is not None  # a pipe
-                self.address = (await process.stdout.readline()).decode().strip()
-                if self.address:
-                    self._on_opened()
-                await process.wait()
-            finally:
-                self.address = ""
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-            await asyncio.sleep(_AGAIN_S)
+                total = int(self._values.get(key, b"0")) + int(said["amount"])
+            except (TypeError, ValueError):
+                raise WireError(f"it adds {said['amount']!r} to {key}: one of them is no number") from None
+            self._set(key, b"%d" % total)
+            return Message({"kind": "sum", "sum": total})
+        if kind == "delete":
+            return Message({"kind": "deleted", "was": self._values.pop(_text(said["key"]), None) is not None})
+        raise WireError(f"it asks the store to {kind}, which it does not know")
+
+    async def _get(self, keys: list[str], within_s: float, had: set[str]) -> Message:
+        if not isinstance(within_s, (int, float)):
+            raise WireError(f"it waits {within_s!r} s, which is no number")
+        try:
+            if not self._values.keys() >= set(keys):
+                await within(self._come(keys), within_s)
+        except TimeoutError:
+            return Message({"kind": "late", "keys": [key for key in keys if key not in self._values]})
+        values = {key: self._values[key] for key in keys}
+        for beginning in {key.rpartition("/")[0] for key in keys}:
+            values |= {key: self._values[key] for key in self._alike[beginning] - had if key in self._values}
+        had |= values.keys()
+        return pack("values", values)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._alike[key.rpartition("/")[0]].add(key)
+        for one in self._awaited.pop(key, ()):
+            if not one.done():
+                one.set_result(None)
+
+    async def _come(self, keys: list[str]) -> None:
+        for key in keys:
+            while key not in self._values:
+                one = asyncio.get_running_loop().create_future()
+                self._awaited.setdefault(key, []).append(one)
+                await one
 
 
-def main() -> None:
-    """Serves until its parent dies."""
-    children.belong()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--host", required=True)
-    host = parser.parse_args().host
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
-
-    with socket.create_server((host.strip("[]"), 0)) as listener:  # torch itself would listen on all interfaces
-        port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
-    minute = timedelta(seconds=60)
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=minute, master_listen_fd=descriptor)
-    print(f"{host}:{port}", flush=True)
-    while store is not None:
-        signal.pause()
+def pack(kind: str, values: Mapping[str, bytes]) -> Message:
+    """A message that carries values by key."""
+    sizes = [len(value) for value in values.values()]
+    return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
 
 
-if __name__ == "__main__":
-    main()
+def unpack(said: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
+    """The values by key that a message carries; raises WireError if it does not."""
+    keys, sizes, data, ends = _texts(said["keys"]), said["sizes"], bytes(body), [0]
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise WireError(f"the sizes of values are numbers, not {sizes!r}")
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if len(sizes) != len(keys) or ends[-1] != len(data):
+        raise WireError(f"{len(keys)} values have {len(sizes)} sizes, and {len(data)} bytes instead of {ends[-1]}")
+    return {key: data[start:stop] for key, start, stop in zip(keys, ends, ends[1:], strict=False)}
+
+
+def _text(key: object) -> str:
+    if not isinstance(key, str):
+        raise WireError(f"a key of the store is text, not {key!r}")
+    return key
+
+
+def _texts(keys: object) -> list[str]:
+    if not isinstance(keys, list):
+        raise WireError(f"the keys of the store are a list, not {keys!r}")
+    return [_text(key) for key in keys]

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from moc.faults import reach
 from moc.runtime import environment
@@ -22,6 +21,7 @@ from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Interruption, Job
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.lease import Lease
+from moc.runtime.meeting_client import MeetingClient
 from moc.runtime.membership import START_OVER
 from moc.runtime.message import Message
 from moc.runtime.progress import PROGRESS
@@ -40,7 +40,16 @@ def _gather_alone(gathered: list, own, group=None) -> None:
     gathered[:] = [own] * len(gathered)
 
 
-_ALONE = {"barrier": lambda *_, **__: None, "all_reduce": lambda *_, **__: None, "all_gather_object": _gather_alone}
+def _gather_tensors_alone(gathered: torch.Tensor, own: torch.Tensor, group=None) -> None:
+    gathered.view(-1, own.numel())[:] = own.view(-1)
+
+
+_ALONE = {
+    "barrier": lambda *_, **__: None,
+    "all_reduce": lambda *_, **__: None,
+    "all_gather_object": _gather_alone,
+    "all_gather_into_tensor": _gather_tensors_alone,
+}
 """Stand-ins, for a replacement that builds alone, for the collectives by which workers compare what they build.
 
 megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank lacks is an empty group there.
@@ -50,9 +59,9 @@ megatron-core's optimizer gathers the kinds of parameters, so that a kind which 
 class JobMember(Job):
     """A job of our launcher, connected to this node's agent: lost workers are replaced, and the others survive."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: Connection, token: bytes):
         super().__init__()
-        self._connection = connection
+        self._connection, self._token = connection, token
         self._together = os.environ[environment.TOGETHER] == "1"
         self._started_for = int(os.environ[environment.GENERATION])
         self._groups: Groups | None = None
@@ -72,12 +81,13 @@ class JobMember(Job):
     @classmethod
     def join(cls) -> JobMember:
         """Joins the job that the environment describes."""
-        return cls(connect(os.environ[environment.AGENT], token_from_environment()))
+        token = token_from_environment()
+        return cls(connect(os.environ[environment.AGENT], token), token)
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
         self._timeout = timeout
-        self._groups = Groups(self.rank, self.size, backend, timeout, device)
+        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token)
         self._groups.install()
         if self._together:
             self._meet()
@@ -156,7 +166,7 @@ class JobMember(Job):
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
         assert self._groups is not None  # it is connected
         try:
-            self._groups.begin(lambda: _store(address, self._timeout), generation)
+            self._groups.begin(lambda: MeetingClient(address, self._token, generation, self._timeout), generation)
             self._say("met", generation=generation)
             return True
         except RuntimeError:  # a worker was lost while connecting, or the store with its controller
@@ -198,11 +208,6 @@ class JobMember(Job):
                 self._news.notify_all()
             if said["kind"] == "abort" and self._groups is not None:
                 self._groups.abort(said["generation"] - 1)
-
-
-def _store(address: str, timeout: timedelta) -> TCPStore:
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def join_job() -> Job:

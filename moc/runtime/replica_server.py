@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import children
-from moc.runtime.addresses import interface_towards
+from moc.runtime.addresses import address_of_interface, interface_towards
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
@@ -130,7 +130,9 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
         os.close(descriptor)
 
 
-async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
+async def keep(
+    controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S, interface: str | None = None
+) -> None:
     """Runs a replica server as a child process, restarted at the same address when it dies or hangs.
 
     Args:
@@ -138,11 +140,13 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
         orders: ``unix:/path`` for the workers of this node.
         token: the job's secret.
         hangs_s: seconds that it may take to answer before it is killed.
+        interface: name of another network interface to serve reads on, instead.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: it cannot be started, or there is no such interface.
     """
-    listen = f"{await _interface_towards(controllers)}:0"
+    host = address_of_interface(interface) if interface is not None else await _interface_towards(controllers)
+    listen = f"{host}:0"
     while True:
         command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
         process = await children.start(*command, stdout=subprocess.PIPE)

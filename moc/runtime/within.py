@@ -18,6 +18,8 @@ async def within(awaited: Awaitable[T], seconds: float | None) -> T:
     Raises:
         TimeoutError: it has not; it is cancelled.
     """
+    if seconds is None:
+        return await awaited  # a task would take as long as many a message
     task = asyncio.ensure_future(awaited)
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)

@@ -19,6 +19,7 @@ import gc
 import json
 import multiprocessing.util
 import os
+import resource
 import runpy
 import select
 import signal
@@ -28,6 +29,8 @@ from pathlib import Path
 
 from moc.runtime.children import belong, die_with_parent
 from moc.runtime.signals import STOPS
+
+_DESCRIPTORS = 1 << 16
 
 
 def main(script: str, arguments: list[str]) -> None:
@@ -117,6 +120,7 @@ class Zygote:
             die_with_parent(parent)
             self._forget_zygote()
             os.environ.update(order["environment"])
+            _allow_descriptors()
             if order["output"] is not None:
                 _write_to(order["output"])
             code = run(self._script, self._arguments)
@@ -142,11 +146,19 @@ class Zygote:
             os.close(descriptor)
 
 
+def _allow_descriptors() -> None:
+    """Raises this process's own limit of open files: with the usual 1024, a crowd of connections would end gloo."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _write_to(path: str) -> None:
     """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         print(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", file=sys.stderr)
         return

@@ -127,7 +127,7 @@ def _events(path: Path) -> Iterator[dict]:
         for number, line in enumerate(lines, 1):
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if number > 1:
                     continue  # torn by a worker that was killed while writing it
                 raise ValueError(f"{path}: line 1 is no JSON: is that an events.jsonl?") from None

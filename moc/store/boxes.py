@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moc.state.region import Region
+from moc.store import valid
 
 INDEX = "regions"
 """Metadata key of the index of entries."""
+_MOST_HEADER = 1 << 30
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
 _NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
 _ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
@@ -62,26 +63,34 @@ def read_boxes(
     """
     length = int.from_bytes(read(0, _LENGTH), "little")
     begin = _LENGTH + length
-    if not 2 <= length <= size - _LENGTH:
+    if not 2 <= length <= min(size - _LENGTH, _MOST_HEADER):
         raise ValueError(f"it cannot have {length:,} bytes")
     try:
-        header = json.loads(bytes(read(_LENGTH, begin)))
-        index = json.loads(header.pop("__metadata__")[INDEX])
+        header = valid.parse(bytes(read(_LENGTH, begin)))
+        index = valid.parse(header.pop("__metadata__")[INDEX])
         if unknown := header.keys() - index.keys():
-            raise ValueError(f"nothing says what its tensor {min(unknown)} is")
+            raise ValueError(f"nothing says what its tensor {valid.shown(min(unknown))} is")
         _check_spans((header[key]["data_offsets"] for key in index), size - begin, slack)
         return [_box(file, begin, header[key], *about) for key, about in index.items()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not one of regions: {error!r}") from None
+        raise ValueError(f"it is not one of regions: {valid.shown(repr(error))}") from None
 
 
 def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, digest=None) -> StoredBox:
     shape = tensor["shape"]
-    if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
-        raise TypeError("a box has no place")
+    valid.name(name, "a tensor")
+    valid.name(slot, f"a slot of {name}")
+    for each in (*global_shape, *offset, *shape):
+        valid.number(each, f"a size of {name}")
+    if valid.number(math.prod(global_shape), f"the number of elements of {name}") < math.prod(shape):
+        raise ValueError(f"a box of {slot} of {name} is larger than the tensor")
+    if digest is not None:
+        valid.digest(digest, f"the hash of a box of {name}")
     if not len(global_shape) == len(offset) == len(shape):
         raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
-    (start, stop), dtype = tensor["data_offsets"], tensor["dtype"]
+    if any(first + count > whole for first, count, whole in zip(offset, shape, global_shape, strict=True)):
+        raise ValueError(f"a box of {slot} of {name} reaches beyond the tensor")
+    (start, stop), dtype = tensor["data_offsets"], valid.name(tensor["dtype"], f"the dtype of {name}")
     element = _ELEMENT_BYTES.get(dtype)
     if element and math.prod(shape) * element != stop - start:
         raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
@@ -91,7 +100,8 @@ def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, 
 
 def _check_spans(spans: Iterable[list[int]], room: int, slack: bool) -> None:
     end = 0
-    for start, stop in sorted(spans):
+    numbers = ((valid.number(start, "an offset"), valid.number(stop, "an offset")) for start, stop in spans)
+    for start, stop in sorted(numbers):
         if start != end:
             raise ValueError(
                 f"byte {min(start, end):,} of its data belongs to {'no' if start > end else 'more than one'} box"

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from moc.store import store
+from moc.store import store, valid
 from moc.store.digest import digest_of_file
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
@@ -66,9 +66,16 @@ def read_manifest(directory: Path) -> dict | None:
             raise damaged(f"{path} is missing although {STATE} is there")
         return None
     try:
-        manifest = json.loads(path.read_text())
+        manifest = {**valid.table(valid.parse(path.read_text()), "it")}
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this program reads {FORMAT!r}")
+            raise CheckpointError(
+                f"{path} is of format {valid.shown(manifest['format'])}; this program reads {FORMAT!r}"
+            )
+        valid.number(manifest["iteration"], "its iteration")
+        for name, entry in valid.table(manifest["files"], "files").items():
+            valid.inner_path(name)
+            valid.number(valid.table(entry, f"the entry of {name}")["bytes"], f"the size of {name}")
+            valid.digest(entry["xxh3_128"], f"the hash of {name}")
         return manifest
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(f"{path} is damaged ({error})") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def write_parts_durably(
     """
     temporary = temporary_of(path, tag)
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        with open(new_file(temporary), "wb", buffering=0) as file:
             for part in parts:
                 data = memoryview(part)
                 while data:
@@ -48,9 +48,18 @@ def write_parts_durably(
 
 
 def temporary_of(path: Path, tag: str = "") -> Path:
-    """The temporary path to which this thread writes a file before the rename."""
-    own = f"{os.getpid()}-{threading.get_ident():x}.tmp"
+    """A new name for a file before the rename, which nobody can foresee and plant a link at."""
+    own = f"{secrets.token_hex(8)}.tmp"
     return path.with_name(f".{path.name}.{tag}.{own}" if tag else f".{path.name}.{own}")
+
+
+def new_file(path: Path) -> int:
+    """Makes a file, and returns its descriptor; never opens what is there, nor follows a link.
+
+    Raises:
+        FileExistsError: something has the name.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def sync_directory(path: Path) -> None:

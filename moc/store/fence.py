@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import TextIO
 from weakref import WeakValueDictionary
 
+from moc.store import valid
 from moc.store.claims import Claim
-from moc.store.durable import sync_directory, temporary_of
+from moc.store.durable import new_file, sync_directory, temporary_of
 from moc.store.errors import CheckpointError, SupersededError, TakenError
 
 NAME = ".fence"
@@ -68,7 +69,7 @@ class Holder:
     @classmethod
     def from_json(cls, text: str) -> Holder:
         """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = json.loads(text)
+        plain = valid.table(valid.parse(text), "it")
         job = str(plain["job"])
         epoch, generation = plain.get("term", (0, 0))
         claim = Claim(job, (int(epoch), int(generation)), str(plain.get("run", "")))
@@ -168,7 +169,7 @@ class Fence:
         self._show_life()
         temporary = temporary_of(self._root / NAME, self.claim.tag)
         try:
-            with open(temporary, "w", encoding="utf-8") as file:  # must precede reading the fence: see above
+            with open(new_file(temporary), "w", encoding="utf-8") as file:  # must precede reading the fence: see above
                 now = self.read()
                 before = successors(self.claim, now, str(self._root))
                 if now is not None and now.claim.job != self.claim.job and self._lives(now):
@@ -209,7 +210,7 @@ class Fence:
         if _is_current(path):
             self._lock_file = _held[path]
             return
-        lock_file = open(path, "a+")
+        lock_file = open(path, "a+", opener=_without_links)
         if _try_lock(lock_file):
             self._lock_file = _held[path] = lock_file
             if self.claim.run:
@@ -261,6 +262,10 @@ def _is_current(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return held is not None and os.path.samestat(os.fstat(held.fileno()), path.stat())
     return False
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _try_lock(lock_file: TextIO) -> bool:

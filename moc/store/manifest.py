@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from moc.state.detail import Detail
+from moc.store import valid
 from moc.store.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -65,9 +66,9 @@ class RankReport:
     @classmethod
     def from_json(cls, text: str) -> RankReport:
         """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = json.loads(text)
-        parts = plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"])
-        return cls(*parts, plain.get("job", ""), _term(plain))
+        plain = valid.table(valid.parse(text), "a report")
+        parts = valid.file_name(plain["name"]), _file(plain["file"], "its file"), _operators(plain["operators"])
+        return cls(*parts, valid.name(plain.get("job", ""), "its launch"), _term(plain))
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,14 @@ class Manifest:
             CheckpointError: the manifest is damaged or of another format.
         """
         try:
-            plain = json.loads(text)
+            plain = {**valid.table(valid.parse(text), "it")}
             digest, written = plain.pop("xxh3_128"), plain.pop("format")
             if written != FORMAT:
-                raise CheckpointError(f"{name} is of format {written!r}; this program reads {FORMAT!r}")
+                raise CheckpointError(f"{name} is of format {valid.shown(written)}; this program reads {FORMAT!r}")
             if digest != _digest({"format": written, **plain}):
                 raise CheckpointError(f"{name} is damaged: it does not match its hash")
-            files = {file: FileEntry(**entry) for file, entry in plain.pop("files").items()}
-            operators, term = _operators(plain.pop("operators")), _term(plain)
-            return cls(files=files, operators=operators, **{**plain, "term": term})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(**_checked(plain))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{name} is damaged ({error})") from None
 
 
@@ -160,17 +159,51 @@ def _author(job: str, term: tuple[int, int]) -> dict:
     return {"job": job, "term": list(term)} if job else {}
 
 
-def _term(plain: dict) -> tuple[int, int]:
+def _checked(plain: dict) -> dict:
+    """The fields of a manifest; raises ValueError, KeyError or TypeError if one cannot be."""
+    files = {valid.file_name(file): _file(entry, file) for file, entry in valid.table(plain["files"], "files").items()}
+    layout = {axis: valid.number(size, axis) for axis, size in valid.table(plain["layout"], "layout").items()}
+    return plain | {
+        "iteration": valid.number(plain["iteration"], "its iteration"),
+        "writers": valid.number(plain["writers"], "its number of writers"),
+        "policy": valid.name(plain["policy"], "its policy"),
+        "files": files,
+        "operators": _operators(plain["operators"]),
+        "layout": layout,
+        "state": valid.table(plain["state"], "its state"),
+        "run": valid.name(plain.get("run", ""), "its run"),
+        "job": valid.name(plain.get("job", ""), "its launch"),
+        "term": _term(plain),
+    }
+
+
+def _term(plain: Mapping) -> tuple[int, int]:
     epoch, generation = plain.get("term", (0, 0))
-    return int(epoch), int(generation)
+    return valid.number(epoch, "its epoch"), valid.number(generation, "its generation")
 
 
 def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
     return {name: vars(entry) for name, entry in entries.items()}
 
 
+def _file(plain: dict, file: str) -> FileEntry:
+    entry = FileEntry(**valid.table(plain, f"the entry of {file}"))
+    valid.digest(entry.header_xxh3_128, f"the hash of {file}")
+    valid.number(entry.header_bytes, f"the header of {file}", most=valid.number(entry.bytes, f"the size of {file}"))
+    return entry
+
+
 def _operators(plain: dict) -> dict[str, OperatorEntry]:
-    return {name: OperatorEntry(**entry) for name, entry in plain.items()}
+    entries = {}
+    for name, described in valid.table(plain, "operators").items():
+        entry = OperatorEntry(**valid.table(described, name))
+        valid.name(entry.detail, f"the detail of {name}")
+        if entry.step is not None:
+            valid.number(entry.step, f"the number of updates of {name}")
+        for slot, count in valid.table(entry.elements, f"the slots of {name}").items():
+            valid.number(count, f"the number of elements of {slot} of {name}")
+        entries[name] = entry
+    return entries
 
 
 def _digest(plain: dict) -> str:

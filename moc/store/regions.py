@@ -215,8 +215,7 @@ class RegionReader:
             MissingRegionError: the files do not hold all of the box.
             DamagedRegionError: what they hold does not match its hash.
         """
-        self.global_shape(name, slot)
-        for source, common in self._overlapping(name, slot, region):
+        for source, common in self._covering(name, slot, region):
             if common == region:
                 return self._values(source)[common.slices(source.entry.region.offset)]
         into = torch.empty(region.shape, dtype=self._sources[name, slot][0].entry.dtype)
@@ -225,15 +224,20 @@ class RegionReader:
 
     def read(self, name: str, slot: str, region: Region, into: torch.Tensor) -> None:
         """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor; raises as :meth:`get`."""
-        self.global_shape(name, slot)
-        target, filled = into.view(region.shape), 0
-        for source, common in self._overlapping(name, slot, region):
+        target = into.view(region.shape)
+        for source, common in self._covering(name, slot, region):
             target[common.slices(region.offset)].copy_(self._values(source)[common.slices(source.entry.region.offset)])
-            filled += common.numel
+
+    def _covering(self, name: str, slot: str, region: Region) -> list[tuple[Source, Region]]:
+        """The entries that make up a box; raises MissingRegionError before anybody makes room for a box that is not."""
+        self.global_shape(name, slot)
+        found = list(self._overlapping(name, slot, region))
+        filled = sum(common.numel for _, common in found)
         if filled != region.numel:
             raise MissingRegionError(
                 f"files hold {filled} of {region.numel} elements of {slot} of {name} at {region.offset}"
             )
+        return found
 
     def _overlapping(self, name: str, slot: str, region: Region) -> Iterator[tuple[Source, Region]]:
         """Yields entries that overlap a box, with the overlap; opens files until the box is covered."""

@@ -7,6 +7,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from moc.store import valid
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 
@@ -36,7 +37,10 @@ def run_of(place: Storage) -> Run | None:
         OSError: it cannot be read.
     """
     try:
-        return Run(**json.loads(place.read(NAME)))
+        run = Run(**valid.table(valid.parse(place.read(NAME)), "it"))
+        valid.name(run.run, "the name of the run")
+        valid.name(run.address, "its address")
+        return run
     except FileNotFoundError:
         return None
     except (TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
+from moc.store import valid
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.claims import Claim
 from moc.store.durable import sync_directory, temporary_of, write_parts_durably
@@ -118,7 +119,7 @@ class LocalPlace(Storage):
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
-        target = self.root / path
+        target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._noticing_losses():
             write_parts_durably(target, parts, name_too=final, tag=self._tag, check=self.check_owner)
@@ -127,7 +128,7 @@ class LocalPlace(Storage):
 
     def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Storage`."""
-        target = self.root / path
+        target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         whole = temporary_of(target, self._tag)
         try:
@@ -143,21 +144,21 @@ class LocalPlace(Storage):
 
     def read(self, path: str) -> bytes:
         """See :class:`Storage`."""
-        return (self.root / path).read_bytes()
+        return self._inside(path).read_bytes()
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
-        return LocalBlob(self.root / path, self._in_memory)
+        return LocalBlob(self._inside(path), self._in_memory)
 
     def names(self, directory: str = "") -> list[str]:
         """See :class:`Storage`."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(self.root / directory))
+            return sorted(os.listdir(self._inside(directory)))
         return []
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`; the removal is durable."""
-        target = self.root / path
+        target = self._inside(path)
         if target.is_dir():
             while target.exists():
                 with contextlib.suppress(FileNotFoundError):  # another worker removes its own files there
@@ -174,7 +175,7 @@ class LocalPlace(Storage):
         The mark is written like a publication.  Files are then removed through a descriptor opened before, so a
         directory recreated under the same name is not affected.
         """
-        path = self.root / directory
+        path = self._inside(directory)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -205,6 +206,12 @@ class LocalPlace(Storage):
         """See :class:`Storage`."""
         if self._fence is not None:
             self._fence.check()
+
+    def _inside(self, path: str) -> Path:
+        """A path of this place; raises ValueError for one that leads out of it."""
+        if path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f"{valid.shown(path)} is outside of {self.name}")
+        return self.root / path
 
     @property
     def _tag(self) -> str:

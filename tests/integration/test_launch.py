@@ -13,6 +13,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
+from tests.integration.strangers import Stranger
 from tests.integration.tiny import SHALLOW
 
 pytestmark = pytest.mark.recovery
@@ -80,6 +81,16 @@ def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturb
         assert "was killed by signal 9" in event["reason"] and event["met_s"] > 0
     for event in job.events("resume"):
         assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
+
+
+def test_strangers_neither_stop_nor_join_a_job(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job") as job, Stranger(job.process.pid) as stranger:
+        job.reach(3)
+        job.kill(1)
+        job.reach(6)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert stranger.entered == [] and all(stranger.tried.values())
+    assert [event["generation"] for event in job.events("generation")] == [1]
 
 
 def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):

@@ -42,9 +42,13 @@ def test_the_checkpoint_of_another_program(saved, data, tmp_path):
     for ours in ("manifest.json", "training_state.json"):
         (tmp_path / "iter_0000001" / ours).unlink()
     shutil.rmtree(tmp_path / "iter_0000001/optimizer")
-    said = refused_by_program(data | dict(load=str(tmp_path)))
+    assert (
+        "another program wrote it" in (said := refused_by_program(data | dict(load=str(tmp_path))))
+        and "--trust" in said
+    )
+    said = refused_by_program(data | dict(load=str(tmp_path), trust=True))
     assert "no optimizer state of this program" in said and "--no-load-optim" in said
-    assert train("1", data | dict(load=str(tmp_path), load_optim=False, train_iters=2)).start == 1
+    assert train("1", data | dict(load=str(tmp_path), load_optim=False, trust=True, train_iters=2)).start == 1
 
 
 def test_a_damaged_tracker(saved, data):

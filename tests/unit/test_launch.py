@@ -70,6 +70,7 @@ def test_several_nodes_may_have_the_controller():
         (("--no-controller",), "--no-controller needs --rdzv-endpoint"),
         (("--node-rank", "1"), "--node-rank must be from 0 to 0"),
         (("--hang-timeout", "stop=3"), "there is no section 'stop'"),
+        (("--network-interface", "nosuch0"), "the network interface nosuch0 has no address here: choose one of lo"),
         (("--silence-timeout", "0"), "--silence-timeout 0 leaves no time"),
         (("--max-wait", "-1"), "--max-wait -1 leaves no time"),
     ],

@@ -10,7 +10,7 @@ A checkpoint is a directory ``iter_0000100`` with
 * ``manifest.json``: every file with its hash, written last.
 
 No random state is saved: it is a function of the iteration.  Only megatron-core's ``torch_dist`` reader unpickles
-anything, and only after the hash is verified.
+anything, and nothing in it runs (:mod:`megatron.pretraining.checkpoint.unpickling`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.safe_globals import register_safe_globals
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, writer
+from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config import Config, global_batch_size
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
@@ -100,6 +102,11 @@ class CheckpointLoader:
     def _verified_manifest(self, directory: Path) -> dict | None:
         manifest = run_on_rank0(lambda: dense_files.read_manifest(directory), "cannot read a checkpoint")
         if manifest is None:
+            if not self._config.checkpoint.trust:
+                raise CheckpointError(
+                    f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says whether "
+                    "it is whole: pass --trust if you know where it is from"
+                )
             self._say(f"{directory} has no {dense_files.MANIFEST} (another program wrote it): it is not verified")
             return None
         mine = dict(sorted(manifest["files"].items())[self._world.rank :: self._world.size])
@@ -109,9 +116,11 @@ class CheckpointLoader:
 
     def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # the non-tensor types in stock Megatron-LM's common.pt
+        run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
         try:
-            loaded: Any = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
-        except (CheckpointingException, KeyError, RuntimeError, OSError) as error:
+            with nothing_runs():
+                loaded: Any = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
+        except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
             raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
         for i, chunk in enumerate(self._chunks):
             unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=False)

@@ -34,6 +34,10 @@ class CheckpointFlags(FlagGroup):
     load_optim: bool = flag(True, "Load the optimizer state.")
     load_rng: bool = flag(True, "Load the state of random number generators.")
     finetune: bool = flag(False, "Load the weights only, and start at iteration 0.")
+    trust: bool = flag(
+        False, "Load the weights of a checkpoint without our manifest, which another program wrote; nothing says "
+        "whether it is whole. What could run code is refused in any case."
+    )  # fmt: skip
     exit_on_missing_checkpoint: bool = flag(
         False, "End with an error if --load holds no checkpoint, instead of starting from iteration 0."
     )
@@ -46,4 +50,5 @@ class CheckpointFlags(FlagGroup):
         self.needs("save_retain_interval", "save_interval")
         self.multiple("save_retain_interval", "save_interval")
         self.needs("finetune", "load")
+        self.needs("trust", "load")
         self.needs("exit_on_missing_checkpoint", "load")

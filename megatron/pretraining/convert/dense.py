@@ -140,8 +140,8 @@ def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[s
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
-            f"{directory} has no {dense_files.MANIFEST}, so it is not known who wrote it, and torch unpickles its "
-            ".metadata: pass --trust if you know that it is harmless"
+            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says whether it is "
+            "whole: pass --trust if you know where it is from"
         )
     listed = manifest["files"] if manifest else {}
     for name, entry in listed.items():

@@ -36,9 +36,8 @@ not what they were, nothing is written.
 Neither depends on a parallel layout.  Tensors are converted one by one: memory holds some of them, and one file of
 weights, whatever the size of the model.
 
-Torch unpickles the file .metadata of torch_dist.  It is compared with the hash in our manifest before; that protects
-from damage, not from malice.  A directory without our manifest is refused, unless --trust says that it is harmless; of
-one, weights alone are converted.  Nothing else is unpickled.
+Of the pickle .metadata of torch_dist, only the types that describe tensors are read: nothing in a checkpoint runs.  A
+directory without our manifest is refused, unless --trust says that it is known; of one, weights alone are converted.
 
 exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the command line."""
 

@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
+from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
@@ -69,8 +70,7 @@ class Weight:
 class WeightsReader:
     """Reads boxes of the tensors in a ``torch_dist`` directory.
 
-    Torch unpickles ``.metadata``, so open only trusted directories.  The tensors themselves are read without unpickling
-    (``weights_only``).
+    Nothing in it runs (:mod:`megatron.pretraining.checkpoint.unpickling`).
 
     Raises:
         CheckpointError: the directory holds no ``torch_dist`` checkpoint, or torch cannot read it.
@@ -79,7 +79,10 @@ class WeightsReader:
     def __init__(self, directory: Path):
         self._directory, self._reader = directory, FileSystemReader(directory)
         try:
-            self._metadata = self._reader.read_metadata()
+            with nothing_runs():
+                self._metadata = self._reader.read_metadata()
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}/{error}") from None
         except Exception as error:  # whatever a damaged pickle raises
             raise CheckpointError(f"{directory}/.metadata cannot be read as torch_dist ({error})") from None
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -107,7 +110,8 @@ class WeightsReader:
         if filled != region.numel:
             raise CheckpointError(f"{self._directory} holds {filled:,} of {region.numel:,} elements of a box of {key}")
         try:
-            self._reader.read_data(LoadPlan(items), _Into(into)).wait()
+            with nothing_runs():
+                self._reader.read_data(LoadPlan(items), _Into(into)).wait()
         except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
             raise CheckpointError(f"{key} cannot be read from {self._directory} ({error})") from None
         return into

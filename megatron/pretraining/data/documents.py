@@ -23,6 +23,9 @@ from moc.output import ToolError
 
 DEFAULT_GLOB = ("*.txt", "*.jsonl", "*.json")
 PIECE_BYTES = 64 * 1024  # tokenizers are slower on longer strings
+MOST_LINE = 256 << 20  # bytes of a document in JSON
+_BITE = 1 << 11  # bytes that are decompressed at once; zstd makes up to 32 KiB of each
+_MOST_WINDOW = 1 << 27  # bytes, as the program zstd allows without --long
 _COMPRESSED = (".gz", ".zst")
 _JSON = (".jsonl", ".ndjson", ".json")
 _BOM = b"\xef\xbb\xbf"
@@ -196,7 +199,7 @@ class _ZstdFile(io.RawIOBase):
 
         self._zstd, self._raw = zstandard, raw
         self._frame: Any = None
-        self._ready = b""
+        self._input, self._at, self._ready = b"", 0, b""
 
     def readable(self) -> bool:
         return True
@@ -204,13 +207,13 @@ class _ZstdFile(io.RawIOBase):
     def readinto(self, buffer) -> int:
         while not self._ready:
             ended = self._frame is not None and self._frame.eof
-            data = (self._frame.unused_data if self._frame is not None and ended else b"") or self._raw.read(1 << 17)
+            data = self._bite(self._frame.unused_data if self._frame is not None and ended else b"")
             if not data:
                 if self._frame and not ended:
                     raise EOFError("compressed file ended within a frame")
                 return 0
             if self._frame is None or ended:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+                self._frame = self._zstd.ZstdDecompressor(max_window_size=_MOST_WINDOW).decompressobj()
             try:
                 self._ready = self._frame.decompress(data)
             except self._zstd.ZstdError as error:
@@ -219,9 +222,22 @@ class _ZstdFile(io.RawIOBase):
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
+    def _bite(self, unused: bytes) -> bytes:
+        """A few bytes of input, of which even a bomb makes only megabytes, beginning with the last ones' rest."""
+        self._at -= len(unused)
+        if self._at >= len(self._input):
+            self._input, self._at = self._raw.read(1 << 17), 0
+        bite = self._input[self._at : self._at + _BITE]
+        self._at += len(bite)
+        return bite
+
 
 def _json_pieces(path: str, stream: BinaryIO) -> Iterator[DocumentPiece]:
-    for number, line in enumerate(stream, start=1):
+    number = 0
+    while line := stream.readline(MOST_LINE + 1):
+        number += 1
+        if len(line) > MOST_LINE:
+            raise EOFError(f"line {number} has more than {MOST_LINE:,} bytes")
         if line.strip():
             yield DocumentPiece(path, number, line, is_json=True)
 

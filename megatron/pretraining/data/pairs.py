@@ -6,10 +6,21 @@ import contextlib
 import fcntl
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.data.documents import sync
 from moc.output import ToolError
+from moc.store.durable import new_file
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _again(descriptor: int) -> str:
+    """A path that opens the same file once more, whatever has its name by then."""
+    return f"/proc/self/fd/{descriptor}"
 
 
 class PairWriter:
@@ -27,7 +38,7 @@ class PairWriter:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        self._lock = open(self._bin, "ab")
+        self._lock = open(self._bin, "ab", opener=_without_links)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -37,7 +48,7 @@ class PairWriter:
             if os.path.exists(path) and not self._overwrite:
                 self._discard()
                 raise ToolError(f"{path} exists: give --overwrite to replace it.")
-        self._builder = IndexedDatasetBuilder(self._bin, dtype=self.dtype)
+        self._builder = IndexedDatasetBuilder(_again(self._lock.fileno()), dtype=self.dtype)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -74,7 +85,10 @@ class PairWriter:
 
     def complete(self) -> None:
         """Writes the index and flushes both files to disk, still under their temporary names."""
-        self._builder.finalize(self._idx)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._idx)
+        with open(new_file(Path(self._idx)), "wb") as index:
+            self._builder.finalize(_again(index.fileno()))
         sync(self._bin)
         sync(self._idx)
 

@@ -22,6 +22,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.data import index_cache
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.children import die_with_parent
@@ -124,6 +125,7 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
     refuse_empty(splits, core)
     if data.mock_data:  # suppresses a warning on every worker that the mock data have no cache path
         logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
+    index_cache.read_plainly()
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
     train, valid, test = builder.build()

@@ -79,6 +79,7 @@ def test_aliases_and_negations_are_keys_too(tmp_path):
         ({"model": ["tiny"]}, "is not one of"),
         ([1], "does not hold keys and values"),
         ("a: [", "is not YAML"),
+        ("[" * 20_000, "is nested too deeply|is not YAML"),
     ],
 )
 def test_files_that_are_refused(capsys, tmp_path, content, sentence):

@@ -5,7 +5,16 @@ import socket
 
 import pytest
 
-from moc.runtime.addresses import candidates, is_ours, listening_socket, new_name, set_up, text_of
+from moc.runtime.addresses import (
+    address_of_interface,
+    candidates,
+    is_ours,
+    listening_socket,
+    name_of_interface,
+    new_name,
+    set_up,
+    text_of,
+)
 
 
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
@@ -65,3 +74,11 @@ def test_a_machine_that_has_vanished_is_noticed():
         set_up(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+
+
+def test_interfaces_have_names_and_addresses():
+    assert name_of_interface("127.0.0.1") == "lo"
+    assert address_of_interface("lo") == "127.0.0.1"
+    assert name_of_interface("192.0.2.1") is None  # of no machine: RFC 5737
+    with pytest.raises(OSError, match="nosuch0 has no address here"):
+        address_of_interface("nosuch0")

@@ -11,7 +11,7 @@ import pytest
 
 from moc.runtime import async_connections
 from moc.runtime.addresses import candidates, text_of
-from moc.runtime.async_connections import log_refusal, open, serve
+from moc.runtime.async_connections import RefusalLog, log_refusal, open, serve
 from moc.runtime.connections import connect
 from moc.runtime.message import Message
 from moc.runtime.wire import Channel, PeerGoneError, WireError
@@ -308,6 +308,17 @@ def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
             release.set()
 
     asyncio.run(main())
+
+
+def test_a_crowd_does_not_fill_the_log(caplog):
+    log = RefusalLog(most=3, every_s=0.2)
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            log(f"peer {number}", "it is a stranger")
+        time.sleep(0.3)
+        log("another", "it is one, too")
+    assert len(caplog.messages) == 5
+    assert caplog.messages[3].startswith("refused 997 more peers, in 0")
 
 
 def test_a_refusal_is_one_line_of_the_log(caplog):

@@ -36,6 +36,20 @@ def test_a_signal_at_the_moment_of_the_fork_does_not_end_it(number):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)  # here they are not blocked any more
 
 
+def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
+    for name in ("glob", "secrets", "runpy", "asyncio", "sitecustomize", "tests"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+
+    async def main():
+        child = await children.start(CHILD, stdout=subprocess.PIPE, cwd=tmp_path)
+        assert await child.stdout.readline() == b"there\n"
+        child.kill()
+        await child.wait()
+
+    asyncio.run(main())
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_a_terminal_sends_does_not_reach_it():
     async def main():
         child = await started()

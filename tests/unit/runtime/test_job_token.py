@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moc.runtime.job_token import TokenError, make_token, make_token_file, token_from_environment
+from moc.runtime.job_token import FILE_VARIABLE, TokenError, make_token, make_token_file, token_from_environment
 
 
 def test_a_token_file_is_its_owners_alone_and_is_read_back(tmp_path):
@@ -37,6 +37,14 @@ def test_the_variable_alone_is_enough():
 def test_no_token_at_all():
     with pytest.raises(TokenError, match="set MOC_TOKEN_FILE to a file with one, or MOC_TOKEN to 64 hex digits"):
         token_from_environment({})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_not_trusted(tmp_path):
+    make_token_file(path := tmp_path / "token")
+    os.chown(path, 1001, 1001)
+    with pytest.raises(TokenError, match="belongs to another user, who knows it"):
+        token_from_environment({FILE_VARIABLE: str(path)})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610])

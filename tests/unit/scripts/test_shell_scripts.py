@@ -109,6 +109,23 @@ def test_the_launcher_is_chosen_and_gets_flags(data):
     assert said.stdout.index("--nproc-per-node=2") > said.stdout.index("--nproc-per-node 8")
 
 
+@pytest.mark.parametrize(
+    "nodes, token, launcher", [("1", "", "moc.launch"), ("2", "t", "moc.launch"), ("2", "", "torchrun")]
+)
+def test_mocrun_is_preferred_where_it_can_start(data, nodes, token, launcher):
+    said = run(TRAIN, RECIPES[0], "--dry-run", *data, NNODES=nodes, MOC_TOKEN_FILE=token)
+    assert launcher in shlex.split(said.stdout)[2 if token or nodes == "1" else 1]
+    assert ("answers whoever reaches this machine" in said.stderr) == (launcher == "torchrun")
+
+
+@pytest.mark.parametrize("name", ["NNODES", "GPUS_PER_NODE", "NODE_RANK", "SPARES", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["a[$(touch ran)]", "-1", "1 2", "0x1", "9999999"])
+def test_what_should_be_a_number_is_not_run(data, tmp_path, name, value):
+    said = run(TRAIN, RECIPES[0], "--dry-run", *data, cwd=tmp_path, **{name: value})
+    assert said.returncode == 1 and f"{name} is a number, and not" in said.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_flags_of_the_user_come_last(data):
     _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", *data, "--train-iters", "7").stdout)
     assert flags[-2:] == ["--train-iters", "7"]
@@ -118,6 +135,14 @@ def test_a_blend_in_one_argument_becomes_many(data):
     _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", "0.7 /a 0.3 /b", *data[1:]).stdout)
     at = flags.index("--data-path")
     assert flags[at + 1 : at + 6] == ["0.7", "/a", "0.3", "/b", "--split"]
+    _, again = flags_of(run(TRAIN, RECIPES[0], "--dry-run", "0.7 /a\n0.3\t/b\n", *data[1:]).stdout)
+    assert again == flags
+
+
+def test_a_prefix_may_have_spaces(data, tmp_path):
+    (tmp_path / "my data.bin").touch()
+    _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", tmp_path / "my data", *data[1:]).stdout)
+    assert flags[flags.index("--data-path") + 1] == str(tmp_path / "my data")
 
 
 def test_several_nodes_find_each_other_by_the_environment(data):

@@ -1,11 +1,12 @@
 """What has been written is on disk when the call returns: contents before the name, and then the name."""
 
 import os
-import threading
+import re
 from pathlib import Path
 
 import pytest
 
+from moc.store import durable
 from moc.store.durable import temporary_of, write_durably, write_parts_durably
 from moc.store.storage import LocalPlace
 
@@ -28,22 +29,38 @@ def synced(tmp_path, monkeypatch):
 def test_contents_are_durable_before_the_name(tmp_path, synced):
     write_durably(tmp_path / "file", "hello")
     write_parts_durably(tmp_path / "parts", [b"he", memoryview(b"llo")], name_too=False, tag="job-1-2")
-    temporary, tagged = temporary_of(tmp_path / "file").name, temporary_of(tmp_path / "parts", "job-1-2").name
-    assert synced == [(temporary, b"hello"), (".", ["file"]), (tagged, b"hello")]
+    (temporary, hello), (there, names), (tagged, again) = synced
+    assert (hello, there, names, again) == (b"hello", ".", ["file"], b"hello")
+    assert temporary.startswith(".file.") and tagged.startswith(".parts.job-1-2.")
     assert (tmp_path / "file").read_bytes() == (tmp_path / "parts").read_bytes() == b"hello"
 
 
-def test_a_temporary_file_is_hidden_and_of_its_thread():
-    path, own = Path("/place/file"), f"{os.getpid()}-{threading.get_ident():x}.tmp"
-    assert temporary_of(path) == Path(f"/place/.file.{own}")
-    assert temporary_of(path, "job-1-2") == Path(f"/place/.file.job-1-2.{own}")
+def test_a_temporary_file_is_hidden_and_its_name_cannot_be_foreseen():
+    for tag, begin in (("", r"\.file\."), ("job-1-2", r"\.file\.job-1-2\.")):
+        names = {temporary_of(Path("/place/file"), tag).name for _ in range(100)}
+        assert len(names) == 100 and all(re.fullmatch(rf"{begin}[0-9a-f]{{16}}\.tmp", name) for name in names)
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path, monkeypatch):
+    (tmp_path / "precious").write_text("precious")
+    monkeypatch.setattr(durable, "temporary_of", lambda path, tag: path.with_name("foreseen"))
+    for link in (os.symlink, os.link):
+        link(tmp_path / "precious", tmp_path / "foreseen")
+        with pytest.raises(FileExistsError):
+            write_durably(tmp_path / "file", "text")
+        (tmp_path / "foreseen").unlink(missing_ok=True)
+    os.symlink(tmp_path / "precious", tmp_path / "file")  # under the final name: the link is replaced
+    monkeypatch.undo()
+    write_durably(tmp_path / "file", "text")
+    assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "file").is_symlink()
 
 
 def test_what_the_check_refuses_gets_no_name(tmp_path):
     (tmp_path / "file").write_text("before")
 
     def superseded():
-        assert temporary_of(tmp_path / "file", "job").read_text() == "after"  # all is written by then
+        (temporary,) = tmp_path.glob(".file.job.*.tmp")
+        assert temporary.read_text() == "after"  # all is written by then
         raise RuntimeError("superseded")
 
     with pytest.raises(RuntimeError, match="superseded"):

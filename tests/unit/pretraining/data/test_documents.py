@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import tracemalloc
 
 import pytest
 import zstandard
@@ -131,6 +132,22 @@ def test_a_file_that_is_not_compressed_after_all(tmp_path, suffix):
     path.write_bytes(b"just text\n")
     with pytest.raises(BadText, match="cannot be read on"):
         documents(path)
+
+
+def test_a_bomb_is_read_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.pretraining.data.documents.MOST_LINE", 1_000_000)
+    path = tmp_path / "a.jsonl.zst"
+    pressed = zstandard.ZstdCompressor().compressobj(size=1 << 28)
+    data = b"".join(pressed.compress(bytes(1 << 24)) for _ in range(1 << 4)) + pressed.flush()
+    assert len(data) < 1 << 18
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadText, match="line 1 has more than 1,000,000 bytes"):
+            documents(path)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_stands_before_a_torn_end_can_be_kept(tmp_path):

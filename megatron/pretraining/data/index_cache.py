@@ -1,0 +1,45 @@
+"""megatron-core's cache of sample indices, read without unpickling, and only from a directory of the user's own.
+
+megatron-core reads it with ``allow_pickle=True``, by default from ``cache/`` beside the data, where others may write.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy
+from megatron.core.datasets import blended_dataset, gpt_dataset
+
+from moc.store.errors import CheckpointError
+
+
+class IndexCacheError(CheckpointError):
+    """A cached index is not plain, or somebody else's."""
+
+
+def read_plainly() -> None:
+    """From now on, megatron-core's datasets read arrays by :func:`load`."""
+    ours = types.ModuleType("numpy")
+    vars(ours).update(vars(numpy), load=load)
+    modules: tuple[Any, ...] = gpt_dataset, blended_dataset
+    for module in modules:
+        module.numpy = ours
+
+
+def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
+    """As ``numpy.load`` without pickles.
+
+    Raises:
+        IndexCacheError: the directory or the file belongs to another user, or the file is no plain array.
+    """
+    remedy = f"remove it, or pass --data-cache-path with a directory of your own instead of {os.path.dirname(path)}"
+    for one in (Path(path).parent, Path(path)):
+        if one.stat().st_uid not in (os.geteuid(), 0):
+            raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read: {remedy}")
+    try:
+        return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise IndexCacheError(f"{path} is no plain array ({error}): {remedy}") from None

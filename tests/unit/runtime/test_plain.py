@@ -1,0 +1,114 @@
+"""What workers tell one another runs nothing when it is read: plain values, and seals on what megatron-core pickles."""
+
+import json
+import math
+import os
+import random
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from moc.runtime.membership import End, StartWorker
+from moc.runtime.plain import PlainError, decode, encode
+from moc.runtime.sealed_objects import SealError, functions
+from moc.state.detail import Detail
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
+
+VALUES = [
+    None,
+    [True, -1, 2**70, 0.1, 1e-300, math.inf, "ä\n", b"\0\xff"],
+    ((), (1, [2, (3,)]), {"a"}, frozenset({(1, "x")})),
+    {1: "one", ("a", 2): {"record": [1], "dict": []}, None: {}},
+    Detail.FULL,
+    End(1, "why", False),
+    {0: {"op": StartWorker(0, "1.1", 3, 1, True)}},
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_arrives_as_it_was_sent(value):
+    read = decode(encode(value))
+    assert read == value and repr(read) == repr(value)
+
+
+def test_numbers_and_mappings_of_others_arrive_as_pythons():
+    assert decode(encode([np.float64(0.1), MappingProxyType({1: 2})])) == [0.1, {1: 2}]
+    assert math.isnan(decode(encode(math.nan)))
+
+
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
+)
+def test_others_are_refused_where_they_are_sent(value):
+    with pytest.raises(TypeError, match="workers cannot tell one another a"):
+        encode([value])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"record": ["os:system", "true"]},
+        {"record": ["subprocess:Popen", ["true"]]},
+        {"record": ["moc.runtime.agreement:gather", 1]},
+        {"record": ["moc.runtime.membership:End", 1]},
+        {"record": ["moc.runtime.membership:os.system", 1]},
+        {"enum": ["moc.runtime.membership:End", "code"]},
+        {"enum": ["moc.state.detail:Detail", "NONE"]},
+        {"record": [["os"], 1]},
+        {"dict": [[[], 1]]},
+        {"tuple": 1},
+        {"what": []},
+        {"a": 1, "b": 2},
+        {"bytes": "?"},
+    ],
+)
+def test_nothing_else_is_made_of_what_comes(told):
+    with pytest.raises(PlainError):
+        decode(json.dumps(told).encode())
+
+
+def test_any_bytes_give_a_value_or_an_error():
+    rng, whole = random.Random(0), encode(VALUES)
+    for _ in range(3000):
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            decode(bytes(data))
+        except PlainError:
+            pass
+    for data in (b"", b"[" * 100_000, b"\xff", os.urandom(100)):
+        with pytest.raises(PlainError):
+            decode(data)
+
+
+class Bomb:
+    """A pickle that leaves a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize(
+    "token, generation, group",
+    [(OTHER_TOKEN, 1, "group0"), (TOKEN, 0, "group0"), (TOKEN, 1, "group1")],
+    ids=["another token", "another generation", "another group"],
+)
+def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, token, generation, group):
+    cpu, group0 = torch.device("cpu"), object()
+    mine = functions(TOKEN, lambda _: (1, "group0"))
+    bomb = Bomb(str(tmp_path / "ran"))
+    tensor, size = functions(token, lambda _: (generation, group))["_object_to_tensor"](bomb, cpu, group0)
+    for sent, nbytes in ((tensor, size), c10d._object_to_tensor(bomb, cpu, group0), (tensor[:5], torch.tensor([5]))):
+        with pytest.raises(SealError, match="not of a worker of this job in generation 1"):
+            mine["_tensor_to_object"](sent, nbytes, group0)
+    assert not (tmp_path / "ran").exists()
+    tensor, size = mine["_object_to_tensor"]({"plain": (1, 2)}, cpu, group0)
+    padded = torch.cat([tensor, torch.zeros(9, dtype=torch.uint8)])
+    assert mine["_tensor_to_object"](padded, size, group0) == {"plain": (1, 2)}

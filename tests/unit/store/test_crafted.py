@@ -1,0 +1,180 @@
+"""Whatever is in a manifest or in the header of a file, reading it ends in a value as expected or in a known error."""
+
+import copy
+import json
+import os
+import random
+
+import pytest
+
+from moc.inspect.checkpoint import read_checkpoint, read_regions
+from moc.store import dense_files
+from moc.store.boxes import INDEX, read_boxes
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.fence import Fence, Holder
+from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport, _digest
+from moc.store.runs import run_of
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+
+NUMBERS = [None, True, -1, 0, 1 << 62, 1 << 70, 0.5, float("nan")]
+NAMES = ["", "a", "../../outside", "/etc/passwd", "a\n\x1b[2J", "..", ".", "a/b", "\0", "x" * 5000]
+HOSTILE = [*NUMBERS, *NAMES, [], [[]], {}, {"": 0}, {"bytes": 1}, [1, 2], [-1, 2], ["a"]]
+ROUNDS = 10_000 if os.environ.get("MOC_TESTS_ALL") == "1" else 2_000
+
+
+def changed(rng, value):
+    """A copy in which one place of a JSON value has something else, or lost or gained a key."""
+    root = copy.deepcopy(value)
+    at, parents = root, []
+    while isinstance(at, (dict, list)) and at and (not parents or rng.random() < 0.8):
+        key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        parents.append((at, key))
+        at = at[key]
+    if not parents:
+        return root
+    where, key = parents[-1]
+    choice = rng.random()
+    if choice < 0.1:
+        del where[key]
+    elif choice < 0.25 and isinstance(where, dict):
+        where[str(rng.choice(HOSTILE))] = where.pop(key)
+    else:
+        where[key] = copy.deepcopy(rng.choice(HOSTILE))
+    return root
+
+
+def manifest():
+    entry = FileEntry(100, 50, "0" * 32)
+    operators = {"layers.0.mlp": OperatorEntry("full", 3, {"master": 4, "exp_avg": 4})}
+    state = {"shape": {"num_layers": 1}, "consumed_samples": 4}
+    return Manifest(3, "full", 1, {"rank_00000.safetensors": entry}, operators, {"dp": 1}, state, "run", "job", (1, 2))
+
+
+def signed(plain):
+    """A manifest whose hash is right: the one who changes it can compute that, too."""
+    plain.pop("xxh3_128", None)
+    return json.dumps({**plain, "xxh3_128": _digest(plain)})
+
+
+def test_manifests(tmp_path):
+    rng, plain, read = random.Random(0), json.loads(manifest().to_json()), 0
+    for _ in range(ROUNDS):
+        crafted = changed(rng, plain)
+        if rng.random() < 0.3:
+            crafted = changed(rng, crafted)
+        try:
+            got = Manifest.from_json(signed(crafted) if isinstance(crafted, dict) else json.dumps(crafted), "it")
+        except CheckpointError as error:
+            assert str(error).isprintable() and len(str(error)) < 500
+            continue
+        read += 1
+        assert got.bytes >= 0 and got.iteration >= 0
+        assert all(os.path.basename(name) == name and name.isprintable() for name in got.files)
+        json.dumps(got.to_json())
+    assert 0 < read < ROUNDS / 2
+
+
+def test_reports():
+    rng, plain = (
+        random.Random(1),
+        json.loads(RankReport("rank_00000.safetensors", FileEntry(9, 9, "0" * 32), {}).to_json()),
+    )
+    for _ in range(2000):
+        try:
+            RankReport.from_json(json.dumps(changed(rng, plain)))
+        except (KeyError, TypeError, ValueError):
+            pass
+
+
+def test_headers():
+    rng, data = random.Random(2), bytes(64)
+    index = {"0": ["w", "master", [4, 4], [0, 0], "0" * 32], "1": ["b", "master", [8], [4], "1" * 32]}
+    described = {"0": dict(dtype="F32", shape=[2, 4], data_offsets=[0, 32]),
+                 "1": dict(dtype="F32", shape=[4], data_offsets=[32, 48])}  # fmt: skip
+    read = 0
+    for _ in range(ROUNDS):
+        crafted_index, crafted = (changed(rng, one) if rng.random() < 0.6 else one for one in (index, described))
+        text = json.dumps({"__metadata__": {INDEX: json.dumps(crafted_index)}, **crafted}).encode()
+        if rng.random() < 0.1:
+            text = text[: rng.randrange(len(text))]
+        file = len(text).to_bytes(8, "little") + text + data
+        try:
+            boxes = read_boxes("file", len(file), lambda start, stop, file=file: file[start:stop])
+        except ValueError as error:
+            assert str(error).isprintable() and len(str(error)) < 500
+            continue
+        read += 1
+        for box in boxes:
+            assert 0 <= box.start <= box.start + box.nbytes <= len(file)
+            axes = zip(box.region.offset, box.region.shape, box.global_shape, strict=True)
+            assert all(0 <= offset and offset + count <= whole for offset, count, whole in axes)
+    assert 0 < read < ROUNDS / 2
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "deep", [DEEP, '{"a":' * 100_000, f'{{"format": "{FORMAT}", "state": {"[" * 990}{"]" * 990}}}']
+)
+def test_what_is_nested_too_deeply(tmp_path, deep):
+    with pytest.raises(CheckpointError, match="nested too deeply|is damaged"):
+        Manifest.from_json(deep, "it")
+    for name in ("iter_0000003/manifest.json", ".run.json", ".fence"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(deep)
+    with pytest.raises(CheckpointError):
+        dense_files.read_manifest(tmp_path / "iter_0000003")
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "iter_0000003")
+    with pytest.raises(CheckpointError):
+        run_of(LocalPlace(tmp_path))
+    with pytest.raises(CheckpointError):
+        Fence(tmp_path, Claim("job")).read()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Holder.from_json(deep)
+    header = deep.encode()
+    with pytest.raises(ValueError, match="nested too deeply|not one of regions"):
+        whole = len(header).to_bytes(8, "little") + header
+        read_boxes("file", len(whole), lambda start, stop: whole[start:stop])
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../b", "..", "a/b", ".hidden", "a\nb", ""])
+def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
+    store, target = Store(LocalPlace(tmp_path / "a" / "b")), Store(LocalPlace(tmp_path / "c" / "d"))
+    plain = json.loads(manifest().to_json())
+    plain["files"] = {name: plain["files"].popitem()[1]}
+    store.place.write("iter_0000003/manifest.json", [signed(plain).encode()])
+    with pytest.raises(CheckpointError, match="is no name of a file of a checkpoint|no name"):
+        store.manifest(3)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "a" / "b" / "iter_0000003")
+    if ".." in name.split("/") or name.startswith("/"):
+        for leads_out in (target.place.read, target.place.blob, target.place.remove, target.place.names):
+            with pytest.raises(ValueError, match="is outside of"):
+                leads_out(name)
+        with pytest.raises(ValueError, match="is outside of"):
+            target.place.write(name, [b""])
+    assert not list(tmp_path.glob("outside*"))
+
+
+def test_an_older_checkpoint_is_there_for_one_that_cannot_be_read(tmp_path):
+    from moc.recovery.inventory import look
+
+    store = Store(LocalPlace(tmp_path))
+    for iteration, text in ((3, manifest().to_json()), (4, DEEP), (5, signed({"format": FORMAT, "files": 3}))):
+        store.place.write(f"iter_{iteration:07d}/manifest.json", [text.encode()])
+    found = look(store)
+    assert [one.iteration for one in found[0]] in ([3], [])  # what it describes may be missing
+    assert len(found[1]) >= 2
+
+
+def test_regions_of_a_crafted_checkpoint(tmp_path):
+    directory = tmp_path / "iter_0000003"
+    store = Store(LocalPlace(tmp_path))
+    store.place.write("iter_0000003/manifest.json", [manifest().to_json().encode()])
+    (directory / "rank_00000.safetensors").write_bytes(b"\xff" * 100)
+    checkpoint = read_checkpoint(directory)
+    assert checkpoint.region_files and read_regions(checkpoint)[0] == []
