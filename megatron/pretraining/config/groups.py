@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.data import DataFlags
+from megatron.pretraining.config.deepspeed import DeepSpeedFlags
 from megatron.pretraining.config.derive import virtual_stages
 from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
@@ -31,6 +32,7 @@ class FlagGroups:
     network: NetworkFlags
     moe: MoeFlags
     parallel: ParallelFlags
+    zero: DeepSpeedFlags
     training: TrainingFlags
     learning_rate: LearningRateFlags
     regularization: RegularizationFlags
