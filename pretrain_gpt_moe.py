@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.arguments import asks_for, parse_config
 
 WARM = (
     "megatron.pretraining.errors",
@@ -83,6 +83,10 @@ def warm_up() -> None:
     prepare_core()
     for module in WARM:
         import_module(module)
+    if asks_for("deepspeed", sys.argv[1:]):
+        from megatron.pretraining.engine.zero.attach import load
+
+        load()
 
 
 def main() -> int:

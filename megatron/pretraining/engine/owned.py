@@ -1,21 +1,24 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
-One adapter for each way in which megatron-core stores it: ZeRO-1 (``DistributedOptimizer``), replicated with fp32
-masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16.
+One adapter for each way in which it is stored: megatron-core's ZeRO-1 (``DistributedOptimizer``), replicated with fp32
+masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; and DeepSpeed's ZeRO-1
+and 2 (:class:`ZeroOptimizer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.fragments import OwnedSlice
 
-MASTER = "master"
+MASTER, GRAD = "master", "grad"
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
@@ -26,18 +29,44 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [o for o in chained if not o.is_stub_optimizer]
 
 
+def is_sharded(member: MegatronOptimizer) -> bool:
+    """Whether data-parallel ranks own different parts of the state (ZeRO), rather than copies."""
+    return isinstance(member, (DistributedOptimizer, ZeroOptimizer))
+
+
+def is_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter takes no updates (:mod:`megatron.pretraining.engine.freezing`)."""
+    return not parameter.requires_grad or getattr(parameter, "frozen", False)
+
+
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
-        sharded = isinstance(member, DistributedOptimizer)
+        sharded = is_sharded(member)
         groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
         for parameter, main in _parameters_and_masters(member):
             state = _primed_state(member.optimizer, main, moments)
-            span = member._get_model_param_range_map(parameter)["param"] if sharded else None
-            start, stop = (span.start, span.end) if span else (0, parameter.numel())
+            start = _start(member, parameter)
             slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
-            yield OwnedSlice(parameter, start, stop, slots, sharded, _counter(member, state, groups[main]))
+            counter = _counter(member, state, groups[main])
+            yield OwnedSlice(parameter, start, start + main.numel(), slots, sharded, counter)
+
+
+def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
+    """Yields the reduced gradients of the slices that this rank owns, in their live memory."""
+    for member in members(optimizer):
+        if isinstance(member, ZeroOptimizer):
+            for one in member.fragments:
+                stop = one.start + one.gradient.numel()
+                yield OwnedSlice(one.parameter, one.start, stop, {GRAD: one.gradient}, sharded=True)
+            continue
+        for parameter, main in _parameters_and_masters(member):
+            whole: Any = parameter  # megatron-core sets main_grad on it
+            start = _start(member, parameter)
+            stop = start + main.numel()
+            values = whole.main_grad.detach().view(-1)[start:stop]
+            yield OwnedSlice(parameter, start, stop, {GRAD: values}, is_sharded(member))
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -68,7 +97,7 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
     Gradients of zeros would not do: momentum and weight decay would still be applied.
     """
     for parameter, main in _parameters_and_masters(member):
-        if not parameter.requires_grad or moving is not None and parameter not in moving:
+        if is_frozen(parameter) or moving is not None and parameter not in moving:
             main.grad = None
 
 
@@ -87,7 +116,17 @@ def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
     return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
+def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
+    """Index in the flattened parameter at which the slice of this rank begins."""
+    if isinstance(member, ZeroOptimizer):
+        return member.starts[parameter]
+    return member._get_model_param_range_map(parameter)["param"].start if is_sharded(member) else 0
+
+
 def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    if isinstance(member, ZeroOptimizer):
+        yield from ((one.parameter, one.master) for one in member.fragments)
+        return
     if isinstance(member, DistributedOptimizer):
         model_groups = member.model_float16_groups + member.model_fp32_groups
         main_groups = member.shard_fp32_from_float16_groups + member.shard_fp32_groups

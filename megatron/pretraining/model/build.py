@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.derive import installed
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -34,7 +35,7 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
 
     Returns:
         One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
-        ``chunk.config``.
+        ``chunk.config``.  With DeepSpeed it is a :class:`ZeroChunk`, which has the same interface.
     """
     core_config = transformer_config(config)
     stages = config.virtual_pipeline_model_parallel_size
@@ -49,6 +50,8 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.mixed_precision.fp16 or config.mixed_precision.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
+    if config.zero.deepspeed:
+        return cast(list[DistributedDataParallel], [ZeroChunk(core_config, chunk) for chunk in chunks])
     ddp_config = data_parallel_config(config)
     wrapped = [
         DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=i > 0)
@@ -269,6 +272,7 @@ def _fusion_fields(config: Config) -> dict:
         bias_dropout_fusion=fusion.bias_dropout_fusion,
         masked_softmax_fusion=fusion.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"),
         gradient_accumulation_fusion=fusion.gradient_accumulation_fusion
+        and not config.zero.deepspeed  # it writes where DeepSpeed's hooks do not look
         and installed("fused_weight_gradient_mlp_cuda"),
         apply_rope_fusion=fusion.apply_rope_fusion and config.network.transformer_impl == "transformer_engine",
         moe_permute_fusion=moe.moe_permute_fusion,

@@ -1,0 +1,301 @@
+"""DeepSpeed's ZeRO optimizer as one of megatron-core's: one fp32 fragment for each parameter that this rank updates.
+
+DeepSpeed flattens each parameter group, and this rank's part of it is one fp32 tensor.  Here the inner Adam does not
+see that tensor but a view for each model parameter in it, so that each has its own moments and update count, takes no
+update while it is frozen, and is saved by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.zero.attach import attach
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
+from megatron.pretraining.engine.zero.gradients import PartitionedGradients
+
+
+@dataclass(frozen=True, eq=False)
+class ZeroFragment:
+    """The part of a parameter that this rank updates.
+
+    Attributes:
+        name: of the parameter in the chunk.
+        start: index of the first element in the flattened parameter.
+        master: fp32, 1-D, a view of the partition of its group.
+        gradient: reduced, fp32, of the same elements.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    master: torch.Tensor
+    gradient: torch.Tensor
+
+
+class ZeroOptimizer(MixedPrecisionOptimizer):
+    """A sharded megatron-core optimizer over DeepSpeed's partitions; also reduces the gradients of its chunk.
+
+    Attributes:
+        fragments: the parts of parameters that this rank updates.
+        starts: by parameter, where its fragment begins.
+    """
+
+    is_stub_optimizer = False
+
+    def __init__(self, zero: Any, chunk: ZeroChunk, config: OptimizerConfig, gather: Any):
+        super().__init__(zero.optimizer, config, _grad_scaler(config), lambda *_: None)
+        self._zero, self._chunk, self._gather = zero, chunk, gather
+        average = 1 if chunk.config.calculate_per_token_loss else chunk.dp_cp_group.size()
+        self._gradients = PartitionedGradients(zero, average)
+        self.fragments = tuple(self._split())
+        self.starts = {fragment.parameter: fragment.start for fragment in self.fragments}
+        chunk.reducer = self
+
+    def _split(self) -> Iterator[ZeroFragment]:
+        for group, settings in enumerate(self.optimizer.param_groups):
+            zero, gradients = self._zero, self._gradients.partitions[group]
+            masters = zero.single_partition_of_fp32_groups[group].detach()
+            first = dist.get_rank(zero.real_dp_process_group[group]) * masters.numel()
+            self.optimizer.state.pop(settings["params"][0], None)
+            settings["params"] = []
+            # the order in the flat buffer; DeepSpeed's own map of fragments assumes another with round_robin_gradients
+            order = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(*order, strict=True):
+                begin, end = max(offset, first), min(offset + parameter.numel(), first + masters.numel())
+                if begin < end:
+                    mine = slice(begin - first, end - first)
+                    settings["params"].append(masters[mine])
+                    name = zero.param_names[parameter]
+                    yield ZeroFragment(name, parameter, begin - offset, settings["params"][-1], gradients[mine])
+
+    # the gradients of the chunk: see :class:`megatron.pretraining.engine.zero.chunk.Reducing`
+
+    def begin_micro_batch(self) -> None:
+        """Prepares DeepSpeed's hooks for the next backward."""
+        self._gradients.begin_micro_batch()
+
+    def reduce(self) -> None:
+        """Reduces gradients over data-parallel peers, and those of replicas over tensor-parallel ones."""
+        self._gradients.reduce()
+        self._sum_over_tensor_parallel()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the reduced gradients."""
+        self._gradients.scale(factor)
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients of the last iteration."""
+        self._gradients.drop()
+
+    def drop_unfinished_iteration(self) -> None:
+        """Drops what an interrupted iteration has left."""
+        self._gradients.forget()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """All-gathers the updated weights; may be repeated."""
+        zero = self._zero
+        self._gather(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+    def _sum_over_tensor_parallel(self) -> None:
+        """As megatron-core's ``finalize_model_grads``, which looks for gradients of whole parameters and finds none.
+
+        Tensor-parallel ranks own the same elements, since their parameters have the same shapes.
+        """
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return
+        config = self._chunk.config
+        averaged, summed = [], []
+        for fragment in self.fragments:
+            if getattr(fragment.parameter, "average_gradients_across_tp_domain", False):
+                averaged.append(fragment.gradient)
+            elif (config.sequence_parallel and getattr(fragment.parameter, "sequence_parallel", False)) or (
+                config.qk_layernorm and ("q_layernorm" in fragment.name or "k_layernorm" in fragment.name)
+            ):
+                summed.append(fragment.gradient)
+        for gradients, divisor in ((summed, 1), (averaged, group.size())):
+            if gradients:
+                together = _flatten_dense_tensors(gradients)
+                dist.all_reduce(together, group=group)
+                for gradient, values in zip(gradients, _unflatten_dense_tensors(together, gradients), strict=True):
+                    gradient.copy_(values).div_(divisor)
+
+    # a megatron-core optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Takes the gradients from the inner Adam; the reduced ones stay."""
+        for fragment in self.fragments:
+            fragment.master.grad = None
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """Gradients that count in the norm: none of those that tensor-parallel ranks hold, too."""
+        dense, experts = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
+        return [
+            fragment.master.grad
+            for fragment in self.fragments
+            if fragment.master.grad is not None
+            and param_is_not_tensor_parallel_duplicate(
+                fragment.parameter, dense if getattr(fragment.parameter, "allreduce", True) else experts
+            )
+        ]
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for fragment in self.fragments:
+            fragment.master.grad = fragment.gradient
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for weights, masters in self._partitions():
+            weights.copy_(masters)
+
+    def _copy_model_params_to_main_params(self, state_dict=None) -> None:
+        for weights, masters in self._partitions():
+            masters.copy_(weights)
+
+    def _partitions(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        zero = self._zero
+        for group, masters in enumerate(zero.single_partition_of_fp32_groups):
+            rank = dist.get_rank(zero.real_dp_process_group[group])
+            yield zero.parallel_partitioned_bit16_groups[group][rank].detach(), masters.detach()
+
+    def state_dict(self):
+        """Not for saving: see :mod:`megatron.pretraining.engine.state`."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
+
+
+def build_zero_optimizer(config: Config, chunk: ZeroChunk, core_config: OptimizerConfig) -> ZeroOptimizer:
+    """Builds DeepSpeed's optimizer over a chunk, whose parameters it moves into flat buffers; no collective."""
+    module, zero = attach(), config.zero
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    from deepspeed.utils.timer import NoopTimer
+
+    inner = torch.optim.AdamW(
+        _parameter_groups(config, chunk),
+        lr=core_config.lr,
+        betas=(core_config.adam_beta1, core_config.adam_beta2),
+        eps=core_config.adam_eps,
+        weight_decay=core_config.weight_decay,
+    )
+    offload = DeepSpeedZeroOffloadOptimizerConfig(device="cpu", pin_memory=zero.use_pin_memory)
+    optimizer = module.DeepSpeedZeroOptimizer(
+        inner,
+        {parameter: name for name, parameter in chunk.named_parameters()},
+        NoopTimer(),
+        {},
+        contiguous_gradients=True,
+        reduce_bucket_size=zero.zero_reduce_bucket_size,
+        use_multi_rank_bucket_allreduce=zero.zero_multi_rank_bucket_allreduce,
+        allgather_bucket_size=zero.zero_allgather_bucket_size,
+        reduce_scatter=True,
+        overlap_comm=False,
+        offload_optimizer_config=offload if zero.cpu_optimizer else None,
+        mpu=_model_parallel_unit(),
+        clip_grad=0.0,  # the vote clips
+        gradient_accumulation_dtype=_DTYPES[zero.zero_grad_accum_dtype],
+        communication_data_type=_DTYPES[zero.zero_communication_dtype],
+        gradient_average=False,
+        partition_grads=zero.zero_stage == 2,
+        round_robin_gradients=zero.zero_round_robin_gradients,
+        check_grad_overflow=False,
+        **_groups_of(inner, chunk),
+    )
+    return ZeroOptimizer(optimizer, chunk, core_config, module.all_gather_dp_groups)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _groups_of(inner: torch.optim.Optimizer, chunk: ZeroChunk) -> dict:
+    """Process groups: experts have their own, under the name of their parameter group."""
+    groups: dict[str, Any] = dict(dp_process_group=chunk.dp_cp_group)
+    experts = [group["name"] for group in inner.param_groups if group["moe"]]
+    if experts:
+        groups |= dict(
+            has_moe_layers=True,
+            expert_parallel_group={experts[0]: parallel_state.get_expert_model_parallel_group()},
+            expert_data_parallel_group={experts[0]: parallel_state.get_expert_data_parallel_group()},
+        )
+    return groups
+
+
+def _parameter_groups(config: Config, chunk: ZeroChunk) -> list[dict]:
+    """Parameter groups by (expert, weight decay, dtype), with the keys that megatron-core and DeepSpeed read."""
+    rate, decay = config.learning_rate, config.regularization.weight_decay
+    experts = f"ep_size_{config.parallel.expert_model_parallel_size}"
+    groups: dict[tuple, dict] = {}
+    for name, parameter in chunk.named_parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        decays = not (name.endswith(".bias") or parameter.dim() == 1)  # as in Megatron-LM
+        if is_expert:
+            marked: Any = parameter
+            marked.group_name = experts  # where DeepSpeed looks for the process group
+        settings = dict(
+            params=[],
+            moe=is_expert,
+            name=experts if is_expert else "dense",
+            is_expert_parallel=is_expert,
+            lr=rate.lr,
+            max_lr=rate.lr,
+            min_lr=rate.min_lr,
+            lr_mult=1.0,
+            wd_mult=float(decays),
+            weight_decay=decay * decays,
+        )
+        groups.setdefault((is_expert, decays, parameter.dtype), settings)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _model_parallel_unit() -> SimpleNamespace:
+    """What DeepSpeed asks about model parallelism."""
+    return SimpleNamespace(
+        get_model_parallel_group=parallel_state.get_model_parallel_group,
+        get_model_parallel_world_size=lambda: dist.get_world_size(parallel_state.get_model_parallel_group()),
+        get_model_parallel_rank=parallel_state.get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_rank=parallel_state.get_tensor_model_parallel_rank,
+    )
+
+
+def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
+    """As megatron-core chooses it."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
