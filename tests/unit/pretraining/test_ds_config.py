@@ -79,7 +79,7 @@ def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
 
 def test_what_is_off_is_never_refused(given):
     assert parse(given(OFF)).zero.zero_stage == 1
-    assert not list(settings_of({"anything": value for value in (None, False, 0, "none", {}, [])}, "x"))
+    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x"))
 
 
 def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():

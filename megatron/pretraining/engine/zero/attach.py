@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 
-
 def load() -> Any:
     """Imports what DeepSpeed's optimizer needs, some of which it would import while it works; starts no thread.
 
