@@ -63,6 +63,10 @@ def warm_up() -> None:
     cpu.install()
     for module in ("megatron.pretraining.loop", "megatron.pretraining.errors", "pretrain_gpt_moe", *_IMPORTED_LATE):
         importlib.import_module(module)
+    if importlib.util.find_spec("deepspeed"):
+        from megatron.pretraining.engine.zero import attach
+
+        attach.load()
     gc.collect()
     gc.freeze()
 

@@ -25,8 +25,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.owned import drop_gradients, is_frozen, is_sharded, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
+from megatron.pretraining.engine.zero.build import build_zero_optimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
-from megatron.pretraining.engine.zero.optimizer import build_zero_optimizer
 from megatron.pretraining.model.build import compute_dtype
 
 

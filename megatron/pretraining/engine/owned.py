@@ -120,7 +120,9 @@ def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
     """Index in the flattened parameter at which the slice of this rank begins."""
     if isinstance(member, ZeroOptimizer):
         return member.starts[parameter]
-    return member._get_model_param_range_map(parameter)["param"].start if is_sharded(member) else 0
+    return (
+        member._get_model_param_range_map(parameter)["param"].start if isinstance(member, DistributedOptimizer) else 0
+    )
 
 
 def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

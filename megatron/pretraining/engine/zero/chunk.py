@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -43,7 +43,7 @@ class ZeroChunk(_BaseDataParallel):
     def __init__(self, core_config: TransformerConfig, module: torch.nn.Module):
         super().__init__(core_config, module)
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.dp_cp_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []  # DeepSpeed has its own
         self.reducer: Reducing
 
