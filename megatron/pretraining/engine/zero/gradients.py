@@ -55,6 +55,8 @@ class PartitionedGradients:
             zero.reduce_gradients()
             zero.exit_backward()
         zero.zero_grad(set_to_none=True)  # the full gradients
+        if zero.cpu_offload:
+            zero._wait_for_offload_copies()
         for group in self._groups:
             self._collect(group)
         self.scale(1.0 / self._average_over)
@@ -64,7 +66,7 @@ class PartitionedGradients:
         """Multiplies all gradients."""
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             for partition in self.partitions:
-                partition.mul_(factor)
+                partition.mul_(factor.to(partition.device) if isinstance(factor, torch.Tensor) else factor)
 
     def drop(self) -> None:
         """Back to before the first micro batch."""

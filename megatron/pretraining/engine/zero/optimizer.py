@@ -133,9 +133,11 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         for gradients, divisor in ((summed, 1), (averaged, group.size())):
             if gradients:
                 together = _flatten_dense_tensors(gradients)
-                dist.all_reduce(together, group=group)
+                reduced = together.to(self.fragments[0].parameter.device)  # with offload, the host has them
+                dist.all_reduce(reduced, group=group)
+                together.copy_(reduced).div_(divisor)
                 for gradient, values in zip(gradients, _unflatten_dense_tensors(together, gradients), strict=True):
-                    gradient.copy_(values).div_(divisor)
+                    gradient.copy_(values)
 
     # a megatron-core optimizer
 
