@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, show, table, write_json
 from benchmarks.live.job import KIND
 
-SIZES = """--hidden-size 512 --ffn-hidden-size 1024 --num-experts 8 --seq-length 128 --vocab-size 4095 --bf16
-    --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 --lr 1e-4 --log-interval 1""".split()
+SIZES = """--hidden-size 512 --ffn-hidden-size 1024 --num-experts 8 --seq-length 64 --vocab-size 4095 --bf16
+    --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --log-interval 1""".split()
 FEW = "2000000"
 ENGINES = {
     "megatron-core, replicated": [],
@@ -86,7 +86,8 @@ def main() -> int:
     for number in range(own.rounds):
         for engine in list(ENGINES)[:: 1 if number % 2 == 0 else -1]:
             told[engine].append(measure(engine, own.iterations))
-            print(f"round {number + 1}, {engine}: {told[engine][-1]['seconds']:.2f} s an iteration", flush=True)
+            seconds, memory = told[engine][-1]["seconds"], max(told[engine][-1]["memory_mb"])
+            print(f"round {number + 1}, {engine}: {memory:.0f} MB, {seconds:.2f} s an iteration", flush=True)
     rows = []
     for engine, rounds in told.items():
         memory = max(max(one["memory_mb"]) for one in rounds)

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from moc.faults import STEP
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_layouts import assert_alike
@@ -115,18 +116,22 @@ FAULTS = [
     "kill rank=2 iteration=8 point=after_vote",
     "kill ranks=0,3 iteration=11 point=before_vote",
 ]
+POINTS = [*STEP, "snapshot_copying", "snapshot_sealed", "snapshot_published", "persisting"]
+EACH_POINT = [f"kill rank={i % 4} iteration={4 + 3 * i} point={point}" for i, point in enumerate(POINTS)]
+EACH_POINT += [f"kill rank=3 iteration={4 + 3 * len(POINTS)} point={point}" for point in ("after_reduce", "loading")]
 
 
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_workers_are_killed_and_nobody_can_tell(data, tmp_path):
-    flags = data | HARD | DP4_EP2 | dict(train_iters=14)
-    sparse = dict(ckpt_policy="sparse", sparse_window=3, ckpt_tier="memory", inject=FAULTS)
+    faults, iterations = (EACH_POINT, 7 + 3 * len(POINTS)) if ALL else (FAULTS, 14)
+    flags = data | HARD | DP4_EP2 | dict(train_iters=iterations)
+    sparse = dict(ckpt_policy="sparse", sparse_window=3, ckpt_tier="memory", inject=faults)
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory)
         with Launched("EP4", flags | ZERO2 | sparse | places, tmp_path / "job") as job:
             assert job.wait() == 0, job.console[-4000:]
     straight = known("EP4", flags | ZERO2)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert len(job.events("generation")) == 3
+    assert len(job.events("generation")) == len(faults)
     assert all(event["exact"] for event in job.events("replay")) and job.events("replay")
