@@ -6,9 +6,10 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.arguments import asks_for, parse_config
 
 WARM = (
     "megatron.pretraining.errors",
@@ -83,6 +84,11 @@ def warm_up() -> None:
     prepare_core()
     for module in WARM:
         import_module(module)
+    if asks_for("deepspeed", sys.argv[1:]):
+        from megatron.pretraining.engine.zero.attach import load
+
+        with suppress(ImportError):  # workers will say what is missing
+            load()
 
 
 def main() -> int:

@@ -66,6 +66,10 @@ def warm_up() -> None:
     from megatron.pretraining.config.composed import all_flags
 
     all_flags()  # read from the classes once, not in each worker
+    if importlib.util.find_spec("deepspeed"):
+        from megatron.pretraining.engine.zero import attach
+
+        attach.load()
     gc.collect()
     gc.freeze()
 

@@ -39,6 +39,8 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2, interleaved": (2, f"{ZERO} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "PP4": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
     "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "DP4xEP2, DeepSpeed": (4, f"--deepspeed --zero-stage 2 {EP2}"),
+    "PP2xEP2, DeepSpeed": (4, f"--deepspeed {PP2} {EP2}"),
 }
 SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
 PEC = "--ckpt-policy pec --pec-k 2"

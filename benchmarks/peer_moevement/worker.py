@@ -5,8 +5,8 @@ this repository's packages.  What happens goes to ``events.jsonl``, one JSON obj
 worker writes what it holds of masters and moments.
 """
 
-# DeepSpeed need not be installed where types are checked.
-# pyright: reportMissingImports=false
+# DeepSpeed need not be installed where types are checked, and is loosely typed.
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportCallIssue=false
 from __future__ import annotations
 
 import argparse

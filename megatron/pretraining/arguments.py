@@ -6,10 +6,12 @@ import argparse
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import yaml
 
 from megatron.pretraining.config.composed import Config, all_flags, compose, group_classes
+from megatron.pretraining.config.ds_config import settings_in
 from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
@@ -45,6 +47,18 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
     return config
 
 
+def asks_for(switch: str, argv: Sequence[str]) -> bool:
+    """Whether the command line or its ``--config`` files turn a switch on; False if they are invalid."""
+    parser: Any = build_parser()
+    parser.error = _raise
+    try:
+        given = vars(parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0])
+        files = [read_config_file(path) for path in given.get("config", [])]
+    except ConfigError:
+        return False
+    return bool(given.get(switch, any(file.get(switch) for file in files)))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags; its result omits flags that are not given."""
     parser = _Parser(
@@ -74,6 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
         for flag in flags_of(group):
             _add(box, flag)
     return parser
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError(message)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,6 +158,9 @@ def _resolve(given: dict) -> Config:
         f"model {model!r} of {path} is not one of {', '.join(PRESETS)}: choose one.",
     )
     preset = dict(PRESETS[model].values) if model else {}
+    if ds_config := (file | command_line).get("deepspeed_config"):  # weighs more than a preset
+        settings = {one.flag: one.value for one in settings_in(str(ds_config))}
+        preset = {name: value for name, value in _override(preset, settings).items() if name not in settings}
     return compose(_override(_override(preset, file), command_line), model)
 
 

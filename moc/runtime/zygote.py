@@ -39,6 +39,7 @@ def main(script: str, arguments: list[str]) -> None:
     orders, tell = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs print to stderr; the original stdout is for the agent alone
+    sys.argv = [script, *arguments]  # what a program imports may depend on its flags
     warm_up(script)
     gc.collect()
     gc.freeze()  # workers share all objects that exist now

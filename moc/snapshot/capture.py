@@ -143,7 +143,28 @@ class Capturer(ABC):
 
 def capturer(device: torch.device, gate: Gate | None = None) -> Capturer:
     """Returns the capturer for a device; see :class:`ThreadCapturer` for the gate."""
-    return StreamCapturer(device) if device.type == "cuda" else ThreadCapturer(gate)
+    return Both(StreamCapturer(device), ThreadCapturer()) if device.type == "cuda" else ThreadCapturer(gate)
+
+
+class Both(Capturer):
+    """Captures what is on a device by one capturer, and what is in host memory (offload) by another."""
+
+    def __init__(self, device: Capturer, host: Capturer):
+        self._device, self._host = device, host
+
+    def start(self, copies: Sequence[Copy]) -> Capture:
+        """See :class:`Capturer`."""
+        host = [copy for copy in copies if copy.source.device.type == "cpu"]
+        if not host:
+            return self._device.start(copies)
+        device = [copy for copy in copies if copy.source.device.type != "cpu"]
+        started = [self._host.start(host)]
+        return Captures([*started, self._device.start(device)] if device else started)
+
+    def close(self) -> None:
+        """See :class:`Capturer`."""
+        self._device.close()
+        self._host.close()
 
 
 class ThreadCapturer(Capturer):

@@ -15,6 +15,7 @@ SMALL = DEEP | dict(train_iters=5, lr_warmup_iters=0, lr_decay_style="constant",
 SMALL |= dict(log_num_zeros_in_grad=True)
 FP16, BF16 = dict(fp16=True, loss_scale=128.0), dict(bf16=True)
 REPLICATED = dict(use_distributed_optimizer=False)
+ZERO2 = REPLICATED | dict(deepspeed=True, zero_stage=2)
 
 SAVED = {
     "fp32": ("PP2xEP2", EXPERT_BIAS),
@@ -22,6 +23,7 @@ SAVED = {
     "fp16 replicated": ("PP2xEP2", FP16 | REPLICATED),
     "fp16 tensor parallel": ("TP2xEP2", FP16),
     "bf16 interleaved": ("interleaved", BF16),
+    "bf16 DeepSpeed": ("EP2", BF16 | EXPERT_BIAS | ZERO2),
 }
 SLOTS = {
     "FULL": {"master", "exp_avg", "exp_avg_sq"},
@@ -34,6 +36,7 @@ ELSEWHERE = {
     "fp32": ("1", EXPERT_BIAS),
     "bf16 biases": ("TP2", BF16 | EXPERT_BIAS),
     "fp16 tensor parallel": ("DP2", FP16),
+    "bf16 DeepSpeed": ("PP2", BF16 | EXPERT_BIAS),
 }
 
 
@@ -144,6 +147,8 @@ FROZEN = {
     "embedding, recomputed": ("1", r"embedding|layers\.0\.attention", REPLICATED | dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
     "interleaved": ("interleaved", r"layers\.[02]\..*", FP16),
+    "experts, DeepSpeed": ("EP4", f"{EXPERTS}|.*router", BF16 | EXPERT_BIAS | ZERO2 | dict(
+        expert_model_parallel_size=2, global_batch_size=8)),
 }  # fmt: skip
 
 

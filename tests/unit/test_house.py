@@ -92,6 +92,14 @@ def test_a_room_imports_what_its_arrows_point_to(path):
             assert other == room or other in allowed.get(room, set()), f"{room} may not import {module}"
 
 
+def test_deepspeed_is_imported_by_functions_of_its_engine_alone():
+    of_engine = {name for name, path in OURS.items() if any(m.split(".")[0] == "deepspeed" for m in imported(path))}
+    assert of_engine == {f"megatron.pretraining.engine.zero.{name}" for name in ("attach", "build")}
+    for name in of_engine:
+        outside = [ast.unparse(node) for node in ast.parse(OURS[name].read_text()).body]
+        assert not any(re.match(r"(from|import) deepspeed", line) for line in outside)
+
+
 WITHOUT_AN_ENGINE = """
 import importlib, pkgutil, sys
 

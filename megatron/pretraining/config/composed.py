@@ -11,6 +11,7 @@ import yaml
 
 from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.derive import derive
+from megatron.pretraining.config.ds_config import agree, settings_in
 from megatron.pretraining.config.flag import Flag, FlagGroup, flags_of
 from megatron.pretraining.config.groups import FlagGroups, group_classes
 from megatron.pretraining.config.together import check_together
@@ -44,12 +45,14 @@ class Config(FlagGroups):
 
 
 def compose(given: Mapping[str, object], model: str | None = None) -> Config:
-    """Defaults, overridden by the values given by field name, then derived and checked.
+    """Defaults, overridden by the values given by field name and in a ds_config, then derived and checked.
 
     Raises:
         ConfigError: a value or a combination cannot work.
     """
     flags = all_flags()
+    if path := given.get("deepspeed_config"):
+        given = {**agree(given, settings_in(str(path)), _mean_the_same), **given}
     values = {name: flag.default for name, flag in flags.items()}
     values.update((name, convert(flags[name], value)) for name, value in given.items())
     values = derive(values)
@@ -66,6 +69,11 @@ def compose(given: Mapping[str, object], model: str | None = None) -> Config:
 def all_flags() -> dict[str, Flag]:
     """All flags by field name, which is unique across groups."""
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}
+
+
+def _mean_the_same(name: str, one: object, other: object) -> bool:
+    flag = all_flags()[name]
+    return convert(flag, one) == convert(flag, other)
 
 
 def _plain(group: FlagGroup) -> dict:

@@ -18,7 +18,7 @@ def installed(package: str) -> bool:
 def derive(values: dict) -> dict:
     """A copy of all values by field name, with Nones that mean "default" replaced."""
     result = dict(values)
-    for step in (_network, _experts, _parallel, _precision, _kernels, _regularization, _data):
+    for step in (_network, _experts, _parallel, _deepspeed, _precision, _kernels, _regularization, _data):
         step(result)
     return result
 
@@ -56,6 +56,11 @@ def _parallel(v: dict) -> None:
         v["sequence_parallel"] = False
     if virtual_stages(v) is None:
         v["overlap_p2p_comm"] = False
+
+
+def _deepspeed(v: dict) -> None:
+    if v["deepspeed"]:
+        _fill(v, "zero_stage", 1)
 
 
 def virtual_stages(v: dict) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.data import DataFlags
+from megatron.pretraining.config.deepspeed import DeepSpeedFlags
 from megatron.pretraining.config.derive import virtual_stages
 from megatron.pretraining.config.elastic import ElasticFlags
 from megatron.pretraining.config.faults import FaultFlags
@@ -33,6 +34,7 @@ class FlagGroups:
     moe: MoeFlags
     parallel: ParallelFlags
     elastic: ElasticFlags
+    zero: DeepSpeedFlags
     training: TrainingFlags
     learning_rate: LearningRateFlags
     regularization: RegularizationFlags

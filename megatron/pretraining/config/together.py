@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.pretraining.config.deepspeed_fit import check_deepspeed
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
@@ -24,6 +25,7 @@ def check_together(config: FlagGroups) -> None:
     _check_packages(config)
     _check_experts(config)
     _check_snapshots(config)
+    check_deepspeed(config)
     refuse(
         config.faults.wanted and not config.logging.log_dir,
         "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults: add it.",

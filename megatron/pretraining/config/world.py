@@ -18,8 +18,8 @@ def stage_size(config: Config, world_size: int) -> int:
 
 def global_batch_size(config: Config, world_size: int) -> int:
     """Samples per iteration, over all workers."""
-    samples = config.training.global_batch_size
-    return samples or config.training.micro_batch_size * data_parallel_size(config, world_size)
+    samples, steps = config.training.global_batch_size, config.zero.gradient_accumulation_steps or 1
+    return samples or config.training.micro_batch_size * steps * data_parallel_size(config, world_size)
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
@@ -118,6 +118,12 @@ def _check_batch(config: Config, world_size: int) -> None:
     refuse(
         train_iterations(config, world_size) < 1,
         f"--train-samples {config.training.train_samples} do not fill one batch of {samples}: raise it.",
+    )
+    steps, wanted = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
+    refuse(
+        wanted not in (None, steps),
+        f"--gradient-accumulation-steps {wanted} contradicts --global-batch-size {samples}, which is {steps} times "
+        f"{per_round} samples on {world_size} workers: drop one of them.",
     )
     stages = config.parallel.pipeline_model_parallel_size
     rest = num_microbatches(config, world_size) % stages

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.owned import drop_gradients, members
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model.parameters import Pieces, unwrap
 from moc.state.interface import FreezingError
 from moc.state.operators import operator_of
@@ -20,10 +21,11 @@ class Freezer:
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
         self._chunks, self._optimizer = chunks, optimizer
+        self._skips_gradients = not any(isinstance(chunk, ZeroChunk) for chunk in chunks)
         self._operators = {  # of each parameter in the gradient buffers
             parameter: {operator_of(piece.name) for piece in described}
             for parameter, described in pieces.items()
-            if described and hasattr(parameter, "main_grad")
+            if described and (hasattr(parameter, "main_grad") or not self._skips_gradients)
         }
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.frozen: frozenset[str] = frozenset()
@@ -52,7 +54,7 @@ class Freezer:
                     "drop --moe-grouped-gemm, or name all of them"
                 )
         for parameter, owners in self._operators.items():
-            parameter.requires_grad_(not owners & wanted)
+            self._freeze_one(parameter, bool(owners & wanted))
         self.frozen = wanted
         if wanted and not self._hooks:
             self._hooks = [*self._optimizer_hooks(), *self._embedding_hooks()]
@@ -60,6 +62,12 @@ class Freezer:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+
+    def _freeze_one(self, parameter: Any, frozen: bool) -> None:
+        if self._skips_gradients:
+            parameter.requires_grad_(not frozen)
+        else:  # DeepSpeed fills buckets as gradients come: without some, the sums of the others would be grouped anew
+            parameter.frozen = frozen
 
     def _optimizer_hooks(self):
         for member in members(self._optimizer):

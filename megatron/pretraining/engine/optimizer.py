@@ -24,8 +24,10 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import gradient_groups
-from megatron.pretraining.engine.owned import drop_gradients, members
+from megatron.pretraining.engine.owned import drop_gradients, is_frozen, is_sharded, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
+from megatron.pretraining.engine.zero.build import build_zero_optimizer
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model.build import compute_dtype
 from moc.state.adam import gradient_factor
 
@@ -136,7 +138,7 @@ class VotedOptimizer:
             for member in members(self.core):
                 _update(member)
             for module, bias in zip(self._biases, self._next_biases, strict=True):
-                if module.weight.requires_grad:  # else the router is frozen
+                if not is_frozen(module.weight):
                     module.expert_bias.copy_(bias)
         self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
         for member in members(self.core):
@@ -157,7 +159,7 @@ class VotedOptimizer:
         return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
 
     def _counts_for_norm(self, member: MegatronOptimizer) -> bool:
-        if isinstance(member, DistributedOptimizer):
+        if is_sharded(member):
             return True
         return self._copy(experts=any(group.get("is_expert_parallel") for group in member.param_groups)) == 0
 
@@ -200,19 +202,25 @@ def _update(member: MegatronOptimizer) -> None:
 
 
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(tensors, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]  # no other
-    return torch.stack(norms).double().square().sum()
+    # in fp32 the sum would depend on where ranks cut the tensors, and with it the clipping of all gradients
+    norms = torch._foreach_norm(tensors, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]  # no other
+    return torch.stack(norms).square().sum()
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
     """Builds the optimizer over the model chunks and sets fp16's loss scale on the model."""
-    core = get_megatron_optimizer(
-        optimizer_config(config), [*chunks], use_gloo_process_groups=False, pg_collection=gradient_groups(config)
-    )
+    chunk: Any = chunks[0]
+    if isinstance(chunk, ZeroChunk):
+        core = build_zero_optimizer(config, chunk, optimizer_config(config))
+    else:
+        groups = gradient_groups(config)
+        core = get_megatron_optimizer(
+            optimizer_config(config), [*chunks], use_gloo_process_groups=False, pg_collection=groups
+        )
     if moments := config.mixed_precision.moments:
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
-    chunks[0].config.grad_scale_func = core.scale_loss
+    chunk.config.grad_scale_func = core.scale_loss
     return VotedOptimizer(core, chunks, config.regularization.clip_grad)
 
 

@@ -1,7 +1,8 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
-One adapter for each way in which megatron-core stores it: ZeRO-1 (``DistributedOptimizer``), replicated with fp32
-masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16.
+One adapter for each way in which it is stored: megatron-core's ZeRO-1 (``DistributedOptimizer``), replicated with fp32
+masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; and DeepSpeed's ZeRO-1
+and 2 (:class:`ZeroOptimizer`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.adam import Rule
 from moc.state.fragments import OwnedSlice
 
-MASTER = "master"
+MASTER, GRAD = "master", "grad"
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
@@ -28,19 +30,49 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [o for o in chained if not o.is_stub_optimizer]
 
 
+def is_sharded(member: MegatronOptimizer) -> bool:
+    """Whether data-parallel ranks own different parts of the state (ZeRO), rather than copies."""
+    return isinstance(member, (DistributedOptimizer, ZeroOptimizer))
+
+
+def _is_cut(member: MegatronOptimizer) -> bool:
+    """Whether it is sharded over more than one rank."""
+    return is_sharded(member) and (isinstance(member, ZeroOptimizer) or member.data_parallel_group.size() > 1)
+
+
+def is_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter takes no updates (:mod:`megatron.pretraining.engine.freezing`)."""
+    return not parameter.requires_grad or getattr(parameter, "frozen", False)
+
+
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
-        sharded = isinstance(member, DistributedOptimizer) and member.data_parallel_group.size() > 1
+        sharded = _is_cut(member)
         groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
         for parameter, main in _of_member(member):
             state = _primed_state(member.optimizer, main, moments)
-            whole = not isinstance(member, DistributedOptimizer)
-            span = None if whole else member._get_model_param_range_map(parameter)["param"]
-            start, stop = (span.start, span.end) if span else (0, parameter.numel())
+            start = _start(member, parameter)
             slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
-            yield OwnedSlice(parameter, start, stop, slots, sharded, _counter(member, state, groups[main]))
+            counter = _counter(member, state, groups[main])
+            yield OwnedSlice(parameter, start, start + main.numel(), slots, sharded, counter)
+
+
+def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
+    """Yields the reduced gradients of the slices that this rank owns, in their live memory."""
+    for member in members(optimizer):
+        if isinstance(member, ZeroOptimizer):
+            for one in member.fragments:
+                stop = one.start + one.gradient.numel()
+                yield OwnedSlice(one.parameter, one.start, stop, {GRAD: one.gradient}, sharded=True)
+            continue
+        for parameter, main in _of_member(member):
+            whole: Any = parameter  # megatron-core sets main_grad on it
+            start = _start(member, parameter)
+            stop = start + main.numel()
+            values = whole.main_grad.detach().view(-1)[start:stop]
+            yield OwnedSlice(parameter, start, stop, {GRAD: values}, _is_cut(member))
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -77,7 +109,7 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
     Gradients of zeros would not do: momentum and weight decay would still be applied.
     """
     for parameter, main in _of_member(member):
-        if not parameter.requires_grad or moving is not None and parameter not in moving:
+        if is_frozen(parameter) or moving is not None and parameter not in moving:
             main.grad = None
 
 
@@ -128,7 +160,19 @@ def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
     return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
+def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
+    """Index in the flattened parameter at which the slice of this rank begins."""
+    if isinstance(member, ZeroOptimizer):
+        return member.starts[parameter]
+    return (
+        member._get_model_param_range_map(parameter)["param"].start if isinstance(member, DistributedOptimizer) else 0
+    )
+
+
 def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    if isinstance(member, ZeroOptimizer):
+        yield from ((one.parameter, one.master) for one in member.fragments)
+        return
     if isinstance(member, DistributedOptimizer):
         model_groups = member.model_float16_groups + member.model_fp32_groups
         main_groups = member.shard_fp32_from_float16_groups + member.shard_fp32_groups

@@ -6,6 +6,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
+
 
 def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
     """Resets everything but parameters and optimizer state to between two iterations.
@@ -14,6 +16,8 @@ def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
     the position.
     """
     for chunk in chunks:
+        if isinstance(chunk, ZeroChunk):
+            chunk.reducer.drop_unfinished_iteration()
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             _forget_reductions(buckets)
         for module in chunk.modules():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,21 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.freezing import Freezer
-from megatron.pretraining.engine.owned import MASTER, AdamGroup, adam_groups, owned_slices, write_step
+from megatron.pretraining.engine.owned import (
+    MASTER,
+    AdamGroup,
+    adam_groups,
+    owned_gradients,
+    owned_slices,
+    write_step,
+)
 from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
 from moc.state.operators import operator_of
 
-PARAM, GRAD = "param", "grad"
+PARAM = "param"
 
 
 class MegatronState:
@@ -171,7 +177,8 @@ class MegatronState:
         self._freezer.activate(operators)
 
     def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:
-        owned = {part.parameter: part for part in owned_slices(self._optimizer)}
+        parts = owned_gradients(self._optimizer) if detail is Detail.GRAD else owned_slices(self._optimizer)
+        owned = {part.parameter: part for part in parts}
         held = [owned[parameter] for parameter in self._parameters if parameter in owned]
         yield from (_CUT[detail](part) for part in held)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
@@ -204,12 +211,6 @@ def _weights(owned: OwnedSlice) -> OwnedSlice:
     return dataclasses.replace(owned, slots={PARAM: _flat(owned.parameter)[owned.start : owned.stop]})
 
 
-def _gradient(owned: OwnedSlice) -> OwnedSlice:
-    parameter: Any = owned.parameter  # megatron-core sets main_grad on it
-    values = _flat(parameter.main_grad)[owned.start : owned.stop]
-    return dataclasses.replace(owned, slots={GRAD: values})
-
-
 def _master(owned: OwnedSlice) -> OwnedSlice:
     return dataclasses.replace(owned, slots={MASTER: owned.slots[MASTER]})
 
@@ -223,5 +224,5 @@ _CUT = {
     Detail.MASTER: _master,
     Detail.MOMENTS: _moments,
     Detail.COMPUTE: _weights,
-    Detail.GRAD: _gradient,
+    Detail.GRAD: lambda owned: owned,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.elastic.layer import elastic_layers, with_slots
 from megatron.pretraining.elastic.placing import Plans, adopt
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -42,7 +43,7 @@ def build_model(
 
     Returns:
         One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
-        ``chunk.config``.
+        ``chunk.config``.  With DeepSpeed it is a :class:`ZeroChunk`, which has the same interface.
     """
     core_config = transformer_config(config)
     stages = config.virtual_pipeline_model_parallel_size
@@ -59,6 +60,8 @@ def build_model(
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.mixed_precision.fp16 or config.mixed_precision.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
+    if config.zero.deepspeed:
+        return cast(list[DistributedDataParallel], [ZeroChunk(core_config, chunk) for chunk in chunks])
     ddp_config = data_parallel_config(config)
     wrapper = DistributedDataParallel if plans is None else ElasticDataParallel
     groups = gradient_groups(config)
@@ -283,6 +286,7 @@ def _fusion_fields(config: Config) -> dict:
         bias_dropout_fusion=fusion.bias_dropout_fusion,
         masked_softmax_fusion=fusion.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"),
         gradient_accumulation_fusion=fusion.gradient_accumulation_fusion
+        and not config.zero.deepspeed  # it writes where DeepSpeed's hooks do not look
         and installed("fused_weight_gradient_mlp_cuda"),
         apply_rope_fusion=fusion.apply_rope_fusion and config.network.transformer_impl == "transformer_engine",
         moe_permute_fusion=moe.moe_permute_fusion,

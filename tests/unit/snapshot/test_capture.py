@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moc.snapshot import capture as module
-from moc.snapshot.capture import Gate, ThreadCapturer, capturer
+from moc.snapshot.capture import Both, Gate, ThreadCapturer, capturer
 from moc.snapshot.copies import Copy
 
 
@@ -30,6 +30,22 @@ def test_what_changes_after_waiting_does_not_arrive(dtype):
     capture.wait()
     assert 0 < capture.seconds <= passed
     assert all(map(torch.equal, targets, held))
+
+
+def test_what_a_device_and_the_host_hold_is_captured_by_one_each():
+    taken = []
+
+    class Device(ThreadCapturer):
+        def start(self, copies):
+            taken.extend(copies)
+            return super().start([])
+
+    on_device, target = Copy(torch.empty(3, device="meta"), torch.zeros(3)), torch.zeros(3)
+    both = Both(Device(), ThreadCapturer())
+    for copies in ([Copy(torch.ones(3), target), on_device], [on_device]):
+        both.start(copies).wait()
+    both.close()
+    assert taken == [on_device, on_device] and target.tolist() == [1, 1, 1]
 
 
 def test_parameters_that_want_gradients_are_read_without_a_graph():

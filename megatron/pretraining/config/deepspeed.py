@@ -1,0 +1,97 @@
+"""Flags of the DeepSpeed engine, under Megatron-DeepSpeed's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.pretraining.config.flag import FlagGroup, dashed, flag, refuse
+
+DTYPES = ("fp32", "bf16", "fp16")
+WANTED = "deepspeed>=0.19,<0.20"
+OLDEST, BEFORE = (0, 19), (0, 20)
+"""The supported versions of DeepSpeed, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
+
+
+def _elements(value: object) -> int:
+    """A number of elements, which ds_configs also write as 5e8."""
+    number = float(str(value))
+    if number != int(number):
+        raise ValueError("a whole number of elements")
+    return int(number)
+
+
+@dataclass(frozen=True)
+class DeepSpeedFlags(FlagGroup):
+    """DeepSpeed: its ZeRO optimizer in place of megatron-core's data parallelism and optimizer."""
+
+    deepspeed: bool = flag(False, "Reduce gradients and shard optimizer state by DeepSpeed's ZeRO optimizer.")
+    deepspeed_config: str | None = flag(
+        None,
+        "Take flags from this ds_config; they must agree with those given, and keys without a flag are refused.",
+        "--deepspeed_config",
+        metavar="FILE.json",
+    )
+    zero_stage: int | None = flag(
+        None, "ZeRO stage: 1 shards optimizer state, 2 also gradients; by default 1, or that of the ds_config."
+    )
+    cpu_optimizer: bool = flag(False, "Keep masters and moments in host memory, and update them there (offload).")
+    use_pin_memory: bool = flag(False, "Pin the host memory of --cpu-optimizer.")
+    zero_reduce_bucket_size: int = flag(
+        50_000_000, "Elements of gradients reduced together.", type=_elements, limits=">= 1"
+    )
+    zero_allgather_bucket_size: int = flag(
+        500_000_000, "Elements of updated weights gathered together.", type=_elements, limits=">= 2"
+    )
+    zero_round_robin_gradients: bool = flag(
+        False, "Deal parameters out to data-parallel workers in turns, as round_robin_gradients of a ds_config."
+    )
+    zero_multi_rank_bucket_allreduce: bool = flag(
+        True, "Reduce a bucket by one all-reduce, not to each owner, as use_multi_rank_bucket_allreduce of a ds_config."
+    )
+    zero_communication_dtype: str = flag("fp32", "Format in which gradients are reduced.", choices=DTYPES)
+    zero_grad_accum_dtype: str = flag("fp32", "Format in which gradients are accumulated.", choices=DTYPES)
+    gradient_accumulation_steps: int | None = flag(
+        None, "Micro batches in an iteration; follows from the batch sizes, and must agree with them.", limits=">= 1"
+    )
+    pipeline_parallel: bool = flag(True, "Accepted for compatibility; off needs --pipeline-model-parallel-size 1.")
+    create_moe_param_group: bool = flag(False, "Accepted for compatibility; experts always have their own groups.")
+    zero_reduce_scatter: bool = flag(False, "Accepted for compatibility; always on.")
+    zero_contigious_gradients: bool = flag(False, "Accepted for compatibility; always on.")
+    remote_device: str = flag("none", "Accepted for compatibility; only none.", choices=("none", "cpu", "nvme"))
+    mlp_type: str = flag("standard", "Accepted for compatibility; only standard.", choices=("standard", "residual"))
+    ds_sequence_parallel_size: int = flag(1, "Accepted for compatibility; only 1.", limits=">= 1")
+    deepspeed_activation_checkpointing: bool = flag(False, "Refused: see --recompute-granularity.")
+
+    def validate(self) -> None:
+        """Rejects what needs ``--deepspeed`` without it, other stages, and what this project does otherwise."""
+        for name in ("deepspeed_config", "zero_stage", "cpu_optimizer", "gradient_accumulation_steps"):
+            refuse(getattr(self, name) and not self.deepspeed, f"{dashed(name)} needs --deepspeed: add it.")
+        self.needs("use_pin_memory", "cpu_optimizer")
+        refuse(
+            self.deepspeed and self.zero_stage == 0,
+            "--zero-stage 0 (zero_optimization.stage) replicates the optimizer, as it is without DeepSpeed: drop "
+            "--deepspeed, or choose 1 or 2.",
+        )
+        refuse(
+            self.deepspeed and self.zero_stage == 3,
+            "--zero-stage 3 (zero_optimization.stage) gathers weights by collectives within forward, so that no "
+            "pipeline stage or expert could be restored by itself: choose 1 or 2.",
+        )
+        refuse(
+            self.deepspeed and self.zero_stage not in (1, 2),
+            f"--zero-stage {self.zero_stage} (zero_optimization.stage) does not exist: choose 1 or 2.",
+        )
+        refuse(
+            self.zero_allgather_bucket_size % 2,
+            f"--zero-allgather-bucket-size {self.zero_allgather_bucket_size} is odd, and DeepSpeed aligns it to 2: "
+            "change it.",
+        )
+        for name, only, remedy in (
+            ("remote_device", "none", "weights stay on the device: drop it; --cpu-optimizer moves optimizer state"),
+            ("mlp_type", "standard", "choose --moe-shared-expert-intermediate-size, experts that process every token"),
+            ("ds_sequence_parallel_size", 1, "choose --tensor-model-parallel-size with --sequence-parallel"),
+            ("deepspeed_activation_checkpointing", False, "choose --recompute-granularity in its place"),
+        ):
+            value = getattr(self, name)
+            given = dashed(name) if value is True else f"{dashed(name)} {value}"
+            refuse(value != only, f"{given} is not supported: {remedy}.")

@@ -1,0 +1,301 @@
+"""DeepSpeed's JSON configuration as flags: which keys are honoured, which are refused, and what to do instead.
+
+A key says one of four things: a flag (``_HONOURED``); nothing at ZeRO stages 1 and 2, by DeepSpeed's own rules
+(``_WITHOUT_EFFECT``); something that holds here already (``_ONLY``); or something that is done otherwise here
+(``_ELSEWHERE``).  What is off (false, null, 0, ``none``, ``enabled: false``) is never refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron.pretraining.config.flag import ConfigError, dashed, refuse
+
+AUTO = "auto"
+"""A value that leaves the decision to the flags."""
+
+
+class Setting(NamedTuple):
+    """A flag's value in a ds_config.
+
+    Attributes:
+        flag: its field.
+        key: the key that says it, such as ``zero_optimization.stage``.
+        yields: a flag that is given may differ.
+    """
+
+    flag: str
+    value: object
+    key: str
+    yields: bool = False
+
+
+class _Honoured(NamedTuple):
+    flag: str
+    read: Callable[[Any], object] = lambda value: value
+    yields: bool = False
+
+
+_ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
+_FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16",
+            "bfp16": "bf16"}  # fmt: skip
+
+
+def _adam(value: object) -> str:
+    if str(value).lower() not in _ADAMS:
+        raise ConfigError(f"{value} is not supported: choose AdamW, or drop the section for --optimizer.")
+    return "adam"
+
+
+def _device(value: object) -> bool:
+    if value not in ("none", "cpu", None):
+        raise ConfigError(f"{value} is not supported: choose cpu (--cpu-optimizer) or none.")
+    return value == "cpu"
+
+
+def _format(value: object) -> str:
+    if str(value) not in _FORMATS:
+        raise ConfigError(f"{value} is not one of fp32, bf16, fp16: choose one.")
+    return _FORMATS[str(value)]
+
+
+_HONOURED = {
+    "train_batch_size": _Honoured("global_batch_size"),
+    "train_micro_batch_size_per_gpu": _Honoured("micro_batch_size"),
+    "gradient_accumulation_steps": _Honoured("gradient_accumulation_steps"),
+    "gradient_clipping": _Honoured("clip_grad", float),
+    "steps_per_print": _Honoured("log_interval", int, yields=True),  # Megatron-DeepSpeed has both
+    "bf16.enabled": _Honoured("bf16"),
+    "bfloat16.enabled": _Honoured("bf16"),
+    "fp16.enabled": _Honoured("fp16"),
+    "fp16.loss_scale": _Honoured("loss_scale", lambda value: value or None),
+    "fp16.initial_scale_power": _Honoured("initial_loss_scale", lambda value: 2.0 ** float(value)),
+    "fp16.loss_scale_window": _Honoured("loss_scale_window", float),
+    "fp16.hysteresis": _Honoured("hysteresis"),
+    "fp16.min_loss_scale": _Honoured("min_loss_scale", float),
+    "optimizer.type": _Honoured("optimizer", _adam),
+    "optimizer.params.lr": _Honoured("lr", float),
+    "optimizer.params.eps": _Honoured("adam_eps", float),
+    "optimizer.params.weight_decay": _Honoured("weight_decay", float),
+    "zero_optimization.stage": _Honoured("zero_stage"),
+    "zero_optimization.reduce_bucket_size": _Honoured("zero_reduce_bucket_size"),
+    "zero_optimization.allgather_bucket_size": _Honoured("zero_allgather_bucket_size"),
+    "zero_optimization.round_robin_gradients": _Honoured("zero_round_robin_gradients"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _Honoured("zero_multi_rank_bucket_allreduce"),
+    "zero_optimization.cpu_offload": _Honoured("cpu_optimizer"),
+    "zero_optimization.offload_optimizer.device": _Honoured("cpu_optimizer", _device),
+    "zero_optimization.offload_optimizer.pin_memory": _Honoured("use_pin_memory"),
+    "communication_data_type": _Honoured("zero_communication_dtype", _format),
+    "data_types.grad_accum_dtype": _Honoured("zero_grad_accum_dtype", _format),
+}
+
+_PAIRS = {"optimizer.params.betas": ("adam_beta1", "adam_beta2")}
+
+_SECTIONS = ("bf16", "bfloat16", "fp16", "optimizer", "optimizer.params", "zero_optimization",
+             "zero_optimization.offload_optimizer", "data_types")  # fmt: skip
+
+_WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "optimizer.legacy_fusion",
+    "optimizer.params.torch_adam", "log_level", "seq_parallel_communication_data_type",
+    *(f"zero_optimization.{key}" for key in (
+        "allgather_partitions", "load_from_fp32_weights", "ignore_unused_parameters", "sub_group_size", "legacy_stage1",
+        "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+        "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+        "stage3_gather_fp16_weights_on_model_save", "memory_efficient_linear", "override_module_apply",
+        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
+        "stage3_module_granularity_threshold", "leaf_module", "log_trace_cache_warnings")),
+    *(f"zero_optimization.offload_optimizer.{key}" for key in (
+        "buffer_count", "fast_init", "nvme_path", "cpuadam_cores_perc")),
+}  # fmt: skip
+
+_ONLY = {  # what holds here already, and why nothing else
+    "gradient_predivide_factor": (1.0, "gradients are averaged after their sum: set 1.0"),
+    "prescale_gradients": (False, "gradients are averaged after their sum: set false"),
+    "bf16.check_grad_overflow": (True, "the vote of each iteration looks at all gradients: drop it"),
+    "optimizer.params.adam_w_mode": (True, "weight decay is decoupled (AdamW): set true"),
+    "optimizer.params.bias_correction": (True, "Adam's moments are corrected: set true"),
+    "gradient_allreduce_op": ("mean", "gradients are averaged: set mean"),
+    "managed_gradient_accumulation": (True, "micro batches are accumulated: set true"),
+    "zero_optimization.contiguous_gradients": (True, "experts need contiguous gradients: set true"),
+    "zero_optimization.reduce_scatter": (True, "experts need it: set true"),
+    "zero_optimization.compute_grad_norm": (True, "the vote of each iteration needs it: set true"),
+    "zero_optimization.overlap_comm": (False, "it was not tried on GPUs yet: set false"),
+    "zero_optimization.zero_hpz_partition_size": (1, "it is of stage 3: set 1"),
+    "zero_optimization.offload_optimizer.ratio": (1.0, "all optimizer state is offloaded: set 1.0"),
+    "zero_optimization.elastic_checkpoint": (False, "checkpoints load in any layout anyway: set false"),
+    "zero_optimization.offload_param": (None, "it is of stage 3: drop it"),
+    "zero_optimization.cpu_offload_param": (False, "it is of stage 3: drop it"),
+    "zero_optimization.zenflow": (None, "no update may be late, or a recovery would not be exact: drop it"),
+    "sequence_parallel_size": (1, "choose --tensor-model-parallel-size with --sequence-parallel"),
+}
+
+_ELSEWHERE = {
+    "scheduler": "choose --lr-decay-style, --lr-warmup-iters and --min-lr",
+    "tensorboard": "choose --tensorboard-dir",
+    "wandb": "choose --tensorboard-dir, or read events.jsonl of --log-dir",
+    "csv_monitor": "read events.jsonl of --log-dir",
+    "comet": "choose --tensorboard-dir, or read events.jsonl of --log-dir",
+    "monitor_config": "choose --tensorboard-dir",
+    "activation_checkpointing": "choose --recompute-granularity",
+    "checkpoint": "choose --save, or --ckpt-policy; checkpoints load in any layout",
+    "load_universal_checkpoint": "drop it: checkpoints load in any layout",
+    "nebula": "choose --ckpt-policy, which saves beside training",
+    "datastates_ckpt": "choose --ckpt-policy, which saves beside training",
+    "wall_clock_breakdown": "choose --timing-log-level 2",
+    "flops_profiler": "drop it: MFU and tokens/s are logged",
+    "comms_logger": "choose --timing-log-level 2",
+    "memory_breakdown": "drop it",
+    "dump_state": "choose --print-config",
+    "pipeline": "choose --pipeline-model-parallel-size",
+    "tensor_parallel": "choose --tensor-model-parallel-size",
+    "expert_parallel": "choose --expert-model-parallel-size",
+    "use_data_before_expert_parallelism": "drop it: the order of ranks is Megatron's",
+    "sparse_gradients": "drop it: all gradients are dense",
+    "sparse_attention": "choose --attention-backend",
+    "amp": "choose --bf16 or --fp16",
+    "torch_autocast": "choose --bf16 or --fp16",
+    "elasticity": "restart with other numbers of workers: checkpoints load in any layout",
+    "autotuning": "choose the batch sizes by hand",
+    "compression_training": "drop it",
+    "curriculum_learning": "drop it: sequences have one length",
+    "data_efficiency": "drop it: samples are read in Megatron's order",
+    "progressive_layer_drop": "drop it: all layers compute",
+    "eigenvalue": "drop it",
+    "quantize_training": "choose --fp8-format",
+    "hybrid_engine": "drop it: this program trains only",
+    "compile": "drop it",
+    "dataloader_drop_last": "drop it: the last batch is always whole",
+    "disable_allgather": "drop it",
+    "zero_optimization.zero_quantized_weights": "drop it: it is of stage 3",
+    "zero_optimization.zero_quantized_nontrainable_weights": "drop it: it is of stage 3",
+    "zero_optimization.zero_quantized_gradients": "choose communication_data_type bf16",
+    "zero_optimization.parameter_alignment": "drop it",
+    "zero_optimization.offload_optimizer.pipeline_read": "drop it: it is of NVMe",
+    "zero_optimization.offload_optimizer.pipeline_write": "drop it: it is of NVMe",
+    "zero_optimization.offload_optimizer.super_offload": "drop it: it is of stage 3",
+    "fp16.auto_cast": "drop it: inputs are whole numbers",
+    "fp16.consecutive_hysteresis": "drop it: hysteresis counts as in Megatron-LM",
+    "fp16.fp16_master_weights_and_grads": "drop it: masters are in fp32",
+    "bf16.bf16_master_weights_and_grads": "choose --main-params-dtype bf16 without --deepspeed",
+    "bf16.bf16_optimizer_states": "choose --exp-avg-dtype and --exp-avg-sq-dtype without --deepspeed",
+    "bf16.immediate_grad_update": "drop it",
+}
+
+
+@functools.cache
+def settings_in(path: str) -> tuple[Setting, ...]:
+    """The flags that the ds_config in a file sets; it is read once.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else than what flags can say.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=functools.partial(_once, path))
+    except OSError as error:
+        raise ConfigError(f"--deepspeed-config {path} cannot be read ({error.strerror}): correct the path.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--deepspeed-config {path} is not JSON ({error}): correct it.") from None
+    refuse(not isinstance(content, dict), f"--deepspeed-config {path} does not hold keys and values: correct it.")
+    return tuple(settings_of(content, path))
+
+
+def settings_of(content: Mapping[str, Any], path: str, section: str = "") -> Iterator[Setting]:
+    """The flags that a ds_config, or a section of one, sets.
+
+    Raises:
+        ConfigError: a key is refused; the sentence names it and the remedy.
+    """
+    for name, value in content.items():
+        key = f"{section}{name}"
+        if key in _SECTIONS and isinstance(value, Mapping):
+            yield from settings_of(_in_force(value), path, f"{key}.")
+        elif value == AUTO and (key in _HONOURED or key in _PAIRS):
+            continue
+        elif key in _HONOURED:
+            yield _setting(key, value, path)
+        elif key in _PAIRS:
+            refuse(not isinstance(value, list) or len(value) != 2, f"{key} in {path} takes two numbers: correct it.")
+            yield from (Setting(flag, float(one), key) for flag, one in zip(_PAIRS[key], value, strict=True))
+        elif key in _ONLY:
+            only, remedy = _ONLY[key]
+            refuse(value not in (only, AUTO) and not _is_off(only, value), f"{_says(key, value, path)}: {remedy}.")
+        elif not _is_off(None, value) and key not in _WITHOUT_EFFECT:
+            remedy = _ELSEWHERE.get(key, "it is not a key that this program knows: drop it")
+            raise ConfigError(f"{_says(key, value, path)}: {remedy}.")
+
+
+def agree(
+    given: Mapping[str, object], settings: tuple[Setting, ...], same: Callable[[str, object, object], bool]
+) -> dict[str, object]:
+    """The flags that a ds_config adds to those given.
+
+    Args:
+        given: values of flags by field.
+        settings: what the ds_config says.
+        same: whether two values of a flag mean the same.
+
+    Raises:
+        ConfigError: a flag that is given says something else than the ds_config, or two keys contradict each other.
+    """
+    added: dict[str, Setting] = {}
+    for setting in settings:
+        name, value = setting.flag, setting.value
+        if name in given:
+            refuse(
+                not setting.yields and not same(name, given[name], value),
+                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
+                f'{value}: change one of them, or set the key to "auto".',
+            )
+        else:
+            refuse(
+                name in added and not same(name, added[name].value, value),
+                f"{setting.key} and {added.get(name, setting).key} of the --deepspeed-config contradict each other: "
+                "drop one.",
+            )
+            added[name] = setting
+    return {name: setting.value for name, setting in added.items()}
+
+
+def _in_force(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a section says; if it is switched off, only that."""
+    for switch, off in (("enabled", (False,)), ("device", ("none", None))):
+        if switch in section and section[switch] in off:
+            return {switch: section[switch]}
+    return section
+
+
+def _setting(key: str, value: object, path: str) -> Setting:
+    flag, read, yields = _HONOURED[key]
+    try:
+        return Setting(flag, read(value), key, yields)
+    except ConfigError as error:
+        raise ConfigError(f"{key} in {path}: {error}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{key} in {path} does not take {value!r}: correct it.") from None
+
+
+def _is_off(only: object, value: object) -> bool:
+    """Whether nothing is asked for; of a key that holds already, 0 and false do ask for something else."""
+    if only not in (None, False):
+        return value is None
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(_is_off(None, one) for one in value.values())
+    return not value or value == "none"
+
+
+def _says(key: str, value: object, path: str) -> str:
+    shown = "" if isinstance(value, (Mapping, list)) else f" {json.dumps(value)}"
+    return f"{key}{shown} in {path} is not supported"
+
+
+def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:
+    content = dict(pairs)
+    names = [name for name, _ in pairs]
+    twice = [name for name in content if names.count(name) > 1]
+    refuse(twice, f"--deepspeed-config {path} gives {', '.join(twice)} twice: drop one.")
+    return content

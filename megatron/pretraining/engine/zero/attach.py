@@ -1,0 +1,46 @@
+"""Imports DeepSpeed, which nothing else does, and attaches it to process groups that exist already."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def load() -> Any:
+    """Imports what DeepSpeed's optimizer needs, some of which it would import while it works; starts no thread.
+
+    Returns:
+        The module of DeepSpeed's optimizer for stages 1 and 2.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it would probe
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    compiler = torch.compile
+    torch.compile = lambda *_, **__: lambda function: function  # for Muon, which is not used: it would load inductor
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compile = compiler
+    return stage_1_and_2
+
+
+def attach() -> Any:
+    """Attaches DeepSpeed to torch.distributed; communicates with nobody.
+
+    Returns:
+        The module of DeepSpeed's optimizer for stages 1 and 2.
+    """
+    module = load()
+    import deepspeed.comm as comm
+
+    if comm.comm.cdb is None:
+        # for inference only, and compiled for half a minute; ``deepspeed.comm.torch`` names torch itself
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+        comm.init_distributed(
+            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False
+        )
+    return module

@@ -1,0 +1,213 @@
+"""A ds_config becomes flags: its keys are honoured, or refused by name with a remedy; what is off never is."""
+
+import json
+import re
+
+import pytest
+
+from megatron.pretraining.arguments import asks_for
+from megatron.pretraining.config import ConfigError, check_world, compose, deepspeed_fit, num_microbatches
+from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
+from tests.unit.pretraining.flags import BASE, PP2, parse, refusal, without, write
+
+TEMPLATE = {  # what Megatron-DeepSpeed's template for ZeRO-2 and experts says, filled in
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 10,
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "fp16": dict(
+        enabled=False, loss_scale=0, loss_scale_window=500, hysteresis=2, min_loss_scale=1, initial_scale_power=11
+    ),
+    "curriculum_learning": dict(
+        enabled=False, curriculum_type="seqlen", min_difficulty=80, max_difficulty=64, schedule_type="fixed_linear",
+        schedule_config=dict(total_curriculum_step=9, difficulty_step=8),
+    ),
+}  # fmt: skip
+OFF = {  # what users leave in their files
+    "scheduler": None,
+    "tensorboard": {"enabled": False, "output_path": "x"},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "flops_profiler": {"enabled": False, "profile_step": 1},
+    "checkpoint": {},
+    "amp": {"enabled": False},
+    "some_key_of_tomorrow": {"enabled": False},
+    "zero_optimization": {
+        "overlap_comm": False, "offload_optimizer": {"device": "none", "pin_memory": True}, "offload_param": None,
+        "contiguous_gradients": True, "reduce_scatter": True, "sub_group_size": 1e9, "zero_hpz_partition_size": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """The package, as far as flags ask for it."""
+    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.19.8")
+
+
+@pytest.fixture
+def given(tmp_path):
+    """Writes a ds_config; the flags that read it."""
+
+    def write_config(content: dict) -> str:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(json.dumps(content))
+        return f"--deepspeed --deepspeed_config {path}"
+
+    return write_config
+
+
+def test_the_template_of_megatron_deepspeed_is_taken_as_it_is(given):
+    config = parse(given(TEMPLATE))
+    assert config.zero.zero_stage == 2 and config.mixed_precision.bf16 and not config.mixed_precision.fp16
+    assert config.training.global_batch_size == 32 and num_microbatches(config, 4) == 4
+    assert config.logging.log_interval == 10 and config.regularization.clip_grad == 1.0
+    others = {name: flag.default for name, flag in all_flags().items() if name.startswith(("loss_scale", "initial_"))}
+    assert {name: getattr(config.mixed_precision, name) for name in others} == others  # fp16 is off
+
+
+def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
+    half = TEMPLATE | {"bf16": {"enabled": False}, "fp16": TEMPLATE["fp16"] | {"enabled": True}}
+    precision = parse(given(half) + " --hysteresis 2").mixed_precision
+    assert precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale == 2048
+    assert precision.loss_scale_window == 500 and precision.min_loss_scale == 1
+
+
+def test_what_is_off_is_never_refused(given):
+    assert parse(given(OFF)).zero.zero_stage == 1
+    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x"))
+
+
+def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
+    keys = {key: True for key in _ELSEWHERE} | {key: "other" for key in _ONLY} | {"tomorrow": 1, "bf16.new": 1}
+    for key, value in keys.items():
+        content = {}
+        *outer, name = key.split(".")
+        inner = content
+        for section in outer:
+            inner = inner.setdefault(section, {"enabled": True} if section in ("fp16", "bf16") else {})
+        inner[name] = value
+        with pytest.raises(ConfigError) as refused:
+            list(settings_of(content, "ds.json"))
+        sentence = str(refused.value)
+        assert sentence.startswith(f"{key} ") and "ds.json is not supported: " in sentence and sentence.endswith(".")
+
+
+def test_every_honoured_key_says_a_flag():
+    names = {one.flag for one in _HONOURED.values()} | {flag for pair in _PAIRS.values() for flag in pair}
+    assert names <= set(all_flags())
+
+
+REFUSED = {  # ds_config: what the sentence names
+    '{"zero_optimization": {"stage": 3}}': "zero_optimization.stage.*choose 1 or 2",
+    '{"zero_optimization": {"stage": 0}}': "zero_optimization.stage.*drop --deepspeed",
+    '{"zero_optimization": {"overlap_comm": true}}': "zero_optimization.overlap_comm true .*set false",
+    '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}': "offload_optimizer.device .*--cpu-optimizer",
+    '{"zero_optimization": {"reduce_bucket_size": "big"}}': "--zero-reduce-bucket-size is not understood",
+    '{"optimizer": {"type": "Lamb"}}': "optimizer.type .*Lamb is not supported: choose AdamW",
+    '{"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}': "optimizer.params.betas .* takes two numbers",
+    '{"gradient_clipping": 0.5}': "--clip-grad 2 contradicts gradient_clipping .* says 0.5: .*auto",
+    '{"bf16": {"enabled": true}, "bfloat16": {"enabled": false}}': "bfloat16.enabled and bf16.enabled .* contradict",
+    '{"communication_data_type": "int8"}': "communication_data_type .*int8 is not one of",
+    '{"scheduler": {"type": "WarmupLR"}}': "scheduler .*--lr-decay-style",
+    '{"train_batch_size": 1, "train_batch_size": 2}': "train_batch_size twice",
+    "{": "is not JSON",
+    "[]": "does not hold keys",
+}
+
+
+@pytest.mark.parametrize("content", REFUSED)
+def test_refused(content, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(content)
+    said = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
+    assert re.search(REFUSED[content], said), said
+
+
+def test_flags_must_agree_and_auto_takes_theirs(given):
+    auto = dict.fromkeys(["train_batch_size", "gradient_clipping", "gradient_accumulation_steps"], "auto")
+    auto |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}, "steps_per_print": 2000}
+    config = parse(given(auto) + " --clip-grad 2 --log-interval 5 --zero-stage 2 --global-batch-size 8 --lr 0.001")
+    assert config.regularization.clip_grad == 2 and config.training.global_batch_size == 8
+    assert config.regularization.adam_beta2 == 0.95 and config.zero.zero_stage == 2
+    assert config.logging.log_interval == 5  # Megatron-DeepSpeed's scripts give both
+
+
+def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):
+    base = without("--micro-batch-size")
+    flags = given({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 5e-4}}})
+    assert parse(flags, without("--lr", base)).training.micro_batch_size == 4
+    path = write(tmp_path, {"lr": 1e-3})
+    assert "optimizer.params.lr" in refusal(capsys, f"{flags} --config {path}", without("--lr", base))
+
+
+def test_batch_keys_make_the_batch(given):
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    config = parse(given(sizes))
+    assert num_microbatches(config, 4) == 3
+    check_world(config, 4)
+    with pytest.raises(ConfigError, match="--gradient-accumulation-steps 3 contradicts --global-batch-size 16"):
+        check_world(parse(given(sizes | {"train_batch_size": 16})), 4)
+
+
+COMBINED = [  # flags, what the sentence says
+    (f"--zero-stage 2 {PP2}", "choose --zero-stage 1"),
+    (PP2, "tied across pipeline stages: add --untie"),
+    (f"{PP2} --untie-embeddings-and-output-weights --num-virtual-stages-per-pipeline-rank 2", "virtual pipeline"),
+    ("--use-distributed-optimizer", "drop --use-distributed-optimizer"),
+    ("--overlap-grad-reduce", "drop --overlap-grad-reduce"),
+    ("--ddp-bucket-size 10", "choose --zero-reduce-bucket-size"),
+    ("--optimizer sgd", "choose adam"),
+    ("--exp-avg-dtype fp8", "drop --exp-avg-dtype"),
+    ("--bf16 --main-params-dtype bf16", "drop --main-params-dtype"),
+    ("--zero-stage 0", "drop --deepspeed"),
+    ("--zero-stage 3", "choose 1 or 2"),
+    ("--zero-stage 4", "does not exist"),
+    ("--zero-allgather-bucket-size 3", "is odd"),
+    ("--use-pin-memory", "needs --cpu-optimizer: add it"),
+    (f"{PP2} --untie-embeddings-and-output-weights --no-pipeline-parallel", "--no-pipeline-parallel contradicts"),
+    ("--mlp-type residual", "--moe-shared-expert-intermediate-size"),
+    ("--ds-sequence-parallel-size 2", "--sequence-parallel"),
+    ("--deepspeed-activation-checkpointing", "--recompute-granularity"),
+    ("--remote-device cpu", "--cpu-optimizer"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), COMBINED)
+def test_combinations_are_refused(flags, sentence, capsys):
+    assert sentence in refusal(capsys, f"--deepspeed {flags} --transformer-impl local")
+
+
+@pytest.mark.parametrize("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
+def test_the_engine_must_be_asked_for(flag, capsys):
+    if "json" not in flag:
+        assert "needs --deepspeed: add it." in refusal(capsys, flag)
+
+
+def test_flags_of_launch_scripts_are_taken():
+    taken = "--local_rank 0 --zero-reduce-scatter --zero-contigious-gradients --create-moe-param-group "
+    taken += "--no-pipeline-parallel --remote-device none --mlp-type standard --zero-reduce-bucket-size 5e8"
+    assert parse(f"--deepspeed {taken}").zero.zero_reduce_bucket_size == 500_000_000
+
+
+def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
+    assert "not installed: pip install 'moc-megatron[deepspeed]'." in refusal(capsys, "--deepspeed")
+    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
+    assert "version 0.20.1, and --deepspeed needs deepspeed>=0.19,<0.20" in refusal(capsys, "--deepspeed")
+
+
+def test_the_launcher_knows_before_the_workers_what_is_to_be_imported(tmp_path):
+    assert asks_for("deepspeed", ["--deepspeed", "--unknown"]) and not asks_for("deepspeed", ["--lr", "1"])
+    path = write(tmp_path, {"deepspeed": True})
+    assert asks_for("deepspeed", ["--config", str(path)])
+    assert not asks_for("deepspeed", ["--config", str(path), "--no-deepspeed"])
+    assert not asks_for("deepspeed", ["--lr"])  # the workers refuse it
+
+
+def test_the_configuration_in_force_can_be_given_back(given):
+    config = parse(given(TEMPLATE))
+    assert compose(config.given).to_dict() == config.to_dict() and "deepspeed" in BASE + config.to_yaml()
