@@ -88,8 +88,6 @@ def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, 
         valid.digest(digest, f"the hash of a box of {name}")
     if not len(global_shape) == len(offset) == len(shape):
         raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
-    if any(first + count > whole for first, count, whole in zip(offset, shape, global_shape, strict=True)):
-        raise ValueError(f"a box of {slot} of {name} reaches beyond the tensor")
     (start, stop), dtype = tensor["data_offsets"], valid.name(tensor["dtype"], f"the dtype of {name}")
     element = _ELEMENT_BYTES.get(dtype)
     if element and math.prod(shape) * element != stop - start:

@@ -155,6 +155,10 @@ def read_sources(blob: Blob) -> list[Source]:
     """
     try:
         boxes = read_boxes(blob.name, blob.size, blob.read)
+        for box in boxes:
+            ends = zip(box.region.offset, box.region.shape, box.global_shape, strict=True)
+            if any(first + count > whole for first, count, whole in ends):
+                raise ValueError(f"a box of {box.slot} of {box.name} reaches beyond the tensor")
         entries = [Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.stored_as]) for box in boxes]
         return [Source(blob, entry, box.start, box.digest) for entry, box in zip(entries, boxes, strict=True)]
     except (OSError, KeyError, ValueError) as error:

@@ -178,7 +178,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_server
 def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3)
-    files = {file_of(0): FileEntry(1 << 62, HEADER, "")}
+    files = {file_of(0): FileEntry(1 << 62, HEADER, "0" * 32)}
     snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
     with pytest.raises(CheckpointError, match="no room.*--replicas"):
         lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))

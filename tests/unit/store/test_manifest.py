@@ -12,8 +12,11 @@ from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge
 
 COUNT = st.integers(0, 2**62)
-NAME = st.text(max_size=12)
-FILES = st.dictionaries(NAME, st.builds(FileEntry, COUNT, COUNT, NAME), max_size=3)
+NAME = st.text(max_size=12).filter(str.isprintable)
+FILE_NAME = st.from_regex(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,20}", fullmatch=True)
+DIGEST = st.text("0123456789abcdef", min_size=32, max_size=32)
+FILE = st.builds(lambda one, other, digest: FileEntry(max(one, other), min(one, other), digest), COUNT, COUNT, DIGEST)
+FILES = st.dictionaries(FILE_NAME, FILE, max_size=3)
 OPERATORS = st.dictionaries(
     NAME, st.builds(OperatorEntry, NAME, st.none() | COUNT, st.dictionaries(NAME, COUNT, max_size=3)), max_size=3
 )
@@ -29,7 +32,10 @@ SMALL = Manifest(
     iteration=20,
     policy="full",
     writers=2,
-    files={"rank_00000.safetensors": FileEntry(8192, 4096, "0123abcd"), "rank_00001.safetensors": FileEntry(1, 1, "f")},
+    files={
+        "rank_00000.safetensors": FileEntry(8192, 4096, "01" * 16),
+        "rank_00001.safetensors": FileEntry(1, 1, "f" * 32),
+    },
     operators={"output": OperatorEntry("full", 20, {"master": 6}), "embedding": OperatorEntry("compute", None, {})},
     layout={"world": 2},
     state={"consumed_samples": 160, "scale": 0.1, "name": "größer", "nothing": None, "flags": [True, False]},
@@ -41,7 +47,7 @@ def test_what_is_written_is_read(manifest):
     assert Manifest.from_json(manifest.to_json(), "manifest.json") == manifest
 
 
-@given(st.builds(RankReport, NAME, st.builds(FileEntry, COUNT, COUNT, NAME), OPERATORS))
+@given(st.builds(RankReport, FILE_NAME, FILE, OPERATORS))
 def test_what_a_rank_says_is_read(part):
     assert RankReport.from_json(part.to_json()) == part
 
