@@ -37,7 +37,9 @@ def is_sharded(member: MegatronOptimizer) -> bool:
 
 def _is_cut(member: MegatronOptimizer) -> bool:
     """Whether it is sharded over more than one rank."""
-    return is_sharded(member) and (isinstance(member, ZeroOptimizer) or member.data_parallel_group.size() > 1)
+    if isinstance(member, DistributedOptimizer):
+        return member.data_parallel_group.size() > 1
+    return isinstance(member, ZeroOptimizer)
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
