@@ -199,10 +199,10 @@ def elastic_members(
     stages = split_stages(operators, layout.pp)
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     summed = [numpy.sum([row[layer] for row in loads], axis=0) for layer in sorted(loads[0])] if loads else []
-    order = {layer: at for at, layer in enumerate(sorted({o.layer for o in operators if o.kind == "expert"}))}
+    layers = sorted({o.layer for o in operators if o.kind == "expert" and o.layer is not None})
     rows = []
     for stage in stages:
-        places = sorted({order[o.layer] for o in stage if o.kind == "expert"})
+        places = [at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)]
         found = (tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places)
         rows.append(tuple(dict.fromkeys(found)))  # layers alike are planned alike
     dense = sum(active([o for o in operators if o.kind != "expert"], topk))

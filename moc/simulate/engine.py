@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class _Run:
         self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they finish
         self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
-        self.nodes_s: Counter[int] = Counter()
+        self.nodes_s: defaultdict[int, float] = defaultdict(float)
         self.fallbacks: Counter[str] = Counter()
         self.saves = Traffic()
         self.iterations = [0.0] * job.parts
