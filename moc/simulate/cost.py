@@ -130,7 +130,7 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
 def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
     """t_s: computation and communication of one micro batch."""
     tokens = work.micro_batch * work.seq_length
-    operations = _FORWARD_AND_BACKWARD * tokens * sum(_active(stage, work.topk))
+    operations = _FORWARD_AND_BACKWARD * tokens * sum(active(stage, work.topk))
     compute_s = operations / (wide * cluster.flops * cluster.utilisation)
     layers = len({o.layer for o in stage if o.kind == "expert"})
     sent = 2 * tokens / wide * work.hidden_size  # bytes of a rank's tokens, 16-bit
@@ -141,7 +141,7 @@ def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: 
     return here_s if layout.pp == 1 else max(here_s, border_s)
 
 
-def _active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
+def active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
     """Parameters that a token uses; the embedding is only looked up."""
     yield from (o.parameters for o in stage if o.kind not in ("expert", "embedding"))
     experts = {o.layer: o.parameters for o in stage if o.kind == "expert"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moc.simulate.failures import Event, Faults
-from moc.simulate.policy_costs import PolicyCosts, Strategy, Traffic
+from moc.simulate.members import Members
+from moc.simulate.policy_costs import Loss, PolicyCosts, Strategy, Traffic
 from moc.simulate.result import Result
 
 
@@ -77,14 +80,22 @@ class _Run:
         self.up = job.available  # nodes; None for unlimited
         if self.up is None and job.spares is not None:
             self.up = job.nodes + job.spares
-        self.used = self._usable()
-        self.waits = self.used == 0
+        self.members = strategy.saving.members or Members(job.nodes, job.nodes)
+        self._train_on(self.members.usable(self.up))
+        self.grows_at = math.inf  # when nodes that have come are taken in
+        if 0 < self.used < self.members.most and self.members.grow_wait_s:
+            self.grows_at = self.members.grow_wait_s
+            self._train_on(0)
+        self.whole, self.gone, self.chance = self.used, 0, 0.0  # nodes that had their state, those lost since, and luck
         self.done = 0.0  # iterations, including the fraction of the current one
         self.way, self.base = strategy.saving, 0  # costs of the recovery, and the iteration that it restores
         self.replay_starts = self.ends = self.failed_at = 0.0
+        self.oldest, self.lost_at, self.again = 0, 0.0, False  # least iteration to restore; that of the loss; twice?
         self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they finish
         self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
+        self.nodes_s: defaultdict[int, float] = defaultdict(float)
+        self.fallbacks: Counter[str] = Counter()
         self.saves = Traffic()
         self.iterations = [0.0] * job.parts
         self.plts, self.ks = [0.0] * job.parts, [0] * job.parts
@@ -93,7 +104,8 @@ class _Run:
         """Advances to the next event."""
         event_s = self._event_s()
         back_s = self.returns[0][0] if self.returns else math.inf
-        until = min(self.job.wall_s, event_s, back_s, self.ends if self._recovers() else math.inf)
+        grow_s = max(self.grows_at, self.replay_starts)  # not before everybody has state
+        until = min(self.job.wall_s, event_s, back_s, grow_s, self.ends if self._recovers() else math.inf)
         self._pass(until)
         if until == event_s:
             event, self.event, self.event_at = self.event, next(self.events, None), self.now
@@ -104,6 +116,13 @@ class _Run:
                 self._lose(event.lost)
         elif until == back_s:
             self._gain(heapq.heappop(self.returns)[1])
+        elif until == grow_s:
+            self._grow()
+
+    def _train_on(self, nodes: int) -> None:
+        """From now on that many nodes train; with none, the job waits."""
+        self.used, self.waits = nodes, nodes == 0
+        self.slowdown = 1.0 if self.waits else self.members.slowdown(nodes)
 
     def _recovers(self) -> bool:
         return not self.waits and self.now < self.ends
@@ -121,6 +140,7 @@ class _Run:
 
     def _pass(self, until: float) -> None:
         seconds, start = until - self.now, self.now
+        self.nodes_s[self.used] += seconds
         if self.waits:
             self.idle += seconds
         elif self._recovers():
@@ -134,7 +154,7 @@ class _Run:
 
     def _train(self, start: float, until: float) -> None:
         each_s = self.job.iteration_s + self.strategy.saving.per_iteration_s()
-        iterations = (until - start) / (each_s * self.job.nodes / self.used)
+        iterations = (until - start) / (each_s * self.slowdown)
         self.done += iterations
         self._book(iterations)
         self.saves = self.saves.after(iterations / self.strategy.saving.interval, self.strategy.saving.traffic)
@@ -151,7 +171,7 @@ class _Run:
     def _book(self, iterations: float) -> float:
         """Books iterations (negative to undo), returns their seconds; useful time is that of the full job's nodes."""
         useful, saving = iterations * self.job.iteration_s, iterations * self.strategy.saving.per_iteration_s()
-        slower = (useful + saving) * (self.job.nodes / self.used - 1)
+        slower = (useful + saving) * (self.slowdown - 1)
         self.useful, self.saving, self.slower = self.useful + useful, self.saving + saving, self.slower + slower
         return useful + saving + slower
 
@@ -161,33 +181,58 @@ class _Run:
             self.up = max(0, self.up - nodes)
             if not self.faults.trace and math.isfinite(self.job.repair_s):
                 heapq.heappush(self.returns, (self.now + self.job.repair_s, nodes))
-        if hit and not self.waits:
-            self._fail(nodes)
+        if hit and self.waits:
+            self._decide(hit, again=True)  # what those hold that wait may be lost, too
+        elif hit:
+            self._fail(hit)
 
-    def _hit(self, nodes: int) -> bool:
-        """Whether the loss hits the job: an MTBF is the job's own, a trace also has nodes that it does not use."""
+    def _hit(self, nodes: int) -> int:
+        """Of the lost nodes, those of the job: all by an MTBF, which is the job's own; a trace also has others."""
+        job = self.whole - self.gone if self.waits else self.used
         if self.up is None or not self.faults.trace:
-            return True
-        return any(self.rng.random() * max(1, self.up - lost) < self.used for lost in range(nodes))
+            return min(nodes, job)
+        hit = 0
+        for lost in range(min(nodes, self.up)):
+            hit += self.rng.random() * (self.up - lost) < job - hit
+        return hit
 
     def _fail(self, nodes: int) -> None:
         self.failures += 1
-        again, at, oldest = self._recovers(), self.done, 0
+        again = self.again = self._recovers()
+        self.lost_at, self.oldest = self.done, 0
         self._drop_unfinished()
         if not again:
             self.failed_at = self.now
         elif not self.way.local:  # replayed iterations are saved again, and the restored checkpoint still exists
-            oldest, at = self.base, self._replayed()
-        self.strategy.failed(int(at))
-        saving = self.strategy.saving
-        way = saving.way_back(nodes, self.rng.random() if saving.copies else 0.0)
-        if not (again and way.local):  # during a global rollback, another failure's stages roll back globally, too
-            self.way = way
-        self.base = max(oldest, self.way.restored(at))
-        self.used = self._usable()
-        self.waits = self.used == 0
-        if not self.waits:
+            self.oldest, self.lost_at = self.base, self._replayed()
+        self.strategy.failed(int(self.lost_at))
+        fixed = self.strategy.saving.members is None  # replaces what it lost at once, as in the closed form
+        if fixed or self.now >= self.replay_starts:
+            self.whole, self.gone, self.chance = self.used, 0, self._luck()
+        self.grows_at = math.inf
+        self._train_on(self.members.usable(self.up))
+        self._decide(nodes, again)
+        if self.waits:
+            self.replay_starts = math.inf
+        else:
             self._recover(again)
+
+    def _luck(self) -> float:
+        saving = self.strategy.saving
+        return self.rng.random() if saving.copies or saving.members else 0.0
+
+    def _decide(self, nodes: int, again: bool) -> None:
+        """Chooses the way back after a loss of this many more nodes, and the iteration that it restores."""
+        loss = Loss(nodes, self.whole, self.gone, self.used)
+        way = self.strategy.saving.way_back(loss, self.chance)
+        self.gone = loss.total
+        if not (again and way.local):  # during a global rollback, another failure's stages roll back globally, too
+            if way.why and not self.way.why:
+                self.oldest = 0  # what was restored before is lost
+            self.way = way
+        if self.way.why and not self.waits:
+            self.fallbacks[f"{self.way.why}: {loss.total} of {loss.of} nodes lost"] += 1
+        self.base = max(self.oldest, self.way.restored(self.lost_at))
 
     def _drop_unfinished(self) -> None:
         """Moves the time of the interrupted iteration from useful to recovery."""
@@ -207,14 +252,14 @@ class _Run:
 
     def _replayed(self) -> float:
         """The iteration, with its fraction, that the current recovery has replayed up to."""
-        seconds = (self.now - self.replay_starts) * self.used / self.job.nodes
+        seconds = (self.now - self.replay_starts) / self.slowdown
         return min(self.done, self.base + self.way.replayed(seconds)) if seconds > 0 else self.base
 
     def _recover(self, again: bool) -> None:
         count = int(self.done) - self.base
         self.replayed += count
         self.replay_starts = self.now + self.way.restart_s
-        self.ends = self.replay_starts + self.way.replay_total_s(count) * self.job.nodes / self.used
+        self.ends = self.replay_starts + self.way.replay_total_s(count) * self.slowdown
         if self.way.local:
             self._join(again)
         self.longest = max(self.longest, self.ends - self.failed_at)
@@ -235,23 +280,42 @@ class _Run:
         if self.up is None:
             return
         self.up += nodes
-        before, after = self.used, self._usable()
-        if after <= before or not (self.waits or self.strategy.saving.elastic):
+        after = self.members.usable(self.up)
+        if after <= self.used:
             return
-        if self._recovers():
-            self.base = int(self._replayed())
-        elif not self.waits:  # all workers stop to regroup, which costs the current iteration
-            self._drop_unfinished()
-            self.way, self.base, self.failed_at = self.strategy.saving, int(self.done), self.now
-        self.used, self.waits = after, False
+        if self.waits and self.whole:
+            self._grow()
+        else:
+            wait_s = self.members.grow_wait_s if after < self.members.most else 0.0
+            self.grows_at = min(self.grows_at, self.now + wait_s)
+
+    def _grow(self) -> None:
+        """Takes in the nodes that have come, or begins, or goes on after waiting."""
+        self.grows_at = math.inf
+        after = self.members.usable(self.up)
+        if after <= self.used:
+            return
+        if not self.waits:
+            self._regroup(after)
+        elif self.whole:
+            self._train_on(after)
+            self._decide(0, self.again)
+        else:
+            self._train_on(after)
+            self.whole = after
         self._recover(again=False)
 
-    def _usable(self) -> int:
-        """Nodes that compute; 0 if there are too few."""
-        if self.up is None or self.up >= self.job.nodes:
-            return self.job.nodes
-        multiple = self.strategy.saving.elastic
-        return self.up // multiple * multiple if multiple else 0
+    def _regroup(self, nodes: int) -> None:
+        """All workers stop, which costs the current iteration, and meet again on more nodes."""
+        way = self.way
+        if self._recovers():
+            self.base = int(self._replayed())
+        else:
+            self._drop_unfinished()
+            way, self.base, self.failed_at = self.strategy.saving, int(self.done), self.now
+        self.way = dataclasses.replace(way, restart_s=self.members.grow_s, local=False)
+        self.whole, self.gone, self.chance = self.used, 0, self._luck()
+        self._train_on(nodes)
 
     def result(self) -> Result:
         part_s = self.job.wall_s / self.job.parts
@@ -273,6 +337,8 @@ class _Run:
             host_bytes=strategy.saving.host_bytes,
             k=strategy.k,
             plt=strategy.plt,
+            nodes_s=dict(sorted(self.nodes_s.items())),
+            fallbacks=dict(self.fallbacks),
             goodput=tuple(done * self.job.samples / part_s for done in self.iterations),
             plts=tuple(self.plts),
             ks=tuple(self.ks) if strategy.k else (),

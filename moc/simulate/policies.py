@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from statistics import fmean
 
 from moc.policy import POLICIES as REGISTERED
 from moc.policy import Policy
 from moc.policy.adaptive import candidates
-from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.dynamic_k import DynamicK
+from moc.policy.prices import Machine, Price, Sizes
 from moc.policy.risk import by_share
 from moc.policy.selection import Counts
 from moc.policy.window import OperatorBytes
@@ -22,6 +22,9 @@ from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
+from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
+from moc.simulate.members import Members, WholePipelines
+from moc.simulate.options import Options as Options
 from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic, at_risk
 from moc.simulate.program_recovery import RecoveryCosts, program_way
 from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
@@ -30,9 +33,6 @@ from moc.state.operators import Operator
 _VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
 _B_WEIGHT = 1 / 3  # share of forward and backward that a frozen operator skips (MoEvement, sections 3.5 and 5.6)
 _CAP = 0.03  # CheckFreq's (MoEvement, section 5.2)
-_RECONFIGURE_S = 30.0  # 20 to 40 seconds (Lazarus, section 6.3)
-
-_NAMED = ("k", "window")  # settings of policies that are fields of Options
 
 SNAPSHOT_OVERHEAD = 0.02
 """Share of an iteration that a snapshot costs though its copy is hidden: MoEvement's maximum (section 5.2; 0.6 to 2.2
@@ -51,6 +51,9 @@ class Setup:
         overhead: least cost of a snapshot beside training, as a share of an iteration, though its copy is hidden.
         program: measured costs of this program's recovery, which policies then use; None for the papers' recoveries.
         loads: by iteration and layer, tokens of each expert in some run of such a model; empty if unknown.
+        members: MIN, MAX and the wait for more of a job that goes on with fewer nodes; by default MIN is half of all.
+        shrinks: policies other than ``elastic`` go on with fewer nodes, too: all workers are started anew there.
+        elastic: further settings of an elastic job.
     """
 
     operators: Sequence[Operator]
@@ -63,6 +66,9 @@ class Setup:
     overhead: float = SNAPSHOT_OVERHEAD
     program: RecoveryCosts | None = None
     loads: Sequence[Counts] = ()
+    members: Members | None = None
+    shrinks: bool = False
+    elastic: ElasticSettings = field(default_factory=ElasticSettings)
 
     def __post_init__(self):
         if not 0 <= self.overhead < math.inf:
@@ -74,6 +80,12 @@ class Setup:
     def num_experts(self) -> int:
         """Experts per layer."""
         return 1 + max((o.expert for o in self.operators if o.expert is not None), default=-1)
+
+    @cached_property
+    def varying(self) -> Members:
+        """The nodes of a job that goes on with fewer."""
+        nodes = self.cluster.nodes
+        return self.members or Members(-(-nodes // 2), nodes)
 
     @cached_property
     def full(self) -> Sizes:
@@ -175,45 +187,6 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The settings that a user can fix.
-
-    Attributes:
-        interval: iterations between checkpoints; None for the best, or the policy's own rule.
-        mtbf_s: the MTBF that intervals are chosen for.
-        k: experts of each layer in a partial checkpoint; None for one in eight.
-        dynamic: raise K when faults have used up its share of ``plt_limit``.
-        plt_limit: see ``moc.policy.dynamic_k``.
-        window: W; None for Algorithm 1's.
-        replicas: copies in peers' memory.
-        persist_interval: iterations between checkpoints in storage; None for the shortest possible.
-        own: further settings of a policy.
-    """
-
-    interval: int | None = None
-    mtbf_s: float = 3600.0
-    k: int | None = None
-    dynamic: bool = True
-    plt_limit: float = PLT_LIMIT
-    window: int | None = None
-    replicas: int = 2
-    persist_interval: int | None = None
-    own: Settings = field(default_factory=dict, hash=False)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The policy's own settings."""
-        fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
-        return fixed | dict(self.own)
-
-    def with_settings(self, settings: Settings) -> Options:
-        """A copy with other policy settings."""
-        named = {name: value for name, value in settings.items() if name in _NAMED}
-        others = {name: value for name, value in settings.items() if name not in _NAMED}
-        return dataclasses.replace(self, **named, own={**self.own, **others})
-
-
-@dataclass(frozen=True)
 class Weighed:
     """A policy with its settings, its costs, the expected proportion of lost tokens, and bytes in a node's memory."""
 
@@ -239,14 +212,9 @@ def blocking(setup: Setup, options: Options) -> Strategy:
 
 def checkfreq(setup: Setup, options: Options) -> Strategy:
     """Snapshots beside training, then written to storage; the interval caps the overhead at 3 % (CheckFreq)."""
-    sizes, timing = setup.full, setup.timing
-    write_s = sizes.total / setup.cluster.storage_bandwidth
-    stall_s = setup.stall_s(sizes.busiest)
-    least = math.ceil(setup.iterations(write_s))
-    interval = options.interval or capped_interval(stall_s, timing.iteration_s, _CAP, least)
-    saving = _global(setup, "checkfreq", stall_s, interval, setup.iterations(_copy_s(setup, sizes) + write_s), write_s)
-    traffic = Traffic(host=sizes.total, storage=sizes.total)
-    return Strategy(dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total))
+    stall_s, least = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
+    interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, least)
+    return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
 def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
@@ -267,11 +235,40 @@ def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCo
 
 
 def elastic(setup: Setup, options: Options) -> Strategy:
-    """Replicates experts, and continues training with the remaining nodes (Lazarus)."""
-    cluster = setup.cluster
-    saving = PolicyCosts("elastic", interval=1, restart_s=cluster.detect_s + _RECONFIGURE_S, elastic=1)
-    saving = dataclasses.replace(saving, replay_s=setup.timing.iteration_s, survives=1)
-    return Strategy(_with_storage(setup, options, saving))
+    """Replicates experts, and continues training with the remaining nodes (Lazarus).
+
+    Checkpoints are written beside training for losses that leave not every expert, at the best interval for those: for
+    an MTBF that is divided by their share of all losses.
+    """
+    asked, nodes = setup.elastic, setup.cluster.nodes
+    members = elastic_members(
+        setup.operators,
+        setup.layout,
+        _micro_batches(setup),
+        setup.work.topk,
+        setup.loads,
+        asked,
+        setup.varying,
+        setup.cluster.gpus_per_node,
+    )
+    fatal = fmean(1 - members.survival(nodes, min(lost, nodes)) for lost in asked.losses)
+    whole_s = setup.total_iterations * setup.iteration_s
+    rare = dataclasses.replace(options, mtbf_s=min(whole_s, options.mtbf_s / fatal) if fatal else whole_s)
+    stored = _to_storage(setup, elastic.__name__, 1)
+    stored = _at_best_interval(setup, rare, stored, math.ceil(setup.iterations(_write_s(setup))))
+    saving = ElasticCosts(
+        name=elastic.__name__,
+        interval=1,
+        stall_s=stored.per_iteration_s(),
+        restart_s=_detect_s(setup) + asked.regroup_s,
+        replay_s=setup.iteration_s,
+        survives=next(n - 1 for n in range(1, nodes + 2) if members.survival(nodes, n) < 1),
+        beyond=dataclasses.replace(stored, why="an expert was lost"),
+        members=members,
+        traffic=Traffic().after(1 / stored.interval, stored.traffic),
+        host_bytes=stored.host_bytes,
+    )
+    return Strategy(saving)
 
 
 def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
@@ -304,12 +301,51 @@ def _global(
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
     saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
-        return program_way(saving, setup.program, iteration_s, lag)
-    return dataclasses.replace(
-        saving,
-        restart_s=cluster.detect_s + cluster.restart_s + load_s,
-        replay_s=cluster.replay_slowdown * (iteration_s + saving.per_iteration_s()),
+        saving = program_way(saving, setup.program, iteration_s, lag)
+    else:
+        saving = dataclasses.replace(
+            saving,
+            restart_s=cluster.detect_s + cluster.restart_s + load_s,
+            replay_s=cluster.replay_slowdown * (iteration_s + saving.per_iteration_s()),
+        )
+    return dataclasses.replace(saving, members=_whole_pipelines(setup, saving)) if setup.shrinks else saving
+
+
+def _whole_pipelines(setup: Setup, saving: PolicyCosts) -> Members:
+    """Members of a job whose workers save, and start anew from storage, when nodes come."""
+    members, layout, work = setup.varying, setup.layout, setup.work
+    return WholePipelines(
+        members.least,
+        members.most,
+        members.grow_wait_s,
+        grow_s=_write_s(setup) + saving.restart_s - _detect_s(setup),
+        work=dataclasses.replace(work, pipelines=work.pipelines or layout.dp),
+        stages=layout.pp,
+        vpp=layout.vpp,
     )
+
+
+def _detect_s(setup: Setup) -> float:
+    return setup.cluster.detect_s if setup.program is None else setup.program.detect_s
+
+
+def _write_s(setup: Setup) -> float:
+    return setup.full.total / setup.cluster.storage_bandwidth
+
+
+def _micro_batches(setup: Setup) -> int:
+    """Micro batches of all data-parallel ranks together, where each of them has its own."""
+    pipelines = setup.work.pipelines or setup.layout.dp
+    return setup.work.global_batch * setup.layout.dp // (setup.work.micro_batch * pipelines)
+
+
+def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
+    """Costs of full snapshots beside training, then written to storage."""
+    sizes, write_s = setup.full, _write_s(setup)
+    lag = setup.iterations(_copy_s(setup, sizes) + write_s)
+    saving = _global(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
+    traffic = Traffic(host=sizes.total, storage=sizes.total)
+    return dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total)
 
 
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
@@ -360,14 +396,18 @@ def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
 
 
 def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
-    """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive."""
-    write_s = setup.full.total / setup.cluster.storage_bandwidth
+    """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive.
+
+    A snapshot in memory is whole only with the nodes that wrote it, so other numbers of nodes take the one in storage.
+    """
+    write_s = _write_s(setup)
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
     beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
-    if saving.elastic:
-        return dataclasses.replace(saving, beyond=beyond)
     nodes = setup.cluster.nodes
     copies = place(nodes, min(options.replicas, nodes - 1))
+    changed = dataclasses.replace(beyond, why="other number of nodes") if setup.shrinks else None
+    beyond = dataclasses.replace(beyond, why="no copy was left")
+    saving = dataclasses.replace(saving, members=beyond.members, changed=changed)
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 

@@ -11,6 +11,7 @@ from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import DynamicK
 from moc.policy.prices import Price
 from moc.recovery.placement import Placement, survival
+from moc.simulate.members import Members
 
 NEVER = 10**12
 """Interval of a policy without checkpoints."""
@@ -29,6 +30,28 @@ class Traffic:
         return Traffic(
             self.host + saves * each.host, self.network + saves * each.network, self.storage + saves * each.storage
         )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of nodes.
+
+    Attributes:
+        nodes: of the job's, that are lost now.
+        of: nodes on which the job trained when all of them had their state last.
+        before: of these, lost since; what they held is not elsewhere yet.
+        left: nodes on which training goes on, 0 to wait for more.
+    """
+
+    nodes: int
+    of: int
+    before: int = 0
+    left: int = 0
+
+    @property
+    def total(self) -> int:
+        """Nodes that are lost as if at once."""
+        return min(self.of, self.nodes + self.before)
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,9 @@ class PolicyCosts:
         survives: simultaneous node losses, of any nodes, that copies in memory survive.
         copies: placement of copies, which decides whether more losses are survived; None without copies.
         beyond: costs of recovery if copies are lost; None if they are the same.
-        elastic: with too few nodes, training continues on the largest multiple of this; 0 waits.
+        changed: costs of recovery on another number of nodes; None if they are the same.
+        members: numbers of nodes on which training goes on; None to wait for all of the job's.
+        why: of a recovery, the reason why it is not the policy's usual one.
         traffic: of one checkpoint.
         host_bytes: bytes of all ranks' checkpoints and logs in host memory.
         exact: after a recovery the run is bit-identical to the run without the failure.
@@ -70,7 +95,9 @@ class PolicyCosts:
     survives: int = 0
     copies: Placement | None = None
     beyond: PolicyCosts | None = None
-    elastic: int = 0
+    changed: PolicyCosts | None = None
+    members: Members | None = None
+    why: str = ""
     traffic: Traffic = field(default_factory=Traffic)
     host_bytes: float = 0.0
     exact: bool = True
@@ -87,14 +114,16 @@ class PolicyCosts:
         """The iteration restored after a failure, given those completed with the fraction of the current one."""
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
-    def way_back(self, nodes: int, chance: float) -> PolicyCosts:
-        """The costs of recovery from a loss of this many nodes at once.
+    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+        """The costs of recovery from a loss.
 
-        ``chance`` is a random number from 0 to 1 for this loss, which decides whether copies remain.
+        ``chance`` is a random number from 0 to 1, which decides whether copies remain; the same for losses that add up.
         """
-        if self.beyond is None or nodes <= self.survives:
+        if self.changed is not None and loss.left not in (0, loss.of):
+            return self.changed
+        if self.beyond is None or loss.total <= self.survives:
             return self
-        return self if self.copies and chance < _survival(self.copies, nodes) else self.beyond
+        return self if self.copies and chance < _survival(self.copies, loss.total) else self.beyond
 
     def replay_total_s(self, iterations: float) -> float:
         """Seconds to replay this many iterations."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moc.policy.window import generate_schedule
 from moc.recovery.plan import JobInventory, plans
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import Loss, PolicyCosts
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -87,10 +87,10 @@ class ProgramSaving(PolicyCosts):
             return 0
         return plan.way.moments[0].iteration if plan.way else plan.iteration
 
-    def way_back(self, nodes: int, chance: float) -> PolicyCosts:
+    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
         """As :meth:`PolicyCosts.way_back`."""
-        way = super().way_back(nodes, chance)
-        return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * (nodes - 1))
+        way = super().way_back(loss, chance)
+        return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * max(0, loss.total - 1))
 
     def _held(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
         """The usable snapshots, from the newest complete window on; the initial state counts as one."""

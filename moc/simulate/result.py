@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any
@@ -26,6 +26,8 @@ class Result:
         host_bytes: bytes kept in host memory.
         k: experts of each layer in a checkpoint at the end; None if it does not apply.
         plt: proportion of lost tokens at the end (MoC, eq. 7).
+        nodes_s: seconds by number of nodes that trained or recovered; 0 nodes is waiting.
+        fallbacks: recoveries that were not the policy's usual one, by reason.
         goodput: useful samples per second, in equal parts of the run.
         plts: the proportion of lost tokens at the end of each part.
         ks: K at the end of each part; empty if it does not apply.
@@ -47,6 +49,8 @@ class Result:
     host_bytes: float
     k: int | None
     plt: float
+    nodes_s: Mapping[int, float]
+    fallbacks: Mapping[str, float]
     goodput: tuple[float, ...]
     plts: tuple[float, ...]
     ks: tuple[int, ...]
@@ -62,13 +66,23 @@ class Result:
         return self.saving_s / self.useful_s if self.useful_s else 0.0
 
     @property
+    def fell_back(self) -> float:
+        """Recoveries that were not the policy's usual one."""
+        return sum(self.fallbacks.values())
+
+    @property
     def recovery_each_s(self) -> float:
         """Mean seconds that a failure costs."""
         return self.recovery_s / self.failures if self.failures else 0.0
 
     def to_dict(self) -> dict:
         """Plain values, for JSON."""
-        more = {"ettr": self.ettr, "overhead": self.overhead, "recovery_each_s": self.recovery_each_s}
+        more = {
+            "fell_back": self.fell_back,
+            "ettr": self.ettr,
+            "overhead": self.overhead,
+            "recovery_each_s": self.recovery_each_s,
+        }
         return asdict(self) | more
 
 
@@ -84,6 +98,9 @@ def _mean(values: list) -> Any:
         return None
     if isinstance(first, tuple):
         return tuple(_mean(list(column)) for column in zip(*values, strict=True))
+    if isinstance(first, dict):
+        keys = {key: None for value in values for key in value}
+        return {key: fmean(value.get(key, 0.0) for value in values) for key in keys}
     if isinstance(first, Traffic):
         return Traffic(*(fmean(getattr(value, field.name) for value in values) for field in fields(Traffic)))
     mean = fmean(values)

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moc.output import replacing
 from moc.simulate.engine import SimulatedJob
@@ -17,8 +17,10 @@ from moc.simulate.result import Result
 
 _COLUMNS = (
     "ettr overhead recovery_each_s longest_s failures replayed useful_s saving_s slower_s recovery_s idle_s wall_s "
-    "iterations samples k plt host_bytes"
+    "fell_back iterations samples k plt host_bytes"
 ).split()
+
+_SHARES = 6  # numbers of nodes that are named, the most frequent ones
 
 
 def print_run(
@@ -38,6 +40,8 @@ def print_run(
     print(_title(setup, faults, job), "", sep="\n")
     header = "policy,ETTR,overhead,a failure,longest,failures,samples/s,PLT,host,net,disk".split(",")
     print(aligned([header, *(_row(title, some) for title, some in means.items())]))
+    if changing := [line for title, some in means.items() for line in _on_nodes(title, some)]:
+        print("", *changing, sep="\n")
     if chosen:
         print("", chosen.reason.replace(". ", ".\n"), sep="\n")
 
@@ -87,6 +91,21 @@ def _row(title: str, some: Result) -> list[str]:
         f"{100 * some.plt:.2g} %" if some.plt else "",
         *(f"{nbytes / 1e12:,.2f} TB" for nbytes in dataclasses.astuple(some.written)),
     ]
+
+
+def _on_nodes(title: str, some: Result) -> Iterator[str]:
+    """Lines on shares of time by number of nodes, where it changes, and on recoveries that were not the usual ones."""
+    if len(some.nodes_s) > 1:
+        shares = sorted(((seconds / some.wall_s, nodes) for nodes, seconds in some.nodes_s.items()), reverse=True)
+        most = [f"{100 * share:.1f} % {f'on {nodes}' if nodes else 'waiting'}" for share, nodes in shares[:_SHARES]]
+        rest = sum(share for share, _ in shares[_SHARES:])
+        most += [f"{100 * rest:.1f} % on others"] if rest else []
+        yield f"{title}, nodes: {', '.join(most)}"
+    reasons = {key.partition(": ")[0] for key in some.fallbacks}
+    for reason in sorted(reasons):
+        found = sorted(((n, key) for key, n in some.fallbacks.items() if key.startswith(f"{reason}: ")), reverse=True)
+        losses = ", ".join(key.partition(": ")[2] for _, key in found[:_SHARES])
+        yield f"{title}, from storage {sum(n for n, _ in found):.3g} times: {reason} ({losses})"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

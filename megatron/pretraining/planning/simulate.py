@@ -16,8 +16,10 @@ from moc.sharding import Layout
 from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
+from moc.simulate.elastic import REGROUP_S, ElasticSettings
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults, read_trace
+from moc.simulate.members import Members
 from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
 from moc.simulate.profile import read_profile
@@ -34,6 +36,8 @@ examples:
   python tools/simulate.py --model qwen-moe-14b --pp 6 --ep 8 --trace gcp_a100.txt --hours 6 --plot goodput.png
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --profile runs/x --scale-to gpus=16384 --mtbf 10m
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --policy auto --exact-only
+  python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:384 --ep 8 --trace gcp_a100.txt --trace-nodes \
+      --micro-batch 8 --global-batch-size 40320 --min-nodes 24 --policy elastic,full+shrink,full
   python tools/simulate.py --reproduce moevement-table3      # as python -m benchmarks.papers moevement-table3
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
@@ -43,6 +47,7 @@ _RATES = {  # by flag: field of the cluster, and description
     "network": ("inter_bandwidth", "of a node to other nodes"),
     "storage": ("storage_bandwidth", "of the job to storage"),
 }
+_SHRINKS = "+shrink"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -72,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _model_flags(parser.add_argument_group("what trains"))
     _fault_flags(parser.add_argument_group("what fails"))
     _policy_flags(parser.add_argument_group("what is done about it"))
+    _member_flags(parser.add_argument_group("fewer nodes, and more: elastic, and NAME+shrink"))
     group = parser.add_argument_group("what comes out")
     group.add_argument("--runs", type=int, default=10, metavar="N", help="runs to average, by seed (default: 10)")
     group.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
@@ -143,7 +149,10 @@ def _fault_flags(group) -> None:
 
 def _policy_flags(group) -> None:
     group.add_argument(
-        "--policy", default="all", metavar="LIST", help=f"all, auto, or of {', '.join(POLICIES)} (default: all)"
+        "--policy",
+        default="all",
+        metavar="LIST",
+        help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} goes on with fewer nodes",
     )
     group.add_argument("--interval", type=int, metavar="N", help="iterations between checkpoints; by default the best")
     group.add_argument("--window", type=int, metavar="W", help="sparse: by default the shortest that hides")
@@ -156,6 +165,35 @@ def _policy_flags(group) -> None:
         "--routing", metavar="FILE.npz", help="recorded loads, by which selective loses tokens: see plan_checkpoint.py"
     )
     group.add_argument("--plt-limit", type=float, default=PLT_LIMIT, metavar="P", help=f"(default: {PLT_LIMIT})")
+
+
+def _member_flags(group) -> None:
+    group.add_argument("--min-nodes", type=int, metavar="N", help="MIN of mocrun's --nnodes MIN:MAX; by default half")
+    group.add_argument(
+        "--grow-wait", type=duration, default=120.0, metavar="TIME", help="for more nodes, when some come (default: 2m)"
+    )
+    group.add_argument(
+        "--elastic-slots",
+        type=int,
+        metavar="C",
+        help="experts of a layer that a rank can hold; by default as many as hold all replicas on --min-nodes",
+    )
+    group.add_argument(
+        "--elastic-min-replicas",
+        type=int,
+        default=2,
+        metavar="F",
+        help="of each expert, on different nodes (default: 2)",
+    )
+    group.add_argument(
+        "--elastic-everywhere", type=int, metavar="H", help="hottest experts on every node; by default as needed"
+    )
+    group.add_argument(
+        "--elastic-regroup",
+        type=duration,
+        metavar="TIME",
+        help=f"from the end of detection until training goes on; by default --profile's, or {REGROUP_S:g} s",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,8 +227,8 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
     if args.trace and args.mtbf:
         raise ValueError("--trace says when nodes are lost: drop --mtbf")
-    setup = _setup(args, model_flags)
     faults, available = _faults(args)
+    setup = dataclasses.replace(_setup(args, model_flags), elastic=_elastic(args, faults))
     mtbf_s = faults.mtbf_s or _mtbf_of(faults, 3600 * args.hours)
     options = Options(
         interval=args.interval,
@@ -229,6 +267,8 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
 
 
 def _runs(setup: Setup, job: SimulatedJob, faults: Faults, name: str, options: Options, count: int) -> list[Result]:
+    if name.endswith(_SHRINKS):
+        name, setup = name.removesuffix(_SHRINKS), dataclasses.replace(setup, shrinks=True)
     policy = POLICIES[name]
     jobs = (dataclasses.replace(job, seed=job.seed + number) for number in range(count))
     return [simulate(one, faults, policy(setup, options)) for one in jobs]
@@ -237,8 +277,10 @@ def _runs(setup: Setup, job: SimulatedJob, faults: Faults, name: str, options: O
 def _policies(text: str) -> list[str]:
     names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in POLICIES:
+        if name.removesuffix(_SHRINKS) not in POLICIES:
             raise ValueError(f"there is no policy {name!r}: choose from {', '.join(POLICIES)}, all or auto")
+        if name == f"elastic{_SHRINKS}":
+            raise ValueError(f"elastic goes on with fewer nodes already: drop {_SHRINKS}")
     return names
 
 
@@ -265,6 +307,8 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     own = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
     if args.routing is not None:
         own["loads"] = read_routing(args.routing)
+    nodes = cluster.nodes
+    own["members"] = Members(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
     return Setup(operators, layout, cluster, timing, work, **own)
 
 
@@ -276,6 +320,20 @@ def _program(args: argparse.Namespace) -> RecoveryCosts | None:
     if not seen:
         raise ValueError("--ways program takes its times from a run: give --profile one in which workers were lost")
     return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes lost together do not share processors
+
+
+def _elastic(args: argparse.Namespace, faults: Faults) -> ElasticSettings:
+    """Settings of an elastic job, whose losses are those of the trace."""
+    regroup_s, program = args.elastic_regroup, _program(args)
+    if regroup_s is None:
+        regroup_s = REGROUP_S if program is None else program.restart_s - program.detect_s
+    return ElasticSettings(
+        slots=args.elastic_slots,
+        least=args.elastic_min_replicas,
+        everywhere=args.elastic_everywhere,
+        regroup_s=regroup_s,
+        losses=tuple(event.lost for event in faults.trace if event.lost) or (faults.together,),
+    )
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

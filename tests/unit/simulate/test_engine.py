@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.simulate.closed_form import expected_ettr
+from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, _Run, simulate
 from moc.simulate.failures import Event, Faults
+from moc.simulate.members import Members, WholePipelines
 from moc.simulate.policies import POLICIES, Options
 from moc.simulate.policy_costs import PolicyCosts, Strategy
 from tests.unit.simulate.setups import small_setup
@@ -106,7 +108,7 @@ def test_without_spares_the_job_waits_for_a_node():
 
 
 def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
-    elastic = PolicyCosts("elastic", interval=1, restart_s=5, replay_s=1, elastic=1)
+    elastic = PolicyCosts("elastic", interval=1, restart_s=5, replay_s=1, members=Members(1, 4, grow_s=5))
     result = run(elastic, Event(20.0, lost=1), Event(65.0, gained=1), available=4)
     assert result.idle_s == 0 and result.recovery_s == pytest.approx(5 + 5, abs=1.4)
     assert result.samples == pytest.approx(512 * (20 + 40 * 3 / 4 + 30), rel=0.01)
@@ -114,13 +116,13 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
     lost = dataclasses.replace(elastic, beyond=PolicyCosts("full", interval=100, restart_s=5, replay_s=1))
     result = run(lost, Event(20.0, lost=1), Event(30.0, gained=1), available=4)
     assert result.recovery_s == pytest.approx(10 + 5 + 20 - int((30 - 25) * 3 / 4), abs=0.01)
-    pairs = dataclasses.replace(elastic, elastic=2)
+    pairs = dataclasses.replace(elastic, members=WholePipelines(1, 4, work=Work(pipelines=2)))
     assert run(pairs, Event(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 
 
 def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
     """So a job that goes on with half of its nodes is not as good as one that has all of them."""
-    elastic = PolicyCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, elastic=1)
+    elastic = PolicyCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, members=Members(1, 4))
     halved = run(elastic, Event(0.0, lost=2), available=4, wall_s=1000)
     whole = run(elastic, wall_s=1000)
     assert whole.slower_s == 0 and whole.useful_s == pytest.approx(1000 / 1.2)

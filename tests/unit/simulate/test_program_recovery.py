@@ -11,7 +11,7 @@ from moc.recovery.placement import place, survival
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import Loss, PolicyCosts
 from moc.simulate.program_recovery import RecoveryCosts, program_way
 from tests.unit.simulate.setups import small_setup
 
@@ -123,10 +123,13 @@ def test_which_nodes_are_lost_decides_whether_copies_are_left():
     saving = dataclasses.replace(EACH, survives=1, copies=copies, beyond=EIGHTH)
     chance = survival(copies, 2)
     assert 0 < chance < 1
-    assert saving.way_back(1, 0.999) == saving and saving.way_back(3, 0.0) == EIGHTH
-    assert saving.way_back(2, chance - 0.01) == saving and saving.way_back(2, chance + 0.01) == EIGHTH
-    assert saving.way_back(5, 0.0) == EIGHTH and EACH.way_back(4, 0.999) == EACH
-    assert dataclasses.replace(saving, copies=None).way_back(2, 0.0) == EIGHTH
+    assert saving.way_back(Loss(1, of=6), 0.999) == saving and saving.way_back(Loss(3, of=6), 0.0) == EIGHTH
+    assert (
+        saving.way_back(Loss(2, of=6), chance - 0.01) == saving
+        and saving.way_back(Loss(2, of=6), chance + 0.01) == EIGHTH
+    )
+    assert saving.way_back(Loss(5, of=6), 0.0) == EIGHTH and EACH.way_back(Loss(4, of=6), 0.999) == EACH
+    assert dataclasses.replace(saving, copies=None).way_back(Loss(2, of=6), 0.0) == EIGHTH
     full = POLICIES["full"](small_setup(), Options(mtbf_s=900, replicas=1)).saving
     assert (full.survives, full.copies) == (1, copies)
 

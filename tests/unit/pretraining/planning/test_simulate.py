@@ -84,10 +84,50 @@ def test_table_csv_and_picture(capsys, tmp_path):
 
 def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 2").replace(" 6", " 1"))
-    trace = ["--trace", str(tmp_path / "gcp.txt"), "--trace-nodes", "--policy", "full,elastic"]
+    trace = ["--trace", str(tmp_path / "gcp.txt"), "--trace-nodes", "--policy", "full,elastic", "--num-experts", "16"]
     found = told(capsys, *SMALL, *trace)["policies"]
     assert found["full"]["idle_s"] == pytest.approx(2400)
     assert found["elastic"]["idle_s"] == 0 and found["elastic"]["samples"] > found["full"]["samples"]
+
+
+def test_jobs_that_go_on_with_fewer_nodes(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 4").replace(" 6", " 2"))
+    job = [*SMALL, "--cluster", "a100-80gb:32", "--ep", "1", "--global-batch-size", "480", "--micro-batch", "1"]
+    job += [
+        "--trace",
+        str(tmp_path / "gcp.txt"),
+        "--trace-nodes",
+        "--policy",
+        "elastic,full+shrink,full",
+        "--num-experts",
+        "16",
+    ]
+    found = told(capsys, *job, "--grow-wait", "1m")["policies"]
+    assert found["elastic"]["ettr"] > found["full+shrink"]["ettr"] > found["full"]["ettr"]
+    assert found["full"]["nodes_s"] == pytest.approx({"0": 2400, "4": 8400})
+    for name in ("elastic", "full+shrink"):
+        assert found[name]["nodes_s"] == pytest.approx({"2": 2400, "4": 8400})
+    assert found["full+shrink"]["fell_back"] == 1
+    # On two nodes a stage has one, with all experts, so that both lost ones are survived unless they are a stage's.
+    assert found["elastic"]["fell_back"] in (0, 0.5, 1)
+    assert simulate.main(job) == 0
+    out = capsys.readouterr().out
+    assert "full+shrink, nodes: 77.8 % on 4, 22.2 % on 2" in out
+    assert "full+shrink, from storage 1 times: other number of nodes (2 of 4 nodes lost)" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--policy", "elastic+shrink"], "elastic goes on with fewer nodes already: drop +shrink"),
+        (["--policy", "elastic", "--min-nodes", "3"], "a job of 2 nodes cannot go on with 3"),
+        (["--policy", "elastic", "--elastic-slots", "1", "--min-nodes", "1", "--num-experts", "64"], "slots"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_go_on(capsys, flags, why):
+    assert simulate.main([*SMALL, *flags]) == 1
+    assert why in capsys.readouterr().err
 
 
 def test_a_trace_whose_time_steps_back_is_used_with_a_warning(capsys, tmp_path):

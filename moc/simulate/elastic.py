@@ -1,0 +1,248 @@
+"""An elastic job (Lazarus) in simulation: which losses leave every expert, and what an iteration then takes.
+
+By what plans elastic training (:mod:`moc.elastic`), for each number of nodes that occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache, cached_property
+from math import comb
+from statistics import fmean
+
+import numpy
+
+from moc.elastic import choose
+from moc.elastic.batches import rounds
+from moc.elastic.plan import Plan, Settings, plan
+from moc.elastic.survival import TooManyNodesError, least_survival, survived
+from moc.policy.selection import Counts
+from moc.sharding import Layout
+from moc.simulate.cost import active
+from moc.simulate.members import Members, steps
+from moc.simulate.policy_costs import Loss, PolicyCosts
+from moc.simulate.stages import split_stages
+from moc.state.operators import Operator
+
+REGROUP_S = 30.0
+"""20 to 40 seconds from a loss until training goes on, with transfers (Lazarus, section 6.3)."""
+
+_EQUAL = 10**6  # tokens of each expert, if loads are unknown
+_Rows = tuple[tuple[int, ...], ...]  # loads of layers that differ
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """What an elastic job is asked for.
+
+    Attributes:
+        slots: experts of a layer that a rank can hold; None for as many as hold ``least`` replicas on MIN nodes.
+        least: replicas of each expert on different nodes (f).
+        everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
+        regroup_s: seconds from the end of detection until training goes on, with transfers.
+        losses: nodes lost at once, of each loss that is expected: for the interval of fallback checkpoints.
+    """
+
+    slots: int | None = None
+    least: int = 2
+    everywhere: int | None = None
+    regroup_s: float = REGROUP_S
+    losses: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, eq=False)
+class ElasticMembers(Members):
+    """The nodes of an elastic job.
+
+    Stages get equally many nodes, or one more; where there are fewer nodes than stages, a node has several.  Every
+    rank of a stage holds experts; its tensor-parallel groups train on different samples, and as many as the smallest
+    stage has do.  The dense part is on every rank of its stage.
+
+    Attributes:
+        ranks: of a node.
+        tp: ranks that share the dense part of a stage.
+        vpp: virtual stages of a stage.
+        micro_batches: B, of the global batch.
+        usual: of these, the micro batches of a rank in the job's iteration.
+        stages: by stage, the loads of its layers with experts.
+        share: of an iteration's operations that experts do.
+        settings: what was asked for.
+    """
+
+    ranks: int = 1
+    tp: int = 1
+    vpp: int = 1
+    micro_batches: int = 1
+    usual: float = 1.0
+    stages: tuple[_Rows, ...] = ()
+    share: float = 0.0
+    settings: ElasticSettings = field(default_factory=ElasticSettings)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ranks % self.tp:
+            raise ValueError(f"nodes of {self.ranks} GPUs are not divided by a tensor parallelism of {self.tp}")
+        for nodes in {self.least, self.most}:
+            if not self.trained_on(nodes):
+                raise ValueError(f"{nodes} nodes cannot hold {len(self.stages)} stages: --min-nodes must be larger")
+            self.slowdown(nodes)  # raises if the slots do not suffice
+
+    def _stage(self, nodes: int) -> tuple[int, int]:
+        """Nodes of the smallest stage, and its ranks on each."""
+        stages = len(self.stages)
+        return max(1, nodes // stages), min(self.ranks, self.ranks * nodes // stages)
+
+    def trained_on(self, nodes: int) -> int:
+        """D: data-parallel ranks of so many nodes."""
+        of_stage, ranks = self._stage(nodes)
+        return of_stage * (ranks // self.tp)
+
+    def slowdown(self, nodes: int) -> float:
+        """As :meth:`Members.slowdown`: rounds of micro batches, and the wait for the rank with most tokens."""
+        now = steps(rounds(self.micro_batches, self.trained_on(nodes)), len(self.stages), self.vpp)
+        return now / steps(self.usual, len(self.stages), self.vpp) * self.load_factor(nodes)
+
+    def load_factor(self, nodes: int) -> float:
+        """Duration of a micro batch relative to one with equal work for all ranks, in the busiest stage."""
+        return 1 + self.share * (max(self._imbalance(rows, *self._stage(nodes)) for rows in self.stages) - 1)
+
+    def survival(self, nodes: int, lost: int) -> float:
+        """Probability that a loss of ``lost`` of so many nodes leaves every expert and every stage."""
+        return self._survival(nodes, lost)
+
+    @cached_property
+    def slots(self) -> int:
+        """Experts of a layer that a rank can hold."""
+        if self.settings.slots is not None:
+            return self.settings.slots
+        of_stage, ranks = self._stage(self.least)
+        experts = max((len(row) for rows in self.stages for row in rows), default=0)
+        return -(-min(self.settings.least, of_stage) * experts // (of_stage * ranks))
+
+    @cached_property
+    def _plan(self):
+        @cache
+        def planned(rows: _Rows, nodes: int, ranks: int) -> Plan:
+            settings = Settings(self.slots, self.settings.least, self.settings.everywhere, ranks)
+            return plan(range(nodes), dict(enumerate(rows)), settings)
+
+        return planned
+
+    @cached_property
+    def _imbalance(self):
+        @cache
+        def imbalance(rows: _Rows, nodes: int, ranks: int) -> float:
+            tables = self._plan(rows, nodes, ranks).tables if rows else {}
+            return fmean([choose.imbalance(row, tables[layer]) for layer, row in enumerate(rows)] or [1.0])
+
+        return imbalance
+
+    @cached_property
+    def _survival(self):
+        @cache
+        def survival(nodes: int, lost: int) -> float:
+            base, more = divmod(nodes, len(self.stages))
+            if lost > nodes or not base:
+                return float(lost == 0)  # without a node for each stage, every node has a stage alone
+            ways = [1]
+            for number, rows in enumerate(self.stages):
+                ways = _product(ways, self._survived(rows, base + (number < more), lost), lost)
+            return ways[lost] / comb(nodes, lost)
+
+        return survival
+
+    @cached_property
+    def _survived(self):
+        @cache
+        def choices(rows: _Rows, nodes: int, lost: int) -> list[int]:
+            """By number of nodes lost from a stage, the choices that leave everything; at least so many if large."""
+            held = numpy.ones((1, nodes), numpy.int64)  # the dense part
+            if rows:
+                placed = self._plan(rows, nodes, self.ranks)
+                held = numpy.vstack([held, *(placed.held_by_nodes(layer) for layer in placed.tables)])
+            most = min(lost, nodes)
+            try:
+                return survived(held, most)
+            except TooManyNodesError:
+                return [int(Fraction(least_survival(held, n)) * comb(nodes, n)) for n in range(most + 1)]
+
+        return choices
+
+
+def elastic_members(
+    operators: Sequence[Operator],
+    layout: Layout,
+    micro_batches: int,
+    topk: int,
+    loads: Sequence[Counts],
+    settings: ElasticSettings,
+    members: Members,
+    ranks: int,
+) -> ElasticMembers:
+    """The members of an elastic job of a model.
+
+    Args:
+        operators: of the unpartitioned model.
+        layout: TP, PP and VPP of all nodes; experts are on the ranks of a stage as planned.
+        micro_batches: B.
+        topk: experts of a token.
+        loads: recorded, by iteration and layer, whose sum is planned for; equal ones if empty.
+        settings: what is asked for.
+        members: MIN, MAX and the waits.
+        ranks: of a node.
+
+    Raises:
+        ValueError: MIN nodes cannot hold the model.
+    """
+    stages = split_stages(operators, layout.pp)
+    experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
+    summed = [numpy.sum([row[layer] for row in loads], axis=0) for layer in sorted(loads[0])] if loads else []
+    layers = sorted({o.layer for o in operators if o.kind == "expert" and o.layer is not None})
+    rows = []
+    for stage in stages:
+        places = [at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)]
+        found = (tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places)
+        rows.append(tuple(dict.fromkeys(found)))  # layers alike are planned alike
+    dense = sum(active([o for o in operators if o.kind != "expert"], topk))
+    return ElasticMembers(
+        **{name: getattr(members, name) for name in ("least", "most", "grow_wait_s")},
+        grow_s=settings.regroup_s,
+        ranks=ranks,
+        tp=layout.tp,
+        vpp=layout.vpp,
+        micro_batches=micro_batches,
+        usual=micro_batches / layout.dp,
+        stages=tuple(rows),
+        share=1 - dense / sum(active(operators, topk)),
+        settings=settings,
+    )
+
+
+def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
+    """Loads of another number of experts, of the same shape: hottest first, read off at equal distances."""
+    descending = numpy.sort(numpy.asarray(tokens))[::-1]
+    if len(descending) == experts:
+        return descending.tolist()
+    places = (numpy.arange(experts) + 0.5) * len(descending) / experts - 0.5
+    return numpy.interp(places, numpy.arange(len(descending)), descending).astype(int).tolist()
+
+
+@dataclass(frozen=True)
+class ElasticCosts(PolicyCosts):
+    """Costs of a job that goes on without a checkpoint as long as every expert is left."""
+
+    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+        """As :meth:`PolicyCosts.way_back`, by the members' survival."""
+        assert isinstance(self.members, ElasticMembers) and self.beyond is not None
+        return self if chance < self.members.survival(loss.of, loss.total) else self.beyond
+
+
+def _product(one: Sequence[int], other: Sequence[int], most: int) -> list[int]:
+    """The product of two polynomials, up to a degree."""
+    result = [0] * (most + 1)
+    for i, a in enumerate(one):
+        for j, b in enumerate(other[: most + 1 - i]):
+            result[i + j] += a * b
+    return result

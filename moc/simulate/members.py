@@ -1,0 +1,77 @@
+"""On how many nodes a job trains, and how much longer an iteration takes there than on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moc.simulate.cost import Work
+
+
+@dataclass(frozen=True)
+class Members:
+    """A job that trains on any number of nodes between two; here n of N nodes take N / n times as long.
+
+    Attributes:
+        least: MIN, nodes without which it waits.
+        most: MAX, the job's nodes.
+        grow_wait_s: that it waits for more nodes at the start, and when some come, unless all are there.
+        grow_s: from then until all train; nothing is replayed.
+
+    Raises:
+        ValueError: the numbers of nodes are no range.
+    """
+
+    least: int
+    most: int
+    grow_wait_s: float = 0.0
+    grow_s: float = 0.0
+
+    def __post_init__(self):
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"a job of {self.most} nodes cannot go on with {self.least}: give 1 to {self.most} nodes")
+
+    def usable(self, nodes: int | None) -> int:
+        """Of so many nodes (None for unlimited), those that train; 0 if they are too few."""
+        there = self.most if nodes is None else min(nodes, self.most)
+        return next((n for n in range(there, self.least - 1, -1) if n == self.most or self.fits(n)), 0)
+
+    def fits(self, nodes: int) -> bool:
+        """Whether the job can be divided among so many nodes."""
+        return True
+
+    def slowdown(self, nodes: int) -> float:
+        """Duration of an iteration on so many nodes, relative to the job's iteration."""
+        return self.most / nodes
+
+
+def steps(micro_batches: float, stages: int, vpp: int) -> float:
+    """Duration of a pipeline's iteration in micro batches: M + (S - 1) / v, as in :mod:`moc.simulate.cost`."""
+    return micro_batches + (stages - 1) / vpp
+
+
+@dataclass(frozen=True)
+class WholePipelines(Members):
+    """A job whose pipelines get equally many micro batches of the same global batch.
+
+    Attributes:
+        work: with the pipelines of all nodes.
+        stages: of a pipeline.
+        vpp: virtual stages of a stage.
+    """
+
+    work: Work = Work(pipelines=1)
+    stages: int = 1
+    vpp: int = 1
+
+    def fits(self, nodes: int) -> bool:
+        """Whether there are whole pipelines, and a whole number of micro batches for each."""
+        pipelines, rest = divmod(self.work.pipelines * nodes, self.most)
+        return not rest and pipelines > 0 and not self.work.global_batch % (self.work.micro_batch * pipelines)
+
+    def slowdown(self, nodes: int) -> float:
+        """As :meth:`Members.slowdown`."""
+        return self._steps(nodes) / self._steps(self.most)
+
+    def _steps(self, nodes: int) -> float:
+        pipelines = self.work.pipelines * nodes // self.most
+        return steps(self.work.global_batch / self.work.micro_batch / pipelines, self.stages, self.vpp)
