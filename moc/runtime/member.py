@@ -40,8 +40,8 @@ def _gather_alone(gathered: list, own, group=None) -> None:
     gathered[:] = [own] * len(gathered)
 
 
-def _gather_tensors_alone(gathered: torch.Tensor, own: torch.Tensor, group=None) -> None:
-    gathered.view(-1, own.numel())[:] = own.view(-1)
+def _gather_tensors_alone(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op=False) -> None:
+    output_tensor.view(-1, input_tensor.numel())[:] = input_tensor.view(-1)
 
 
 _ALONE = {
