@@ -124,7 +124,7 @@ def count_flops(flags: dict, patterns: list[str]) -> list[dict]:
             state.freeze(frozen)
             run.stepper.optimizer.zero_grad()
             with FlopCounterMode(display=False) as counter:
-                run.stepper.schedule.forward_backward(run.batches("train", 0))
+                run.stepper.schedule.forward_backward(0, run.batches("train", 0))
             state.activate(frozen)
             matrices = [f for f in state.fragments(frozen, Detail.COMPUTE) if len(f.global_shape) > 1]
             elements = sum(fragment.region.numel for fragment in matrices)

@@ -169,9 +169,10 @@ SERVER = [{"uss_mb": 9, "descriptors": 9}, {"uss_mb": 10, "descriptors": 12}, {"
         ((1_000_000, "worker 1 was killed by signal 9"), {}, {"no other generation began"}),
         ((2, "worker 1 was killed by signal 9"), {"descriptors": 13}, {"no descriptors are left"}),
         ((2, "worker 1 was killed by signal 9"), {"uss_mb": 18}, {"memory grew by less than 8 MB"}),
+        ((2, "worker 1 was killed by signal 9"), {"entered": ["a store"]}, {"the stranger got in nowhere"}),
     ],
 )
 def test_what_an_attack_must_not_bring_about(generation, last, broken):
-    told = {"kills": 2, "samples": {"agent": [*SERVER[:-1], SERVER[-1] | last]}}
+    told = {"kills": 2, "entered": last.pop("entered", []), "samples": {"agent": [*SERVER[:-1], SERVER[-1] | last]}}
     held = wire_fuzz.verdict(told, [(1, "worker 1 was killed by signal 9"), generation])
     assert {what for what, holds in held.items() if not holds} == broken

@@ -185,19 +185,19 @@ def test_the_watch_remembers_what_is_gone(tmp_path):
     }
     watch = Watch(storage, memory)
     for number, store in enumerate(stores.values()):
-        files = {f"rank_{rank:05d}.safetensors": FileEntry(100 * number + rank, 8, "") for rank in (1, 0)}
+        files = {f"rank_{rank:05d}.safetensors": FileEntry(100 * number + rank + 8, 8, "0" * 32) for rank in (1, 0)}
         store.publish(Manifest(7, "full", 2, files, {}))
         watch.look()
         store.remove(7)
-    assert watch.sizes == {"storage": {7: [0, 1]}, "memory": {7: [100, 101]}}
+    assert watch.sizes == {"storage": {7: [8, 9]}, "memory": {7: [108, 109]}}
 
 
 def test_the_watch_sees_what_comes_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
     with Watch(tmp_path / "checkpoints", tmp_path / "memory") as watch:
-        files = {"rank_00000.safetensors": FileEntry(3, 8, "")}
+        files = {"rank_00000.safetensors": FileEntry(9, 8, "0" * 32)}
         Store(LocalPlace(tmp_path / "checkpoints")).publish(Manifest(1, "full", 1, files, {}))
-    assert watch.sizes["storage"] == {1: [3]}
+    assert watch.sizes["storage"] == {1: [9]}
 
 
 def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path):
