@@ -8,6 +8,7 @@ import pytest
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import SHALLOW
+from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
 ITERATIONS = 24
@@ -42,7 +43,7 @@ def test_a_lost_node_is_left_behind_and_taken_in_when_it_comes_back(data, tmp_pa
     [
         ("DP2", 2, 1, dict(ckpt_policy="full", snapshot_interval=1), 1e-5),
         ("PP2xDP2", 4, 2, dict(ckpt_policy="sparse", sparse_window=2, ckpt_blocking=True), 1e-5),
-        ("DP3", 3, 2, dict(ckpt_policy="pec", pec_k=2, snapshot_interval=1), 1e-2),
+        *ALL * [("DP3", 3, 2, dict(ckpt_policy="pec", pec_k=2, snapshot_interval=1), 1e-2)],
         ("DP3", 3, 2, dict(ckpt_policy="selective", selective_experts=3, snapshot_interval=1), 1e-2),
     ],
 )

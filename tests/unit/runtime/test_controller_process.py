@@ -15,7 +15,16 @@ from moc.runtime.message import Message
 from moc.runtime.wire import WireError
 from tests.unit.runtime.peers import TOKEN
 
-FLAGS = dict(nnodes=1, nproc_per_node=1, spares=0, node_rank=0, endpoints=("127.0.0.1:0",), max_restarts=1)
+FLAGS = dict(
+    nnodes=1,
+    least_nodes=1,
+    grow_wait_s=0.0,
+    nproc_per_node=1,
+    spares=0,
+    node_rank=0,
+    endpoints=("127.0.0.1:0",),
+    max_restarts=1,
+)
 
 
 async def answers(address):

@@ -24,7 +24,7 @@ VALUES = [
     {1: "one", ("a", 2): {"record": [1], "dict": []}, None: {}},
     Detail.FULL,
     End(1, "why", False),
-    {0: {"op": StartWorker(0, "1.1", 3, 1, True)}},
+    {0: {"op": StartWorker(0, "1.1", 3, 1, True, 0, 4)}},
 ]
 
 
