@@ -135,3 +135,8 @@ def test_parts_add_up():
 def test_ranks_that_disagree_are_refused(other):
     with pytest.raises(CheckpointError, match="disagree about output"):
         merge([part(0, output=OperatorEntry("full", 3, {"master": 1})), part(1, output=other)])
+
+
+def test_parts_of_two_launches_are_refused():
+    with pytest.raises(CheckpointError, match="different launches, one, two"):
+        merge([replace(part(0), job="one"), replace(part(1), job="two")])
