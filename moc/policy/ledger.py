@@ -231,8 +231,8 @@ class Ledger:
         return {layer: sum(lost) / total[layer] if total[layer] else 0.0 for layer, lost in self.lost.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger as JSON-compatible values."""
-        return dataclasses.asdict(self)
+        """The ledger as JSON-compatible values; they are its own, which never change, since all experts are many."""
+        return vars(self) | {"debt": None if self.debt is None else vars(self.debt)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from copy import copy
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -33,8 +34,13 @@ class PartialState:
         """The run resumes, and both tiers are without gaps or not."""
         self.based, self.stored = in_memory and in_storage, in_storage
 
+    def state_dict(self) -> dict[str, Any]:
+        """All fields as JSON-compatible values, which later changes do not reach."""
+        tables = {name: value for name, value in vars(self).items() if isinstance(value, dict)}
+        return vars(self) | {name: {key: copy(row) for key, row in table.items()} for name, table in tables.items()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of :func:`dataclasses.asdict`, also after it was JSON.
+        """Restores the result of :meth:`state_dict`, also after it was JSON.
 
         Raises:
             ValueError: the state is of another class.
@@ -120,7 +126,7 @@ class Partial(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        return asdict(self.told)
+        return self.told.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""

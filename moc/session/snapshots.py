@@ -227,11 +227,12 @@ class Snapshots:
             share = self._contents.with_gradients(plan.operators, plan.compared)
             entries = self._contents.entries(plan.operators, share)
             carried = self._carrying.begin(plan) if in_memory else None
+            state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
-        taken = Taken(plan, storage, self._describe(self._position, self._record), snapshot)
+        taken = Taken(plan, storage, state, snapshot)
         self._queues.copying.append(taken)
         self._remember(taken)
         if storage is not None:  # written once sealed; needs no vote

@@ -39,8 +39,9 @@ def assemble(
     files, operators = merge(parts)
     manifest = Manifest(iteration, policy, writers, files, operators, layout, state)
     if manifest.complete:
+        slots = _slots(operators.values())
         for operator in planned:
-            if lack := _lack(operator, operators):
+            if lack := _lack(operator, operators.get(operator.name), slots):
                 raise CheckpointError(f"the checkpoint of iteration {iteration} would lack {lack}: it is not published")
     return manifest
 
@@ -60,15 +61,22 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     return dataclasses.replace(manifests[0], files=files, operators=operators)
 
 
-def _lack(operator: Operator, operators: Mapping[str, OperatorEntry]) -> str | None:
-    entry = operators.get(operator.name)
+def _slots(entries: Iterable[OperatorEntry]) -> dict[str, set[str]]:
+    """By detail, the slots of operators saved at it, which all have the same; gradients may be beside the state."""
+    there: dict[str, set[str]] = {}
+    for entry in entries:
+        there.setdefault(entry.detail, set()).update(entry.elements)
+    return {
+        detail: {slot for slot in slots if Detail(detail).holds(slot) and (slot != _PARAM or detail == "compute")}
+        for detail, slots in there.items()
+    }
+
+
+def _lack(operator: Operator, entry: OperatorEntry | None, slots: Mapping[str, set[str]]) -> str | None:
     if entry is None:
         return operator.name
-    alike = (other.elements for other in operators.values() if other.detail == entry.detail)
-    there = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
-    slots = {slot for slot in there if Detail(entry.detail).holds(slot)}  # gradients may be beside the state
-    for slot in sorted(slots):  # at one detail, all operators have the same slots
+    for slot in sorted(slots[entry.detail]):
         missing = operator.parameters - entry.elements.get(slot, 0)
         if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
             return f"{missing} of {operator.parameters} {slot} of {operator.name}"
-    return None if slots else f"all slots of {operator.name}"
+    return None if slots[entry.detail] else f"all slots of {operator.name}"
