@@ -97,6 +97,14 @@ def test_of_partial_copies_the_one_with_most_operators_comes_back():
     assert back(nodes, {Restore("a", "c", 4)}, exact=False) == [Restore("a", "b", 4)]
 
 
+def test_a_copy_is_of_use_beside_newer_gradients_but_not_beside_a_newer_state():
+    whole = {name: ("full", {"master": 4}) for name in NAMES}
+    copied = NodeInventory([], {"a": [Summary(4, WRITERS, 1, whole)]})
+    for detail, wanted in (("grad", [Restore("a", "b", 4)]), ("full", [])):
+        own = NodeInventory([part(5, WRITERS, 1, dict.fromkeys(NAMES, detail))], {})
+        assert back({"a": own, "b": copied}, exact=False) == wanted
+
+
 iterations = st.lists(st.integers(1, 4), max_size=3, unique=True)
 inventories = st.fixed_dictionaries(
     {node: st.builds(has, st.just(node), iterations, **{o: iterations for o in FILES if o != node}) for node in FILES}
