@@ -9,6 +9,7 @@ collect     frees the slots of iterations that a newer checkpoint supersedes
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Collection, Iterable
@@ -59,7 +60,9 @@ class LogWriter:
         self._name, self._otherwise = name, otherwise
         self._pin = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pin else None
-        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal")
+        # CUDA's current device is a thread's own; otherwise an event's wait makes a context on device 0
+        enter = functools.partial(torch.cuda.set_device, device) if self._pin else None
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal", initializer=enter)
         self._sealed: Future | None = None
         self._free: list[Buffer] = []
         self._used: dict[int, Buffer | None] = {}  # by iteration; None for logs of another process
@@ -144,7 +147,8 @@ class LogWriter:
                 f"{next(iter(self._views))} was not logged in iteration {iteration}: this run cannot be logged, "
                 f"{self._otherwise}"
             )
-        copied = self._stream.record_event() if self._stream is not None else None
+        # blocking: otherwise the thread that waits keeps a core busy
+        copied = None if self._stream is None else self._stream.record_event(torch.cuda.Event(blocking=True))
         self._current, self._used[iteration] = None, buffer
         self._sealed = self._sealing.submit(self._seal, iteration, layout, buffer, copied)
 
@@ -169,6 +173,8 @@ class LogWriter:
     def close(self) -> None:
         """Ends pending work; whole logs stay in place."""
         self._sealing.shutdown(wait=True)
+        if self._stream is not None:
+            self._stream.synchronize()  # an interrupted iteration may still be copied into memory that is freed here
         self._views = {}
         buffers = [*self._free, *self._used.values(), self._current and self._current[2]]
         self._free, self._used, self._current = [], {}, None
