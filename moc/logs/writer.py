@@ -98,10 +98,7 @@ class LogWriter:
 
         It logs the entries of ``keys``, by default all.
         """
-        self.wait()
-        if self._current is not None:  # it was interrupted
-            self._free.append(self._current[2])
-            self._current = None
+        self.pause()
         for later in [one for one in self._used if one >= iteration]:
             self._drop(later)
         logged = self._entries.values() if keys is None else [self._entries[key] for key in keys]
@@ -170,14 +167,22 @@ class LogWriter:
                 f"the {self._name} in {self._directory} cannot be written ({error}): make room, and start again"
             )
 
-    def close(self) -> None:
-        """Ends pending work; whole logs stay in place."""
-        self._sealing.shutdown(wait=True)
+    def pause(self) -> None:
+        """Ends pending work, and gives up an interrupted iteration; whole logs stay in place."""
+        self.wait()
+        if self._current is None:
+            return
         if self._stream is not None:
-            self._stream.synchronize()  # an interrupted iteration may still be copied into memory that is freed here
-        self._views = {}
-        buffers = [*self._free, *self._used.values(), self._current and self._current[2]]
-        self._free, self._used, self._current = [], {}, None
+            self._stream.synchronize()  # it may still be copied, into memory that is used again or freed
+        self._free.append(self._current[2])
+        self._current, self._views = None, {}
+
+    def close(self) -> None:
+        """Ends pending work, and frees the memory; whole logs stay in place."""
+        self.pause()
+        self._sealing.shutdown(wait=True)
+        buffers = [*self._free, *self._used.values()]
+        self._free, self._used = [], {}
         for buffer in filter(None, buffers):
             buffer.close()
 

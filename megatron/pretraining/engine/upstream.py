@@ -67,8 +67,13 @@ class UpstreamLog(UpstreamTap):
         self._directory: Path | None = None
 
     def open(self, memory: Path) -> None:
-        """Takes over the log of an earlier process of this rank."""
-        stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
+        """Takes over the log of an earlier process of this rank, or goes on with its own of an earlier generation."""
+        stage, directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
+        if self._writer is not None and directory == self._directory and directory.is_dir():
+            return
+        if self._writer is not None:
+            self._writer.close()
+        self._directory = directory
         crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
         self._writer = LogWriter(
@@ -196,9 +201,9 @@ class UpstreamLog(UpstreamTap):
             self._log.collect(before=plan.since + 1)
 
     def close(self) -> None:
-        """See :class:`UpstreamTap`."""
+        """See :class:`UpstreamTap`; the next generation uses the memory again."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.pause()
 
     def delete(self) -> None:
         """See :class:`UpstreamTap`."""
