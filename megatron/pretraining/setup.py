@@ -24,7 +24,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimize
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.engine.step import Stepper
-from megatron.pretraining.engine.upstream import boundaries
+from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.initialize import world_of
@@ -69,6 +69,7 @@ class WorkerParts:
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
+        log_memory: of its upstream logs, kept likewise.
         replicas: with ``--elastic``, of experts.
         rebalancer: of the current generation; None without ``--elastic``.
     """
@@ -87,6 +88,7 @@ class WorkerParts:
     session: Session | None = None
     checkpoints: Checkpoints | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
+    log_memory: LogMemory = field(default_factory=LogMemory)
     replicas: Replicas | None = None
     rebalancer: Rebalancer | None = None
 
@@ -208,7 +210,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log)
-    crossing = boundaries(config, parts.chunks[0].config, topology, log.message)
+    crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,
