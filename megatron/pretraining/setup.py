@@ -11,6 +11,7 @@ from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations
+from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.layer import elastic_layers
@@ -168,6 +169,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     )
     vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
     log = Log(config, world, vocab_size, train_iters, timers)
+    if world.device.type == "cuda" and (warning := may_differ(config)):
+        log.message(warning)
     stop.check_set_up(world)
     phases.done("tokenizer")
 
