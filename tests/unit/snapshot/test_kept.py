@@ -1,10 +1,14 @@
 """Buffers survive a generation, and none that holds a published snapshot is written to."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
+from moc.session.resume.survivors import LocalRemains
+from moc.session.session import Session
 from moc.snapshot import saver as module
 from moc.snapshot.contents import share
 from moc.snapshot.kept import KeptBuffers
@@ -123,3 +127,13 @@ def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
     assert {path.name for path in slots.iterdir()} == {mine, "rank_00001.0", "rank_00007.0"}
     after.remove_leftovers(True, (0, 1))
     assert {path.name for path in slots.iterdir()} == {mine, "rank_00001.0"}
+
+
+def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_to_nobody(tmp_path):
+    remains, parts = LocalRemains(), SimpleNamespace()
+    remains.buffers.keep([Buffer(4096, tmp_path / "slot")])
+    session = Session(*[cast(Any, parts)] * 3, remains)
+    session.interrupt()
+    assert remains.buffers.paths == {tmp_path / "slot"}
+    session.close()
+    assert not remains.buffers.paths and not (tmp_path / "slot").exists()
