@@ -65,7 +65,7 @@ def seconds(case: Case, interval: int) -> list[float]:
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     if case.connections is not None:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = case.connections
-    with tempfile.TemporaryDirectory(prefix="moc-device-", dir=SHARED) as directory:
+    with tempfile.TemporaryDirectory(prefix="moc-device-", dir=os.environ.get("TEST_MEMORY", SHARED)) as directory:
         places = f"--log-dir {directory}/log --ckpt-dir {directory}/saved --ckpt-memory-dir {directory}/memory".split()
         sizes = ["--num-layers", str(case.layers), "--train-iters", str(ITERATIONS)]
         flags = [*MODEL, *sizes, *case.flags, "--snapshot-interval", str(interval), "--persist-interval", "1000"]

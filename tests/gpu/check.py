@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -54,16 +55,23 @@ class Outcome:
 def run(step: Step, limit_s: float, results: str, log: Path) -> Outcome:
     """Runs a step; what it leaves running at its limit is killed."""
     begun, late = time.monotonic(), False
-    with log.open("wb") as output:
+    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="moc-gpu-", dir="/dev/shm") as memory:
+        environment = os.environ | {"TEST_MEMORY": memory}
         process = subprocess.Popen(
-            step.line(results), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            step.line(results),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
             late = True
-        os.killpg(process.pid, signal.SIGKILL) if late else None
-        process.wait()
+        if late:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     told = re.sub(r"^=+ | =+$", "", lines[-1]) if lines else ""
     result = LATE if late else _result(process.returncode, told)
@@ -108,7 +116,7 @@ def page(outcomes: Sequence[Outcome], about: dict) -> str:
     """The page of ``docs/results``."""
     bad = sum(outcome.is_bad for outcome in outcomes)
     passed = sum(outcome.result == PASSED for outcome in outcomes)
-    rows = [f"| {one.proves} | {one.result} | {one.seconds:.0f} s | {one.told} |" for one in outcomes]
+    rows = [f"| {one.proves} | {one.result} | {one.seconds:.0f} s | {one.told.replace('|', '/')} |" for one in outcomes]
     facts = ", ".join(f"{name} {value}" for name, value in about.items() if name != "gpus")
     return "\n".join(
         [

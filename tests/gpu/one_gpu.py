@@ -6,7 +6,11 @@ seem to be on different hosts talk over sockets, slowly; a killed peer is then a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+
+MEMORY = os.environ.get("TEST_MEMORY", "/dev/shm")
+"""Memory file system, or a directory there which is removed whatever happens to a test."""
 
 ASKED = "MOC_GPU_CHECK_ONE_GPU"
 """Environment variable by which a test asks for it."""
@@ -25,12 +29,12 @@ def one_gpu_environment(environment: Mapping[str, str]) -> dict[str, str]:
         environment: of the worker, as the launcher set it.
 
     Raises:
-        NotHere: no test asked for it, the job has several nodes or many workers, or this worker is under Slurm.
+        NotHere: no test asked for it, or the job has several nodes or many workers.
     """
     if environment.get(ASKED) != "1":
         raise NotHere(f"workers share a GPU in tests alone: {ASKED} is not 1")
-    if "SLURM_JOB_ID" in environment or environment.get("MOC_PLACES", "1") != "1":
-        raise NotHere("workers share a GPU on one machine alone, outside of batch systems")
+    if any(environment.get(nodes, "1") != "1" for nodes in ("MOC_PLACES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")):
+        raise NotHere("workers share a GPU on one machine alone, and this job has several")
     if int(environment["WORLD_SIZE"]) > MOST_WORKERS:
         raise NotHere(f"at most {MOST_WORKERS} workers share a GPU, not {environment['WORLD_SIZE']}")
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.one_gpu import ASKED
+from tests.gpu.one_gpu import ASKED, MEMORY
 from tests.gpu.test_train import ROOT
 
 PROGRAM = ROOT / "tests" / "gpu" / "one_gpu_pretrain_gpt_moe.py"
@@ -41,7 +41,7 @@ class Job:
         command += ["--log-dir", directory / "log", "--ckpt-dir", directory / "snapshots"]
         ours = {ASKED: "1", "TEST_GPU_ONCE": str(directory / "once"), "OMP_NUM_THREADS": "1"}
         directory.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
             command += ["--ckpt-memory-dir", memory]
             done = subprocess.run(
                 list(map(str, command)), cwd=ROOT, env=os.environ | ours | environment, capture_output=True, text=True

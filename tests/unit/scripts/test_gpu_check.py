@@ -75,7 +75,7 @@ def test_workers_of_a_test_share_the_first_gpu_over_sockets():
 
 @pytest.mark.parametrize(
     "changes",
-    [{ASKED: "0"}, {ASKED: None}, {"MOC_PLACES": "2"}, {"SLURM_JOB_ID": "1"}, {"WORLD_SIZE": "16"}],
+    [{ASKED: "0"}, {ASKED: None}, {"MOC_PLACES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"WORLD_SIZE": "16"}],
     ids=str,
 )
 def test_no_real_job_shares_a_gpu(changes):
