@@ -58,6 +58,8 @@ STEPS = (
          "gpu_training.json"),
     _tests("fp8", "8-bit products, and Transformer Engine's layers where it is installed", 150, "test_fp8",
            "test_train", only="fp8 or eight_bits or linear"),
+    _tests("attention", "attention of Transformer Engine and flash-attn, where they are installed", 120, "test_train",
+           only="attention"),
     _tests("saving", "dense checkpoints beside training, and the CPU's adaptation leaves CUDA alone", 90, "test_train",
            only="async or adaptation"),
 )  # fmt: skip
