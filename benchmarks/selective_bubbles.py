@@ -88,8 +88,8 @@ class Slow:
         time.sleep(amount / self.rate)
         self._copy(copies, non_blocking)
 
-    def _note_snapshot(self, copies, gate):
-        passed = self._passed(copies, gate)
+    def _note_snapshot(self, copies, *how):
+        passed = self._passed(copies, *how)
         self.told["bytes"].append(sum(copy.source.nbytes for copy in copies))
         self.told["copy_s"].append(passed.seconds)
         self.told["in_waits"].append(passed.bubble_bytes / self.told["bytes"][-1])

@@ -2,12 +2,14 @@
 # Sourced by the scripts beside it: messages, --help, and an environment to run in.
 #
 # set_up EXTRA leaves in $PYTHON an interpreter that has the package installed (EXTRA: "base" or "dev"),
-# and does nothing when that is already so. With VENV=no it uses the active environment, else .venv.
+# and does nothing when that is already so. With VENV=no it uses the active environment, else $VENV_DIRECTORY (.venv),
+# which MOC_PYTHON makes, if that is set.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH_WITHOUT_GPU="torch==2.13.0" # what the tests without a GPU are run with
 TORCH_WITH_GPU="torch>=2.9"
 VENV=yes
+VENV_DIRECTORY=$ROOT/.venv
 
 say() { printf '\n==> %s\n' "$*"; }
 die() {
@@ -32,7 +34,10 @@ is_supported_python() {
 
 find_python() { # prints a Python 3.10-3.12 that can make virtual environments
     local candidate without_venv=""
-    for candidate in python3 python3.12 python3.11 python3.10; do
+    if [[ -n ${MOC_PYTHON:-} ]]; then
+        is_supported_python "$MOC_PYTHON" || die "MOC_PYTHON=$MOC_PYTHON is not Python 3.10, 3.11 or 3.12."
+    fi
+    for candidate in ${MOC_PYTHON:+"$MOC_PYTHON"} python3 python3.12 python3.11 python3.10; do
         is_supported_python "$candidate" || continue
         if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
             printf '%s\n' "$candidate"
@@ -62,16 +67,16 @@ choose_environment() { # sets PYTHON, making .venv where it is wanted and missin
         is_supported_python "$PYTHON" || die "--no-venv: $PYTHON is not Python 3.10, 3.11 or 3.12."
         return
     fi
-    PYTHON=$ROOT/.venv/bin/python
+    PYTHON=$VENV_DIRECTORY/bin/python
     if [[ ! -e $PYTHON ]]; then
         local base
         base=$(find_python)
-        say "Creating .venv with $("$base" --version)"
-        "$base" -m venv "$ROOT/.venv" || die "could not create $ROOT/.venv."
+        say "Creating $VENV_DIRECTORY with $("$base" --version)"
+        "$base" -m venv "$VENV_DIRECTORY" || die "could not create $VENV_DIRECTORY."
     fi
     is_supported_python "$PYTHON" ||
-        die "$ROOT/.venv is broken or not Python 3.10-3.12; remove it and run this again."
-    PATH="$ROOT/.venv/bin:$PATH"
+        die "$VENV_DIRECTORY is broken or not Python 3.10-3.12; remove it and run this again."
+    PATH="$VENV_DIRECTORY/bin:$PATH"
 }
 
 set_up() {
@@ -89,7 +94,7 @@ PY
     [[ $(cat "$stamp.$extra" 2>/dev/null) == "$state" ]] && return
 
     "$PYTHON" -m pip --version >/dev/null 2>&1 ||
-        die "$PYTHON has no working pip; remove $ROOT/.venv, or activate another environment and pass --no-venv."
+        die "$PYTHON has no working pip; remove $VENV_DIRECTORY, or activate another environment and pass --no-venv."
     # torch first and by itself: where there is no GPU, exactly the version that the tests know.
     if ! "$PYTHON" -c 'import torch; assert torch.__version__ >= torch.torch_version.TorchVersion("2.9")' \
         2>/dev/null; then

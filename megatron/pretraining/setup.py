@@ -11,6 +11,7 @@ from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations
+from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.layer import elastic_layers
@@ -24,7 +25,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimize
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.engine.step import Stepper
-from megatron.pretraining.engine.upstream import boundaries
+from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.initialize import world_of
@@ -69,6 +70,7 @@ class WorkerParts:
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
+        log_memory: of its upstream logs, kept likewise.
         replicas: with ``--elastic``, of experts.
         rebalancer: of the current generation; None without ``--elastic``.
     """
@@ -87,6 +89,7 @@ class WorkerParts:
     session: Session | None = None
     checkpoints: Checkpoints | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
+    log_memory: LogMemory = field(default_factory=LogMemory)
     replicas: Replicas | None = None
     rebalancer: Rebalancer | None = None
 
@@ -166,6 +169,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     )
     vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
     log = Log(config, world, vocab_size, train_iters, timers)
+    if world.device.type == "cuda" and (warning := may_differ(config)):
+        log.message(warning)
     stop.check_set_up(world)
     phases.done("tokenizer")
 
@@ -208,7 +213,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log)
-    crossing = boundaries(config, parts.chunks[0].config, topology, log.message)
+    crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,

@@ -9,6 +9,7 @@ collect     frees the slots of iterations that a newer checkpoint supersedes
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Collection, Iterable
@@ -59,7 +60,9 @@ class LogWriter:
         self._name, self._otherwise = name, otherwise
         self._pin = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pin else None
-        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal")
+        # CUDA's current device is a thread's own; otherwise an event's wait makes a context on device 0
+        enter = functools.partial(torch.cuda.set_device, device) if self._pin else None
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal", initializer=enter)
         self._sealed: Future | None = None
         self._free: list[Buffer] = []
         self._used: dict[int, Buffer | None] = {}  # by iteration; None for logs of another process
@@ -95,10 +98,7 @@ class LogWriter:
 
         It logs the entries of ``keys``, by default all.
         """
-        self.wait()
-        if self._current is not None:  # it was interrupted
-            self._free.append(self._current[2])
-            self._current = None
+        self.pause()
         for later in [one for one in self._used if one >= iteration]:
             self._drop(later)
         logged = self._entries.values() if keys is None else [self._entries[key] for key in keys]
@@ -144,7 +144,8 @@ class LogWriter:
                 f"{next(iter(self._views))} was not logged in iteration {iteration}: this run cannot be logged, "
                 f"{self._otherwise}"
             )
-        copied = self._stream.record_event() if self._stream is not None else None
+        # blocking: otherwise the thread that waits keeps a core busy
+        copied = None if self._stream is None else self._stream.record_event(torch.cuda.Event(blocking=True))
         self._current, self._used[iteration] = None, buffer
         self._sealed = self._sealing.submit(self._seal, iteration, layout, buffer, copied)
 
@@ -166,12 +167,22 @@ class LogWriter:
                 f"the {self._name} in {self._directory} cannot be written ({error}): make room, and start again"
             )
 
+    def pause(self) -> None:
+        """Ends pending work, and gives up an interrupted iteration; whole logs stay in place."""
+        self.wait()
+        if self._current is None:
+            return
+        if self._stream is not None:
+            self._stream.synchronize()  # it may still be copied, into memory that is used again or freed
+        self._free.append(self._current[2])
+        self._current, self._views = None, {}
+
     def close(self) -> None:
-        """Ends pending work; whole logs stay in place."""
+        """Ends pending work, and frees the memory; whole logs stay in place."""
+        self.pause()
         self._sealing.shutdown(wait=True)
-        self._views = {}
-        buffers = [*self._free, *self._used.values(), self._current and self._current[2]]
-        self._free, self._used, self._current = [], {}, None
+        buffers = [*self._free, *self._used.values()]
+        self._free, self._used = [], {}
         for buffer in filter(None, buffers):
             buffer.close()
 

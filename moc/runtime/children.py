@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,6 +17,9 @@ from moc.runtime.within import within
 
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process id of the parent."""
+
+DEVICES = "/dev/nvidia"
+"""What paths of GPUs begin with."""
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -84,6 +88,21 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def serve_host(parent: int) -> None:
+    """For a process that a worker forks, and that needs no GPU: ties its life to its parent's, and its hands off CUDA.
+
+    A forked process inherits what the driver knows its parent by.  As long as it lives, device memory of a killed
+    worker is not free for the worker that replaces it.
+    """
+    die_with_parent(parent)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
+                os.dup2(null, int(descriptor), inheritable=False)  # CUDA's library may close that number again
+    os.close(null)
 
 
 def is_dying(pid: int) -> bool:

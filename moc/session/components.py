@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from moc.policy import Policy
 from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.agreement import gather, run_on_all
+from moc.runtime.group import Group
 from moc.runtime.world import World
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
@@ -23,6 +26,7 @@ from moc.sharding import scheme_named
 from moc.sharding.shares import StageHoldings, describe, nodes_alike, pack, unpack
 from moc.snapshot.bubbles import Bubbles
 from moc.snapshot.contents import Contents
+from moc.snapshot.kept import KeptBuffers
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
@@ -53,11 +57,20 @@ class Components:
 
 
 def build(
-    engine: Engine, settings: Settings, policy: Policy, tiers: Tiers, log: Listener, *, counts: bool, again: bool
+    engine: Engine,
+    settings: Settings,
+    policy: Policy,
+    tiers: Tiers,
+    log: Listener,
+    *,
+    counts: bool,
+    again: bool,
+    kept: KeptBuffers,
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
-    Without ``counts`` there is no token ledger; ``again`` tells that this worker was in a generation before.
+    Without ``counts`` there is no token ledger; ``again`` tells that this worker was in a generation before, from which
+    ``kept`` has buffers.
 
     Raises:
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is short.
@@ -85,7 +98,7 @@ def build(
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
         bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
-        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles)
+        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles, kept, check_generation)
         undo.callback(saver.close)
         folds = Folds() if policy.folds_beside else None
         if peers is not None and peers.replicas == 1:
@@ -96,6 +109,13 @@ def build(
     report = SnapshotReport(log, settings.tier)
     saving = contents, saver, publisher, tokens, tap, meter, report, folds
     return Components(world, tiers, policy, peers, *saving)
+
+
+def check_generation() -> None:
+    """Raises Aborted if this generation is over: on a GPU, what a collective has left may then be garbage."""
+    group = dist.group.WORLD
+    if isinstance(group, Group):
+        group.live()
 
 
 def close(parts: Components, patience_s: float) -> None:

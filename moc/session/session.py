@@ -109,8 +109,9 @@ class Session(VoteParticipant):
         policy = make_policy(settings, engine) if policy is None else policy
         for remark in policy.remarks() if mine is None else ():
             log.message(remark)
+        kept = self.remains.buffers
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
-        parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None)
+        parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None, kept=kept)
         undo.callback(close, parts, _patience_s(parts))
         start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
         storage = storage_of(settings, parts, start, log, beside)
@@ -222,13 +223,17 @@ class Session(VoteParticipant):
             state = self._describer(parts)(self.position, self.record) if self._whole else None
             self.remains.live = None if state is None else LiveState(self.position, state)
             self.remains.begun = snapshots.begun
-        self.close()
+        self._end()
 
     def close(self) -> None:
         """Abandons unpublished snapshots, as if this worker had been killed; communicates with no other worker.
 
         With a memory tier, nothing waits for storage: the run does not resume from there.
         """
+        self._end()
+        self.remains.buffers.trim(0)
+
+    def _end(self) -> None:
         if self._running is not None:
             parts, snapshots = self._running
             snapshots.close()

@@ -80,6 +80,7 @@ class Snapshots:
         snapshot of a run; the number and size of the others become known as snapshots are taken.
         """
         share = self._contents.share(self._policy.everything(0).operators)
+        self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
         recovered, keeps = len(self._rotation.slots), self._rotation.keep
         count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
 

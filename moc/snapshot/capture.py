@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,11 @@ from moc.snapshot.copies import Copy, nbytes, pieces
 
 PIECE = 64 << 20
 """Largest number of bytes copied between two checks of the gate."""
+
+DEVICE_PIECE = 16 << 20
+"""As :data:`PIECE`, on CUDA: copies of one direction are served in turn, and megatron-core's MoE layers copy the number
+of tokens of each expert to the host before they dispatch; so such a layer waits for one piece at most, a third of a
+millisecond over PCIe 5, and not for the whole snapshot."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Gate:
 
     If it is closed during an iteration, it must be opened again before the vote.
 
+    Args:
+        piece: bytes copied between two checks of the gate; None for :data:`PIECE`.
+
     Attributes:
         waits: whether it is open because this worker waits for another one; by default, nobody tells.
         passed: bytes that have passed meanwhile.
@@ -43,8 +51,8 @@ class Gate:
 
     waits = False
 
-    def __init__(self):
-        self._is_open = threading.Event()
+    def __init__(self, piece: int | None = None):
+        self._is_open, self._piece = threading.Event(), piece
         self.passed = 0
         self.open()
 
@@ -67,7 +75,7 @@ class Gate:
 
     def split(self, amount: int) -> Split:
         """How a snapshot of so many bytes passes; by default, nothing does while the gate is closed."""
-        return Split(piece=PIECE)
+        return Split(piece=self._piece or PIECE)
 
     def copied(self, amount: int, seconds: float) -> None:
         """Receives bytes and time of a snapshot that has passed."""
@@ -141,9 +149,18 @@ class Capturer(ABC):
         """Returns once no copy is in progress; nothing may be started afterwards."""
 
 
-def capturer(device: torch.device, gate: Gate | None = None) -> Capturer:
-    """Returns the capturer for a device; see :class:`ThreadCapturer` for the gate."""
-    return Both(StreamCapturer(device), ThreadCapturer()) if device.type == "cuda" else ThreadCapturer(gate)
+def capturer(device: torch.device, gate: Gate | None = None, check: Callable[[], None] = lambda: None) -> Capturer:
+    """Returns the capturer for a device.
+
+    Args:
+        device: of the live memory.
+        gate: see :class:`ThreadCapturer`; on CUDA there is always one, open by default.
+        check: on CUDA, raises if what this worker has asked of its device so far cannot be trusted; called, by another
+            thread, when the device has done it, and before it is copied.
+    """
+    if device.type != "cuda":
+        return ThreadCapturer(gate)
+    return Both(ThreadCapturer(gate or Gate(DEVICE_PIECE), FromDevice(device, check)), ThreadCapturer())
 
 
 class Both(Capturer):
@@ -167,20 +184,79 @@ class Both(Capturer):
         self._host.close()
 
 
+class FromHost:
+    """How the thread copies what is in host memory; torch copies without holding the GIL."""
+
+    def enter(self) -> None:
+        """To be called once on the thread that copies."""
+
+    def now(self) -> Any:
+        """Returns a mark of what the calling thread has asked for so far."""
+
+    def reach(self, mark: Any) -> None:
+        """Returns once that is done."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Returns once everything is copied."""
+        _copy_all(copies, non_blocking=False)
+
+
+class FromDevice(FromHost):
+    """How the thread copies from CUDA memory into pinned memory: on a stream of its own, beside the kernels of others.
+
+    Every CUDA call is the thread's, which sleeps while it waits: the thread that trains records an event, and no more.
+
+    Args:
+        device: of the sources.
+        check: as in :func:`capturer`.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[], None]):
+        self._device, self._check = device, check
+        self._stream: torch.cuda.Stream | None = None
+
+    def enter(self) -> None:
+        """See :class:`FromHost`."""
+        torch.cuda.set_device(self._device)  # per thread; otherwise the first call makes a context on device 0
+        self._stream = torch.cuda.Stream(self._device)
+
+    def now(self) -> torch.cuda.Event:
+        """See :class:`FromHost`: kernels on the current stream."""
+        asked = torch.cuda.Event(blocking=True)  # otherwise a waiting thread keeps a core busy
+        asked.record()
+        return asked
+
+    def reach(self, mark: torch.cuda.Event) -> None:
+        """See :class:`FromHost`."""
+        mark.synchronize()
+        self._check()
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """See :class:`FromHost`."""
+        assert self._stream is not None  # enter() was called
+        done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            _copy_all(copies, non_blocking=True)
+            done.record()
+        done.synchronize()
+
+
 class ThreadCapturer(Capturer):
-    """Captures on the CPU: a thread beside the computation; torch copies without holding the GIL.
+    """Captures in a thread beside the computation.
 
     Args:
         gate: passed by copies piece by piece; by default there is none, and all copies are made in one call.
+        how: the thread copies.
     """
 
-    def __init__(self, gate: Gate | None = None):
-        self._gate = gate
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture")
+    def __init__(self, gate: Gate | None = None, how: FromHost | None = None):
+        self._gate, self._how = gate, how or FromHost()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture", initializer=self._how.enter)
 
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """See :class:`Capturer`."""
-        return _ThreadCapture(self._thread.submit(_passed, copies, self._gate), self._gate)
+        """See :class:`Capturer`: what the sources hold once the device has done what it was asked for so far."""
+        done = self._thread.submit(_passed, copies, self._gate, self._how, self._how.now())
+        return _ThreadCapture(done, self._gate)
 
     def close(self) -> None:
         """See :class:`Capturer`; opens the gate."""
@@ -212,21 +288,22 @@ class _Passed(NamedTuple):
     bubble_bytes: int
 
 
-def _passed(copies: Sequence[Copy], gate: Gate | None) -> _Passed:
+def _passed(copies: Sequence[Copy], gate: Gate | None, how: FromHost, mark: Any) -> _Passed:
+    how.reach(mark)
     if gate is None:
-        return _Passed(_copy(copies, None), 0)
+        return _Passed(_copy(copies, None, how), 0)
     before = gate.passed
-    seconds = _copy(copies, gate)
+    seconds = _copy(copies, gate, how)
     gate.copied(nbytes(copies), seconds)
     return _Passed(seconds, gate.passed - before)
 
 
-def _copy(copies: Sequence[Copy], gate: Gate | None) -> float:
+def _copy(copies: Sequence[Copy], gate: Gate | None, how: FromHost) -> float:
     seconds = 0.0
     with torch.no_grad():
         for piece in [copies] if gate is None else gate.passing(copies):
             begun = time.perf_counter()
-            _copy_all(piece, non_blocking=False)
+            how.copy(piece)
             seconds += time.perf_counter() - begun
     return seconds
 
@@ -236,39 +313,3 @@ def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:
     if copies:
         targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
         torch._foreach_copy_(targets, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]  # no public one
-
-
-class StreamCapturer(Capturer):
-    """Captures on CUDA: a separate stream into pinned memory; the copy engine works while kernels run.
-
-    There is no gate: the host runs ahead of the copies, so only stream events could hold them up in time.
-    """
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-
-    def start(self, copies: Sequence[Copy]) -> Capture:
-        """See :class:`Capturer`; the copies start after the work queued on the current stream so far."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            begin.record()
-            _copy_all(copies, non_blocking=True)
-            end.record()
-        return _StreamCapture(begin, end)
-
-    def close(self) -> None:
-        """See :class:`Capturer`."""
-        self._stream.synchronize()
-
-
-class _StreamCapture(Capture):
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event):
-        self._begin, self._end = begin, end
-
-    def wait(self, opens: bool = True) -> None:
-        self._end.synchronize()
-
-    @property
-    def seconds(self) -> float:
-        return self._begin.elapsed_time(self._end) / 1000

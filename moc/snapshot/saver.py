@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from moc.snapshot.background import background
 from moc.snapshot.capture import Capture, Captures, Gate, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
+from moc.snapshot.kept import KeptBuffers
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
@@ -81,16 +82,31 @@ class Snapshot:
 class Saver:
     """Captures, seals and writes in threads; the futures of a snapshot raise their errors.
 
-    The gate can hold up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+    Args:
+        rank: of this worker.
+        device: of the live memory.
+        memory: tier in this node's memory, if there is one.
+        storage: tier beyond it; needed by :meth:`persist`.
+        gate: holds up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+        kept: buffers of an earlier generation, to be used again; those of this one go there.  None to free them.
+        check: as in :func:`~moc.snapshot.capture.capturer`.
     """
 
     def __init__(
-        self, rank: int, device: torch.device, memory: Store | None, storage: Store | None, gate: Gate | None = None
+        self,
+        rank: int,
+        device: torch.device,
+        memory: Store | None,
+        storage: Store | None,
+        gate: Gate | None = None,
+        kept: KeptBuffers | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
-        self._capturer = capturer(device, gate)
+        self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
+        self._capturer = capturer(device, gate, check)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
-        self._writing, self._written, self._given_up = background("snapshot-persist"), [], threading.Event()
+        self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
         self._buffers: dict[int, Buffer] = {}
         self._copies: dict[Buffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
 
@@ -104,12 +120,42 @@ class Saver:
         if buffer is not None and buffer.nbytes >= share.layout.nbytes:
             return
         self._give_back(slot)
-        self._buffers[slot] = Buffer(share.layout.nbytes, self._new_path(), pin=self._device.type == "cuda")
+        nbytes, directory = share.layout.nbytes, self._directory
+        buffer = self._kept.take(nbytes, directory)
+        self._buffers[slot] = buffer or Buffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
 
     def trim(self, slots: int) -> None:
-        """Frees the buffers of all slots from ``slots`` on."""
+        """Frees the buffers of all slots from ``slots`` on, and kept ones for which there is no slot."""
         for slot in [slot for slot in self._buffers if slot >= slots]:
             self._give_back(slot)
+        self._kept.trim(max(0, slots - len(self._buffers)))
+
+    def adopt(self, iterations: Iterable[int]) -> None:
+        """Gives the slots from 0 on the kept buffers that hold the published snapshots of these iterations, if any."""
+        for slot, iteration in enumerate(iterations):
+            buffer = self._kept.published_as(self._published(iteration))
+            if buffer is not None:
+                self._buffers[slot] = buffer
+
+    def remove_leftovers(self, others: bool, node: Collection[int]) -> None:
+        """Removes the names of buffers that earlier processes of this rank have left in memory.
+
+        With ``others``, also those of ranks that are not on this node any more, whose ranks are ``node``.
+        """
+        if self._directory is None or not self._directory.is_dir():
+            return
+        mine = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
+        gone = [path for path in self._directory.glob(f"{_slot_of(self._rank)}.*") if path not in mine]
+        if others:
+            here = {_slot_of(rank) for rank in node}
+            gone += [path for path in self._directory.iterdir() if path.stem not in here]
+        for path in gone:
+            path.unlink(missing_ok=True)
+
+    def beside(self) -> Saver:
+        """Another saver to the same places, which shares the kept buffers."""
+        kept = self._kept if self._keeps else None
+        return Saver(self._rank, self._device, self._memory, self._storage, kept=kept, check=self._check)
 
     def take(
         self,
@@ -183,10 +229,11 @@ class Saver:
         It writes only the given operators, each at its detail; by default all.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
-        self._written = [*(one for one in self._written if not one.done()), snapshot.persisted]
+        under_way = {one: buffer for one, buffer in self._written.items() if not one.done()}
+        self._written = under_way | {snapshot.persisted: snapshot.buffer}
 
     def close(self, patience: float = 0.0) -> None:
-        """Ends pending work, and frees the buffers; files named in memory or storage stay.
+        """Ends pending work, and keeps or frees the buffers; files named in memory or storage stay.
 
         Copied snapshots are sealed first, since others may have the matching parts.  A started write to storage may
         take ``patience`` seconds to complete; then it is abandoned, keeps its memory until it ends, and is not
@@ -198,8 +245,12 @@ class Saver:
         wait(begun, timeout=patience)
         self._given_up.set()
         self._copies.clear()
-        while self._buffers:
-            self._buffers.popitem()[1].close()
+        busy = {buffer for one, buffer in self._written.items() if not one.done()}
+        buffers, self._buffers = [*self._buffers.values()], {}
+        self._kept.keep(buffer for buffer in buffers if self._keeps and buffer not in busy)
+        for buffer in buffers:
+            if not self._keeps or buffer in busy:
+                buffer.close()
 
     def _seal(self, snapshot: Snapshot) -> RankReport:
         reach("snapshot_copying")
@@ -299,18 +350,26 @@ class Saver:
 
     def _link(self, snapshot: Snapshot) -> None:
         """Names the buffer as the rank's file of the checkpoint: the same memory, no copy."""
-        root = self._memory_place().root
-        target = root / directory_of(snapshot.iteration) / file_of(self._rank)
+        target = self._published(snapshot.iteration)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         assert snapshot.buffer.path is not None  # _new_path() gave it one
         os.link(snapshot.buffer.path, target)
 
+    def _published(self, iteration: int) -> Path:
+        return self._memory_place().root / directory_of(iteration) / file_of(self._rank)
+
+    @property
+    def _directory(self) -> Path | None:
+        """Where buffers have their own names; None without a memory tier."""
+        return None if self._memory is None else self._memory_place().root / "slots"
+
     def _new_path(self) -> Path | None:
-        if self._memory is None:
+        directory = self._directory
+        if directory is None:
             return None
-        directory, taken = self._memory_place().root / "slots", {buffer.path for buffer in self._buffers.values()}
-        names = (directory / f"rank_{self._rank:05d}.{number}" for number in range(len(taken) + 1))
+        taken = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
+        names = (directory / f"{_slot_of(self._rank)}.{number}" for number in range(len(taken) + 1))
         path = next(name for name in names if name not in taken)
         path.unlink(missing_ok=True)
         return path
@@ -321,3 +380,7 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
+
+
+def _slot_of(rank: int) -> str:
+    return f"rank_{rank:05d}"

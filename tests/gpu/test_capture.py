@@ -1,8 +1,8 @@
-"""Capture on a GPU: a stream of its own into pinned memory."""
+"""Capture on a GPU: a thread and a stream of its own, piece by piece into pinned memory."""
 
 import torch
 
-from moc.snapshot.capture import StreamCapturer, capturer
+from moc.snapshot.capture import capturer
 from moc.snapshot.copies import Copy, coalesced
 from moc.store.buffers import Buffer
 
@@ -38,13 +38,13 @@ def test_what_was_asked_of_the_device_before_is_waited_for():
     for _ in range(20):  # still computing when the copy is asked for
         torch.mm(source, source, out=product)
     product.fill_(7)
-    StreamCapturer(cuda()).start([Copy(product.view(-1), buffer.view(0, buffer.nbytes, torch.float32))]).wait()
+    capturer(cuda()).start([Copy(product.view(-1), buffer.view(0, buffer.nbytes, torch.float32))]).wait()
     assert buffer.view(0, buffer.nbytes, torch.float32).unique().tolist() == [7]
     buffer.close()
 
 
 def test_captures_run_in_the_order_in_which_they_were_started():
-    buffer, capturing = Buffer(MIB, pin=True), StreamCapturer(cuda())
+    buffer, capturing = Buffer(MIB, pin=True), capturer(cuda())
     sources = [torch.full((MIB,), value, dtype=torch.uint8, device=cuda()) for value in range(10)]
     captures = [capturing.start([Copy(source, buffer.values)]) for source in sources]
     captures[-1].wait()

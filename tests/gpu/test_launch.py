@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 
+from tests.gpu.one_gpu import MEMORY
 from tests.gpu.test_train import FLAGS, ROOT, ZERO
 
 ITERATIONS = 20
@@ -28,7 +29,7 @@ def records(events):
 def test_a_worker_with_a_gpu_is_killed_and_another_goes_on(tmp_path):
     """It is forked from a process that has imported everything, and has not touched CUDA."""
     faults = ["kill rank=0 iteration=8 point=forward_backward", "kill rank=0 iteration=14 point=after_vote"]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
         places = ["--ckpt-memory-dir", memory, "--snapshot-interval"]
         whole = train(tmp_path / "whole", *places, ITERATIONS)
         disturbed = train(tmp_path / "disturbed", *places, 1, "--inject", *faults)

@@ -66,6 +66,19 @@ def test_eight_bits_resume_bit_identically(tmp_path, masters, layers):
     assert first | second == whole
 
 
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_attention_of_transformer_engine_resumes_bit_identically(tmp_path, backend):
+    pytest.importorskip("transformer_engine")
+    if backend == "flash":
+        pytest.importorskip("flash_attn")
+    kernel = ["--transformer-impl", "transformer_engine", "--attention-backend", backend, "--bf16", *ZERO]
+    whole, _ = train(tmp_path / "whole", *kernel)
+    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *kernel]
+    first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
+    second, _ = train(tmp_path / "second", *saved)
+    assert first | second == whole
+
+
 def test_async_save_beside_training(tmp_path):
     saved = [
         "--save",

@@ -50,10 +50,10 @@ def slow_down_copies(bytes_per_s: float) -> None:
     """Gives the copies of this process's snapshots no more than this bandwidth."""
     copy = capture._copy
 
-    def slow(copies, gate) -> float:
+    def slow(copies, *how) -> float:
         seconds = sum(one.source.nbytes for one in copies) / bytes_per_s
         time.sleep(seconds)
-        return seconds + copy(copies, gate)
+        return seconds + copy(copies, *how)
 
     capture._copy = slow
 

@@ -155,12 +155,12 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
 def _watch_memory(calls: _Calls) -> None:
     copy, header = capture._copy, FileLayout.header
 
-    def watched_copy(copies, gate) -> float:
+    def watched_copy(copies, *how) -> float:
         middle = len(copies) // 2
         calls.note("copies")
-        seconds = copy(copies[:middle], gate)
+        seconds = copy(copies[:middle], *how)
         calls.note("copies half")
-        return seconds + copy(copies[middle:], gate)
+        return seconds + copy(copies[middle:], *how)
 
     def watched_header(layout, digests) -> bytes:
         if digests and any(digest.strip("0") for digest in digests):  # not while sizes are worked out

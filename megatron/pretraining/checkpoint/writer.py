@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
-from moc.runtime.children import die_with_parent
+from moc.runtime.children import serve_host
 from moc.store import dense_files
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
@@ -37,8 +37,8 @@ def write_files(
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None  # this is a forked process
-    die_with_parent(parent.pid)
-    os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
+    serve_host(parent.pid)
+    os.register_at_fork(after_in_child=functools.partial(serve_host, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
     try:
@@ -132,7 +132,7 @@ def use_mortal_result_queue() -> None:
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=functools.partial(die_with_parent, os.getpid()))
+        manager.start(initializer=functools.partial(serve_host, os.getpid()))
         results: Any = manager.Queue()
         filesystem_async._results_queue = results
         results.manager = manager  # the server lives as long as the manager object

@@ -45,7 +45,9 @@ class TrainingFlags(FlagGroup):
         True, "Stop at a non-finite loss or gradient; off with the dynamic loss scaling of --fp16."
     )
     deterministic_mode: bool = flag(
-        False, "Use only deterministic CUDA kernels: slower, with bit-identical repeated runs, as CPUs always give."
+        False,
+        "Use only what is deterministic on CUDA, kernels and NCCL's algorithm, without torch.compile: slower, with "
+        "bit-identical repeated runs, as CPUs always give (docs/reference/bit-identity.md).",
     )
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU; their values are the same either way.")
     manual_gc: bool = flag(False, "Run Python's garbage collector at the same iterations on all workers.")

@@ -25,7 +25,7 @@ from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import index_cache
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.children import die_with_parent
+from moc.runtime.children import serve_host
 
 Batch = dict[str, torch.Tensor]
 
@@ -97,8 +97,8 @@ class BatchStream:
 
 
 def _belong(parent: int, _: int) -> None:
-    """Ends a reader with its worker: torch's readers look for that every 5 s."""
-    die_with_parent(parent)
+    """Ends a reader with its worker, which torch's readers notice within 5 s; it holds no GPU."""
+    serve_host(parent)
 
 
 class _IndexLists:

@@ -9,7 +9,7 @@ of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -63,18 +63,21 @@ class VotedOptimizer:
             chunk.zero_grad_buffer()
         self.core.zero_grad()
 
-    def hold_router_biases(self, reduce) -> None:
-        """Runs ``reduce``, reverts its updates of router biases, and keeps these for :meth:`apply`.
+    def hold_router_biases(self, reduce: Callable[[], object]) -> None:
+        """Runs ``reduce`` with copies in place of the router biases, and keeps what it makes of them for :meth:`apply`.
 
-        megatron-core updates the biases while it reduces gradients, before the iteration is committed.
+        megatron-core updates the biases while it reduces gradients, before the iteration is committed.  The biases
+        themselves never change before that, not even for a moment: a snapshot may be reading them.
         """
-        before = [module.expert_bias.clone() for module in self._biases]
+        live = [module.expert_bias for module in self._biases]
+        self._next_biases = [bias.clone() for bias in live]
+        for module, bias in zip(self._biases, self._next_biases, strict=True):
+            module.expert_bias = bias
         try:
             reduce()
         finally:  # an interrupted reduction must not move the biases either
-            self._next_biases = [module.expert_bias.clone() for module in self._biases]
-            for module, bias in zip(self._biases, before, strict=True):
-                module.expert_bias.copy_(bias)
+            for module, bias in zip(self._biases, live, strict=True):
+                module.expert_bias = bias
 
     @torch.no_grad()
     def take_gradients(self, moving: Collection[torch.nn.Parameter] | None = None) -> None:

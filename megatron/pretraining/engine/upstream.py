@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +54,51 @@ class UpstreamTap(PipelineTap):
         finalize_model_grads([*chunks], tokens)
 
 
+@dataclass
+class LogMemory:
+    """The memory of this worker's upstream logs, which the next generation uses again.
+
+    Attributes:
+        writer: that has it; None before the first generation.
+        directory: of its logs.
+    """
+
+    writer: LogWriter | None = None
+    directory: Path | None = None
+
+
 class UpstreamLog(UpstreamTap):
     """Logs the tensors that this worker sends to other stages; methods as in :class:`UpstreamTap`."""
 
-    def __init__(self, config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        core_config: TransformerConfig,
+        topology: Topology,
+        tell: Callable[[str], None],
+        memory: LogMemory,
+    ):
         super().__init__(core_config)
-        self._config, self._world, self._tell = config, topology.world, tell
+        self._config, self._world, self._tell, self._memory = config, topology.world, tell, memory
         self._pipeline = pipeline_of(core_config, len(topology.micro_batches))
         self._limit = config.snapshot.upstream_log_limit * 1e9
-        self._writer: LogWriter | None = None
         self._given_up = 0.0
         self._replaying: frozenset[int] = frozenset()
-        self._directory: Path | None = None
 
     def open(self, memory: Path) -> None:
-        """Takes over the log of an earlier process of this rank."""
-        stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
+        """Takes over the log of an earlier process of this rank, or goes on with its own of an earlier generation."""
+        stage, directory, kept = self._world.pipeline_rank, directory_of(memory, self._world.rank), self._memory
+        if kept.writer is not None:
+            if kept.directory == directory and directory.is_dir():
+                self._given_up = kept.writer.given_up  # that was told
+                return
+            kept.writer.close()
+            kept.writer = None
         crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
-        self._writer = LogWriter(
-            self._directory,
+        kept.directory = directory
+        kept.writer = LogWriter(
+            directory,
             [LogEntry(crossing.key, shape, dtype) for crossing in crossings],
             self._limit,
             self._world.device,
@@ -196,9 +222,9 @@ class UpstreamLog(UpstreamTap):
             self._log.collect(before=plan.since + 1)
 
     def close(self) -> None:
-        """See :class:`UpstreamTap`."""
-        if self._writer is not None:
-            self._writer.close()
+        """See :class:`UpstreamTap`; the next generation uses the memory again."""
+        if self._memory.writer is not None:
+            self._memory.writer.pause()
 
     def delete(self) -> None:
         """See :class:`UpstreamTap`."""
@@ -206,20 +232,24 @@ class UpstreamLog(UpstreamTap):
 
     @property
     def _log(self) -> LogWriter:
-        assert self._writer is not None  # open() was called
-        return self._writer
+        assert self._memory.writer is not None  # open() was called
+        return self._memory.writer
 
     def _reader(self) -> LogReader:
-        assert self._directory is not None  # open() was called
-        return LogReader(self._directory)
+        assert self._memory.directory is not None  # open() was called
+        return LogReader(self._memory.directory)
 
 
 def boundaries(
-    config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]
+    config: Config,
+    core_config: TransformerConfig,
+    topology: Topology,
+    tell: Callable[[str], None],
+    memory: LogMemory,
 ) -> UpstreamTap:
     """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     if config.snapshot.upstream_logging:
-        return UpstreamLog(config, core_config, topology, tell)
+        return UpstreamLog(config, core_config, topology, tell, memory)
     return UpstreamTap(core_config)
 
 

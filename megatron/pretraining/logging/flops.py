@@ -10,12 +10,17 @@ from megatron.pretraining.config import Config
 _PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
+    "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H800": 989.0,
+    "GH200": 989.0,
+    "GB200": 2500.0,
     "B200": 2250.0,
 }
+"""By a part of torch's device name; the longest that is in it counts."""
 
 
 def flops_per_sample(config: Config, vocab_size: int) -> float:
@@ -62,4 +67,4 @@ def peak_tflops() -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((peak for key, peak in _PEAK_TFLOPS.items() if key in name), None)
+    return _PEAK_TFLOPS.get(max((key for key in _PEAK_TFLOPS if key in name), key=len, default=""))

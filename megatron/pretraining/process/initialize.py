@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.pretraining.config import Config, check_backend, check_world
+from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
 from moc.runtime.job import Job
 from moc.runtime.world import World
@@ -27,7 +28,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     check_world(config, job.size)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend)
-    _choose_device(config.training.deterministic_mode)
+    _choose_device(config)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
     world = world_of(job)
@@ -75,16 +76,28 @@ def seed_streams(seed: int, iteration: int, world: World, micro_batch: int | Non
     tensor_parallel.model_parallel_cuda_manual_seed(base)
 
 
-def _choose_device(deterministic: bool) -> None:
+def _choose_device(config: Config) -> None:
     if torch.cuda.is_available():
-        if deterministic:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first CUDA context is created
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-            torch.use_deterministic_algorithms(True)
+        if config.training.deterministic_mode:
+            be_deterministic(config)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread per worker: results do not depend on the machine, and workers do not compete for cores
         torch.set_num_threads(1)
+
+
+def be_deterministic(config: Config) -> None:
+    """Makes CUDA, cuBLAS, NCCL and Transformer Engine deterministic, before any of them is used.
+
+    Raises:
+        ConfigError: the environment or another flag asks for the contrary.
+    """
+    os.environ.update(deterministic_environment(config, os.environ))
+    torch.use_deterministic_algorithms(True)
+    # nothing here reads memory before it is written, and filling every torch.empty() costs bandwidth
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    # A resumed or replayed run meets shapes in another order, for which torch.compile may generate other kernels.
+    torch.compiler.set_stance("force_eager")
 
 
 def _build_groups(config: Config) -> None:

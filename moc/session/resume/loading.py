@@ -61,7 +61,7 @@ class SnapshotLoader:
         self._policy, self._tokens, self._tiers = parts.policy, parts.tokens, parts.tiers
         self._storage, self._memory = parts.tiers.storage, parts.tiers.memory
         self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
-        self._repair = Repair(engine.world, parts.contents, parts.tiers)
+        self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
         self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)

@@ -24,8 +24,8 @@ class Repair:
         failure: what could not be saved, and why; None if nothing failed.
     """
 
-    def __init__(self, world: World, contents: Contents, tiers: Tiers):
-        self._world, self._contents, self._tiers = world, contents, tiers
+    def __init__(self, world: World, contents: Contents, tiers: Tiers, saver: Saver):
+        self._world, self._contents, self._tiers, self._training = world, contents, tiers, saver
         self._torn: Mapping[int, Mapping[str, Detail]] = {}
         self._saver: Saver | None = None
         self.failure: str | None = None
@@ -34,7 +34,7 @@ class Repair:
     def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
         """Context of a replay that may pass incomplete snapshots, given by iteration with their planned operators."""
         self._torn = torn
-        self._saver = Saver(self._world.rank, self._world.device, self._tiers.memory, self._tiers.storage)
+        self._saver = self._training.beside()
         with contextlib.closing(self._saver):
             yield
 

@@ -69,6 +69,8 @@ def resume(
         way = loaded.plan.way if loaded else None
         older = parts.peers.goes_on_from(start.in_memory, log, start.experts, way)
         start = dataclasses.replace(start, experts=older)
+    leads, node = parts.tiers.leads_node, parts.tiers.node
+    run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
     run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
     if tidies:
         tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
@@ -123,7 +125,6 @@ def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
 def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
     """Moves newer snapshots aside in this node's memory, and removes useless ones; on the node's leading worker."""
     if tiers.memory is not None and tiers.leads_node:
-        tiers.memory.place.remove("slots")
         before = tiers.before
         assert before is not None  # set with a memory tier
         for other in before.iterations():

@@ -14,6 +14,7 @@ from moc.session.engine import Engine
 from moc.session.publishing import Publisher
 from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
+from moc.snapshot.kept import KeptBuffers
 from moc.state.detail import Detail
 from moc.state.record import Position, Records
 
@@ -45,6 +46,7 @@ class LocalRemains:
         run: id of the run that the snapshots belong to, if known.
         records: step records of recent iterations.
         progress: of an unfinished replay.
+        buffers: for its snapshots, which the next generation uses again.
     """
 
     trained: bool = False
@@ -53,6 +55,7 @@ class LocalRemains:
     run: str | None = None
     records: Records = field(default_factory=Records)
     progress: ReplayProgress = field(default_factory=ReplayProgress)
+    buffers: KeptBuffers = field(default_factory=KeptBuffers)
 
 
 @dataclass(frozen=True)

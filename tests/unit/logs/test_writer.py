@@ -1,6 +1,8 @@
 """Logs: what is named is whole, memory is used again, bounded and given back, and a process may go at any moment."""
 
+import contextlib
 import re
+import threading
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from moc.logs.files import LogEntry, LogReader, directory_of, path_of
 from moc.logs.writer import LogWriter
 from moc.store.blobs import LocalBlob
+from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
 from moc.store.regions import read_sources
 
@@ -216,3 +219,69 @@ def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
     check(directory, 1)
     make().delete()
     assert not directory.exists()
+
+
+def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(make, directory, monkeypatch):
+    writer = log(make(), 1, 2)
+    slots = {path.stat().st_ino for path in (directory / "slots").iterdir()}
+    writer.begin(3)
+    writer.write(KEYS[0], tensor(3, KEYS[0]))  # then another worker is lost
+    writer.pause()
+    assert LogReader(directory).iterations() == writer.iterations == [1, 2] and writer.bytes == 3 * SLOT
+    monkeypatch.setattr("moc.logs.writer.Buffer", None)  # nothing is allocated
+    log(writer, 3)
+    for iteration in (1, 2, 3):
+        check(directory, iteration)
+    assert {path.stat().st_ino for path in (directory / "slots").iterdir()} >= slots
+
+
+def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_after_them(make, monkeypatch):
+    """What is asked of CUDA; memory is the host's."""
+    asked: list[tuple] = []
+
+    def note(*what) -> None:
+        asked.append((*what, threading.current_thread() is threading.main_thread()))
+
+    class Event:
+        def __init__(self, blocking: bool = False):
+            assert blocking  # otherwise a core spins
+
+        def synchronize(self):
+            note("event")
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def wait_stream(self, other):
+            pass
+
+        def record_event(self, event):
+            return event
+
+        def synchronize(self):
+            note("stream")
+
+    class Plain(Buffer):
+        def __init__(self, nbytes, path, pin, **words):
+            assert pin
+            super().__init__(nbytes, path, **words)
+
+        def close(self):
+            note("freed")
+            super().close()
+
+    for name, value in dict(
+        Event=Event, Stream=Stream, stream=lambda stream: contextlib.nullcontext(), current_stream=Stream,
+        set_device=lambda device: note("device", device),
+    ).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr("moc.logs.writer.Buffer", Plain)
+    device = torch.device("cuda", 1)
+    writer = log(make(device=device), 1)
+    assert asked == [("device", device, False), ("event", False)]
+    writer.begin(2)
+    writer.write(KEYS[0], tensor(2, KEYS[0]))
+    writer.close()
+    assert asked[2:] == [("stream", True), ("freed", True), ("freed", True)]

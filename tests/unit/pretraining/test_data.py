@@ -1,6 +1,8 @@
 """Which samples a worker reads: by position alone."""
 
+import contextlib
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.batches import micro_batches_of
+from moc.runtime import children
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -151,3 +154,35 @@ def test_training_does_not_wrap(data):
     stream = data.BatchStream(Counting(5))
     with pytest.raises((StopIteration, RuntimeError)):
         drawn(stream, 4, ONES)
+
+
+class _DevicesHeld(torch.utils.data.Dataset):
+    """Each sample tells how many descriptors of a file its reader has."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, _: int) -> dict[str, torch.Tensor]:
+        return {"held": torch.tensor(descriptors_of(self.file))}
+
+
+def descriptors_of(file: Path) -> int:
+    held = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            held += descriptor.readlink() == file
+    return held
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_readers_hold_no_gpu(data, tmp_path, monkeypatch, readers):
+    """Otherwise a killed worker's memory would stay taken as long as its readers live."""
+    monkeypatch.setattr(children, "DEVICES", str(tmp_path / "nvidia"))
+    with open(tmp_path / "nvidia0", "wb"):
+        stream = data.BatchStream(_DevicesHeld(tmp_path / "nvidia0"), num_workers=readers)
+        (batch,) = stream.iteration(topology(0, 1, 2, 2), 0)
+        assert batch["held"].tolist() == [1 - readers] * 2
+        assert descriptors_of(tmp_path / "nvidia0") == 1  # the worker itself keeps it

@@ -7,6 +7,7 @@ import torch
 
 from moc.session.resume.repair import Repair
 from moc.snapshot.contents import share
+from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
@@ -29,7 +30,8 @@ def repair(request, tmp_path):
     storage, memory = (Store(LocalPlace(tmp_path / name)) for name in ("storage", "memory"))
     tiers = SimpleNamespace(storage=storage, memory=memory if request.param == "memory" else None)
     world = SimpleNamespace(rank=1, device=torch.device("cpu"))
-    return Repair(world, contents, tiers), memory if request.param == "memory" else storage
+    saver = Saver(world.rank, world.device, tiers.memory, storage)
+    return Repair(world, contents, tiers, saver), memory if request.param == "memory" else storage
 
 
 def test_what_is_torn_is_saved_and_nothing_else(repair):

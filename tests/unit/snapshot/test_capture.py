@@ -1,5 +1,6 @@
 """Copies beside the computation: what the sources held is what arrives."""
 
+import contextlib
 import threading
 import time
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from moc.snapshot import capture as module
-from moc.snapshot.capture import Both, Gate, ThreadCapturer, capturer
-from moc.snapshot.copies import Copy
+from moc.snapshot.capture import Both, FromDevice, Gate, ThreadCapturer, capturer
+from moc.snapshot.copies import Copy, nbytes
 
 
 def test_the_processor_has_a_thread():
@@ -157,3 +158,78 @@ def test_waits_for_the_gate_are_no_part_of_the_time_that_copies_took(small_piece
     time.sleep(0.2)
     capture.wait()
     assert capture.seconds < (time.perf_counter() - begun) / 2
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> list[tuple]:
+    """What is asked of CUDA, in order, and whether the thread that trains asked it; memory is the host's."""
+    asked: list[tuple] = []
+
+    def note(*what) -> None:
+        asked.append((*what, threading.current_thread() is threading.main_thread()))
+
+    class Event:
+        def __init__(self, blocking: bool = False):
+            assert blocking  # otherwise a core spins
+
+        def record(self):
+            note("record")
+
+        def synchronize(self):
+            note("wait")
+
+    copy = module._copy_all
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: note("stream") or object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
+    monkeypatch.setattr(
+        module, "_copy_all", lambda piece, non_blocking: (note("copy", nbytes(piece)), copy(piece, non_blocking))
+    )
+    return asked
+
+
+def from_device(gate: Gate, check=lambda: None) -> ThreadCapturer:
+    return ThreadCapturer(gate, FromDevice(torch.device("cuda", 1), check))
+
+
+def test_a_device_is_asked_for_pieces_by_a_thread_of_its_own(cuda):
+    """The thread that trains records one event, however many tensors there are; nothing is queued behind a piece."""
+    copies = [Copy(torch.ones(3), torch.zeros(3)) for _ in range(4)]  # of 12 bytes
+    capturing = from_device(Gate(piece=20))
+    capturing.start(copies).wait()
+    capturing.close()
+    assert all(map(torch.equal, (one.target for one in copies), (one.source for one in copies)))
+    mine, others = ([what for *what, trains in cuda if trains is here] for here in (True, False))
+    assert mine == [["record"]]
+    pieces = [["copy", amount] for amount in (20, 20, 8)]
+    assert others == [["device", torch.device("cuda", 1)], ["stream"], ["wait"], *(
+        step for piece in pieces for step in (piece, ["record"], ["wait"])
+    )]  # fmt: skip
+
+
+def test_a_gate_holds_a_device_s_copies_up_between_two_pieces(cuda):
+    gate = Gate(piece=4)
+    copies = closed_after(gate, 3)
+    capturing = from_device(gate)
+    capture = capturing.start(copies)
+    until(lambda: sum(arrived(copies)) == 3)
+    time.sleep(0.02)
+    assert arrived(copies) == [True] * 3 + [False] * 3
+    capture.wait()
+    assert all(arrived(copies))
+    capturing.close()
+
+
+def test_what_a_device_has_of_an_aborted_generation_is_not_copied(cuda):
+    """Weights whose gathering was cut off: the copies would be taken for whole."""
+
+    def check() -> None:
+        raise RuntimeError("the generation is over")
+
+    copy = Copy(torch.ones(3), torch.zeros(3))
+    capturing = from_device(Gate(), check)
+    with pytest.raises(RuntimeError, match="the generation is over"):
+        capturing.start([copy]).wait()
+    capturing.close()
+    assert not copy.target.any()

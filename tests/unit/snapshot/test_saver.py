@@ -419,7 +419,7 @@ def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
     saver = Saver(0, CPU, memory, None, gate)
     try:
         capturing, copied = capture._copy, []
-        with mock.patch.object(capture, "_copy", lambda copies, gate: copied.append(copies) or capturing(copies, gate)):
+        with mock.patch.object(capture, "_copy", lambda copies, *how: copied.append(copies) or capturing(copies, *how)):
             gate.close()
             snapshot = saver.take(0, 3, share(fragments), OPERATORS)
             assert snapshot.gradients is not None

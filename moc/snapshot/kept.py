@@ -1,0 +1,76 @@
+"""Buffers that survive a generation: allocating gigabytes and locking them for CUDA takes seconds.
+
+A buffer in a memory file system may hold a snapshot, which a second hard link publishes.  Such a buffer belongs to the
+slot of that snapshot again once the run has resumed, and is free only when nothing else names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from moc.store.buffers import Buffer
+
+
+class KeptBuffers:
+    """The buffers of one worker between generations; not thread-safe."""
+
+    def __init__(self):
+        self._kept: list[Buffer] = []
+
+    def keep(self, buffers: Iterable[Buffer]) -> None:
+        """Takes over buffers that nobody reads or writes."""
+        self._kept.extend(buffers)
+
+    @property
+    def paths(self) -> set[Path]:
+        """Files of the buffers."""
+        return {buffer.path for buffer in self._kept if buffer.path is not None}
+
+    def published_as(self, file: Path) -> Buffer | None:
+        """Gives away the buffer that is also named ``file``, if there is one."""
+        return self._give(next((one for one in self._kept if _is_same(one.path, file)), None))
+
+    def take(self, nbytes: int, directory: Path | None) -> Buffer | None:
+        """Gives away the smallest free buffer of at least ``nbytes`` bytes in a directory, None for anonymous memory.
+
+        If all are too small, it frees the largest, to make room, and returns None.
+        """
+        free = sorted(
+            (one for one in self._kept if (one.path and one.path.parent) == directory and _is_free(one)),
+            key=lambda one: one.nbytes,
+        )
+        fitting = next((one for one in free if one.nbytes >= nbytes), None)
+        if fitting is None and free:
+            self._kept.remove(free[-1])
+            free[-1].close()
+        return self._give(fitting)
+
+    def trim(self, most: int) -> None:
+        """Frees all but ``most`` buffers, those that cannot be taken first; what is published stays in its file."""
+        order = sorted(self._kept, key=lambda one: (not _is_free(one), -one.nbytes))
+        self._kept, over = order[:most], order[most:]
+        for buffer in over:
+            buffer.close()
+
+    def _give(self, buffer: Buffer | None) -> Buffer | None:
+        if buffer is not None:
+            self._kept.remove(buffer)
+        return buffer
+
+
+def _is_free(buffer: Buffer) -> bool:
+    if buffer.path is None:
+        return True
+    try:
+        return buffer.path.stat().st_nlink == 1
+    except OSError:  # somebody has removed it, and nothing could be published from it any more
+        return False
+
+
+def _is_same(path: Path | None, file: Path) -> bool:
+    try:
+        return path is not None and os.path.samefile(path, file)
+    except OSError:
+        return False

@@ -1,0 +1,40 @@
+"""The process that writes a checkpoint beside training."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from megatron.pretraining.process import cpu
+from moc.runtime import children
+from tests.unit.pretraining.test_data import descriptors_of
+
+
+@pytest.fixture(scope="module")
+def writer():
+    """The module; importing megatron-core takes seconds."""
+    cpu.install()
+    from megatron.pretraining.checkpoint import writer
+
+    return writer
+
+
+def tell(device: Path, told: Path) -> None:
+    """Stands for what writes weights: notes how often its process, and one that it forks, hold a device."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: told.write_text(json.dumps([held, descriptors_of(device)])))
+    held = descriptors_of(device)
+    child.start()
+    child.join()
+
+
+def test_it_holds_no_gpu_and_nor_do_its_children(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "DEVICES", str(tmp_path / "nvidia"))
+    with open(tmp_path / "nvidia0", "wb"):
+        arguments = (tell, tmp_path, 0, None, tmp_path / "nvidia0", tmp_path / "told")
+        process = multiprocessing.get_context("fork").Process(target=writer.write_files, args=arguments)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0 and json.loads((tmp_path / "told").read_text()) == [0, 0]
+        assert descriptors_of(tmp_path / "nvidia0") == 1

@@ -1,0 +1,90 @@
+"""scripts/gpu_check.sh where there is no GPU, its steps and their limits; and that no real job shares a GPU by it."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import check
+from tests.gpu.check import FAILED, LATE, NOT_RUN, PASSED, SKIPPED
+from tests.gpu.one_gpu import ASKED, NotHere, one_gpu_environment
+from tests.gpu.steps import STEPS, Step
+
+ROOT = Path(__file__).parents[3]
+WORKER = {ASKED: "1", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_and_fails():
+    for command in (["scripts/gpu_check.sh"], [sys.executable, "-m", "tests.gpu.check"]):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and not done.stdout
+        assert re.fullmatch(r"There is no NVIDIA GPU [^.]*: run this where there is one\.\n", done.stderr)
+
+
+def test_its_steps_are_there_in_its_help_and_select_tests():
+    told = subprocess.run(["scripts/gpu_check.sh", "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert [step.name for step in STEPS] == re.search(r"steps alone: ((?:\s*\w+)+)\n", told)[1].split()
+    for step in STEPS:
+        files = [ROOT / word for word in step.command if word.endswith(".py")]
+        assert files and all(file.is_file() for file in files)
+        if "-k" in step.command:
+            names = re.split(" or ", step.command[step.command.index("-k") + 1])
+            text = "".join(file.read_text() for file in files)
+            assert all(re.search(rf"def test_\w*{name}", text) or name == "fp8" for name in names), step.name
+
+
+def test_a_step_passes_fails_is_skipped_or_late_and_the_rest_has_no_time(tmp_path, capfd):
+    def step(name: str, program: str, limit_s: int = 60) -> Step:
+        return Step(name, f"{name} holds", ("-c", program), limit_s)
+
+    child = "import subprocess as s, time; s.Popen(['sleep', '3600']); "
+    hanging = f"{child}print('begun', flush=True); time.sleep(3600)"
+    begun = time.monotonic()
+    outcomes = check.check(
+        [
+            step("good", "print('1 passed, 2 skipped in 3 s')"),
+            step("bad", "raise SystemExit(3)"),
+            step("absent", "print('====== 2 skipped in 1 s ======')"),
+            step("slow", hanging, limit_s=1),
+        ],
+        600,
+        str(tmp_path),
+        tmp_path,
+    )
+    assert [one.result for one in outcomes] == [PASSED, FAILED, SKIPPED, LATE]
+    assert outcomes[2].told == "2 skipped in 1 s" and outcomes[3].told == "begun"
+    assert time.monotonic() - begun < 60
+    (left,) = check.check([step("last", "")], 0.5, str(tmp_path), tmp_path)
+    assert left.result == NOT_RUN and not left.is_bad
+    page = check.page([*outcomes, left], {"gpus": ["A", "A"], "torch": "2.11"})
+    assert "**1 of 5 steps passed, 2 failed**, on A and A (torch 2.11)." in page
+    assert "| bad holds | FAILED | 0 s |  |" in page
+    assert json.dumps([vars(one) for one in outcomes])  # as they are written
+
+
+def test_workers_of_a_test_share_the_first_gpu_over_sockets():
+    found = one_gpu_environment(WORKER)
+    assert (found["LOCAL_RANK"], found["NCCL_HOSTID"], found["NCCL_SOCKET_IFNAME"]) == ("0", "r2", "lo")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{ASKED: "0"}, {ASKED: None}, {"MOC_PLACES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"WORLD_SIZE": "16"}],
+    ids=str,
+)
+def test_no_real_job_shares_a_gpu(changes):
+    environment = {name: value for name, value in (WORKER | changes).items() if value is not None}
+    with pytest.raises(NotHere):
+        one_gpu_environment(environment)
+
+
+def test_nothing_that_is_installed_knows_of_it():
+    files = [file for folder in ("moc", "megatron", "tools", "scripts") for file in (ROOT / folder).rglob("*.py")]
+    text = "".join(file.read_text() for file in [*files, ROOT / "pretrain_gpt_moe.py"])
+    assert ASKED not in text and "NCCL_HOSTID" not in text
