@@ -26,7 +26,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     job = job or Job()
     check_world(config, job.size)
     backend = config.parallel.distributed_backend or cpu.default_backend()
-    check_backend(config, backend)
+    check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config.training.deterministic_mode)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
@@ -81,6 +81,7 @@ def _choose_device(deterministic: bool) -> None:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first CUDA context is created
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
             torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread per worker: results do not depend on the machine, and workers do not compete for cores
