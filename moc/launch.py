@@ -20,7 +20,7 @@ import moc
 from moc.runtime import children, hangs, job_token
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent
-from moc.runtime.controller_link import LostError
+from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.membership import LOST
@@ -195,7 +195,7 @@ async def _run_agent(
             with signals.heard_by(agent.signal):
                 return await agent.run()
         except LostError as error:
-            if not again:
+            if not again or isinstance(error, GaveUpError):
                 raise
             again -= 1
             _log.error("node %d is lost, and comes back: %s", flags.node_rank, error)

@@ -28,8 +28,16 @@ NCCL_FLAGS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # wait() must block the stream only, which an abort releases, not the process
     "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # after an error the watchdog sleeps four times this long, with the lock that enqueuing an operation takes
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # its name in newer releases of torch
+    # nor must a worker dump traces because another one has reported an error
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_FR_DUMP_ON_TIMEOUT": "0",
+    # multicast memory (NVLink SHARP) belongs to all members of a group: it cannot be torn down without the dead one
+    "NCCL_NVLS_ENABLE": "0",
 }
-"""Environment variables that :func:`abort_nccl` requires; torch reads them when a group is connected."""
+"""Environment variables that :func:`abort_nccl` requires; torch and NCCL read them when a group is connected."""
 
 
 def open_sockets() -> set[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
 from moc.runtime.addresses import name_of_interface, new_name
-from moc.runtime.controller_link import ControllerLink, LostError, NoControllerError
+from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
 from moc.runtime.flags import Flags
 from moc.runtime.hangs import HangLimits
@@ -51,6 +51,7 @@ class _Process(Worker):
     waits: bool = False
     gives_back: str | None = None
     why_killed: str = ""
+    broken: bool = False  # its device or its groups were, by its own account
     dies_since: float | None = None
 
 
@@ -84,6 +85,7 @@ class Agent:
         Raises:
             NoControllerError: no controller led for longer than its patience.
             LostError: the zygote has died or hangs, or the controller refused this node.
+            GaveUpError: one of this node's devices does not work.
             StoppedError: the node was asked to stop before it had joined a controller.
         """
         async with await wire.serve(self._address, self._token, self._serve_worker):
@@ -201,6 +203,8 @@ class Agent:
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
                 self._pass_on(worker, order | {"store": self._controllers[self._link.follows]})
+        elif kind == "give_up" and not self._ended.done():
+            self._ended.set_exception(GaveUpError(order["why"]))
         elif kind == "end":
             self._link.tell("heard")
             self._link.over = True
@@ -262,7 +266,10 @@ class Agent:
                 self._limits.learn(said["longest"])
             elif said["kind"] == "gives_back":
                 worker.gives_back = said["memory"]  # reported with its exit, when it takes effect
-            if said["kind"] not in ("alive", "gives_back"):
+            elif said["kind"] == "broken":
+                worker.broken = True
+                self._kill(worker, said["why"])
+            if said["kind"] not in ("alive", "gives_back", "broken"):
                 self._link.tell(**said, worker=worker.name)
 
     def _pass_on(self, worker: _Process, order: dict) -> None:
@@ -343,5 +350,5 @@ class Agent:
 
 def _end_of(worker: _Process, code: int) -> dict:
     """The message that reports a worker's exit."""
-    why, memory = worker.why_killed, worker.gives_back
-    return {"kind": "ended", "worker": worker.name, "code": code, "why": why, "gives_back": memory}
+    told = {"why": worker.why_killed, "gives_back": worker.gives_back, "broken": worker.broken}
+    return {"kind": "ended", "worker": worker.name, "code": code} | told

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moc.runtime.exchange import from_rank0, gather
+from moc.runtime.groups import settled
+from moc.runtime.host_group import host_group
 from moc.runtime.world import World
 from moc.store.errors import CheckpointError, TakenError
 
@@ -61,15 +63,41 @@ def first_reported(value):
 
 
 def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -> dict[str, Any]:
-    """Sums each value over all ranks in one float64 all-reduce; a 1-D tensor yields a list of element sums."""
-    tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(packed)
+    """Sums each value over all ranks in one float64 all-reduce; a 1-D tensor yields a list of element sums.
+
+    Tensors may be on this worker's device.  They are brought to the host first, which waits for all that they depend
+    on, and the sum is formed in host memory: see :mod:`moc.runtime.host_group` for what it proves if it completes.
+
+    Raises:
+        Aborted, Suspicion: as any operation of our groups, also if the device's groups are aborted meanwhile.
+    """
+    tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values.values()]
+    packed = _packed_on_host([tensor.reshape(-1) for tensor in tensors], world.device)
+    dist.all_reduce(packed, group=host_group())  # raises if the generation is over, so that values may be undefined
     sums = iter(packed.tolist())
     return {
         name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
         for name, tensor in zip(values, tensors, strict=True)
     }
+
+
+def _packed_on_host(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Joins parts, in order, with one copy for all that are on the device."""
+    there = [part for part in parts if part.device.type == device.type]
+    if not there or device.type == "cpu":
+        return torch.cat(parts)
+    brought = iter(torch.cat(there).cpu().split([part.numel() for part in there]))
+    return torch.cat([next(brought) if part.device.type == device.type else part for part in parts])
+
+
+def settled_on_all(world: World) -> None:
+    """Waits until what every worker has enqueued on its device is complete and valid.  Collective.
+
+    Raises:
+        Aborted, Suspicion: it is not known to be so.
+    """
+    settled(world.device)
+    gather(None)
 
 
 def first_line(error: BaseException) -> str:

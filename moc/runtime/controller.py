@@ -25,7 +25,7 @@ from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.flags import parse_nodes
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
-from moc.runtime.membership import Abort, End, Go, Kill, Leave, Membership, Order, StartWorker, nodes
+from moc.runtime.membership import Abort, End, GiveUp, Go, Kill, Leave, Membership, Order, StartWorker, nodes
 from moc.runtime.message import Message
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
@@ -319,7 +319,8 @@ class Controller:
     def _hear(self, peer: Peer, message: Message) -> None:
         said, membership = message.header, self._membership
         if message.kind == "ended":
-            self._obey(membership.ended(said["worker"], said["code"], said["why"], said["gives_back"]))
+            told = said["code"], said["why"], said["gives_back"], said["broken"]
+            self._obey(membership.ended(said["worker"], *told))
             self._post(peer, "noted", worker=said["worker"])
         elif message.kind == "built":
             self._obey(membership.built(said["worker"]))
@@ -347,6 +348,9 @@ class Controller:
             elif isinstance(order, Leave):
                 _log.warning("nodes have come: all workers save and leave, and more start")
                 self._tell_all("leave")
+            elif isinstance(order, GiveUp):
+                _log.error("%s", order.why)
+                self._tell(order.node, "give_up", why=order.why)
             elif isinstance(order, Kill):
                 self._tell(order.node, "kill", worker=order.worker)
             elif isinstance(order, Abort):

@@ -40,6 +40,10 @@ class RefusedError(LostError):
     """The controller refuses this agent."""
 
 
+class GaveUpError(LostError):
+    """The node has left the job, since one of its devices does not work."""
+
+
 class ControllerLink:
     """An agent's connection to the leading controller, in an event loop.
 

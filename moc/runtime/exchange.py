@@ -1,12 +1,17 @@
-"""Values of all workers, or of one, told to all as plain values: see :mod:`moc.runtime.plain`."""
+"""Values of all workers, or of one, told to all as plain values: see :mod:`moc.runtime.plain`.
+
+They travel in host memory (:mod:`moc.runtime.host_group`), so they say nothing about what is enqueued on a device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moc.runtime.host_group import host_group
 from moc.runtime.plain import PlainError, decode, encode
 
 MOST_BYTES = 1 << 30
@@ -18,30 +23,58 @@ def gather(value, group=None) -> list:
 
     The values are such as :func:`moc.runtime.plain.encode` takes.
     """
-    mine, size = _tensor(encode(value), group), dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        return _gather_among(ranks, value)
+    mine, size = _tensor(encode(value)), len(ranks)
     lengths = mine.new_empty(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, mine.new_tensor([len(mine)], dtype=torch.int64), group=group)
+    dist.all_gather_into_tensor(lengths, mine.new_tensor([len(mine)], dtype=torch.int64), group=host_group())
     padded = mine.new_zeros(most := _checked(max(lengths.tolist())))
     padded[: len(mine)] = mine
     whole = mine.new_empty(size * most)
-    dist.all_gather_into_tensor(whole, padded, group=group)
-    data = whole.cpu().numpy().tobytes()
+    dist.all_gather_into_tensor(whole, padded, group=host_group())
+    data = whole.numpy().tobytes()
     return [_value(data[i * most : i * most + length]) for i, length in enumerate(lengths.tolist())]
+
+
+def _gather_among(ranks: Sequence[int], value) -> list:
+    """Gathers from some of the workers, by way of the first of them; the others need not call it."""
+    first, *others = ranks
+    if dist.get_rank() != first:
+        _send(value, first)
+        return _receive(first)
+    values = [value, *map(_receive, others)]
+    for other in others:
+        _send(values, other)
+    return values
+
+
+def _send(value, rank: int) -> None:
+    data = _tensor(encode(value))
+    dist.send(data.new_tensor([len(data)], dtype=torch.int64), rank, group=host_group())
+    dist.send(data, rank, group=host_group())
+
+
+def _receive(rank: int) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    dist.recv(length, rank, group=host_group())
+    data = torch.empty(_checked(int(length)), dtype=torch.uint8)
+    dist.recv(data, rank, group=host_group())
+    return _value(data.numpy().tobytes())
 
 
 def from_rank0(value) -> Any:
     """Rank 0's value, on all ranks.  Collective."""
-    mine = _tensor(encode(value), None)
+    mine = _tensor(encode(value))
     length = mine.new_tensor([len(mine)], dtype=torch.int64)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=0, group=host_group())
     data = mine if dist.get_rank() == 0 else mine.new_empty(_checked(int(length)))
-    dist.broadcast(data, src=0)
-    return _value(data.cpu().numpy().tobytes())
+    dist.broadcast(data, src=0, group=host_group())
+    return _value(data.numpy().tobytes())
 
 
-def _tensor(data: bytes, group) -> torch.Tensor:
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to("cuda" if on_gpu else "cpu")
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _checked(nbytes: int) -> int:

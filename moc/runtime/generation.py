@@ -10,6 +10,7 @@ torch's tables, whose counters would differ from those of a fresh process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -59,10 +60,14 @@ class GenerationGroup:
         backend: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
         inner: a plain ``ProcessGroup`` around the backend, so that operations take their usual path through torch's
             dispatcher; None once dropped.
+        later: connects the backend, when it is used first; None if it is connected.
+        batch: device of a batch of operations that was begun and not ended, by this thread; None without one.
     """
 
     def __init__(self, generation: Generation, group: _Group, store: Store, backend: Backend):
         self.generation, self.group = generation, group
+        self.later: Callable[[], None] | None = None
+        self.batch: torch.device | None = None
         self.store: Store | None = store
         self.backend: Backend | None = backend
         self.inner: dist.ProcessGroup | None = dist.ProcessGroup(store, group.rank(), group.size())
@@ -71,6 +76,16 @@ class GenerationGroup:
         for device in device_types(group.backend):
             self.inner._register_backend(torch.device(device), kind, backend)
         self.inner._set_group_name(group.group_name)
+
+    def end_batch(self) -> None:
+        """Ends a batch that an exception has cut off; the thread that began it calls this.
+
+        NCCL counts open batches by thread, and while there is one it launches nothing that this thread enqueues.
+        """
+        if self.batch is not None and self.inner is not None:
+            with contextlib.suppress(RuntimeError):  # of its operations, whose results nobody waits for
+                self.inner._end_coalescing(self.batch)
+        self.batch = None
 
     def drop(self) -> None:
         """Frees threads and sockets.  The backend goes last: it joins its threads, without the GIL."""
@@ -128,6 +143,7 @@ class Generation:
         self._meet(key, ranks, timeout, fresh, sum(group.size() - 1 for group in groups if group.backend == "gloo"))
         for group in (group for group in groups if group.backend == "nccl"):
             made[group] = self._connected(group, _nccl, self._device, self._nccl)
+            self._connect_nccl(made[group])
         return [made[group] for group in groups]
 
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
@@ -161,6 +177,22 @@ class Generation:
         assert self._store is not None  # all have arrived
         store = PrefixStore(group.group_name, self._store) if group.size() > 1 else HashStore()
         return GenerationGroup(self, group, store, build(group, store, *arguments))
+
+    def _connect_nccl(self, made: GenerationGroup) -> None:
+        """Connects in the deputy, which can be abandoned, rather than in the compute thread's first operation.
+
+        Most groups of one rank are never used, and each costs memory and a tenth of a second: those wait until they
+        are.
+        """
+        backend: Any = made.backend
+
+        def connect() -> None:
+            backend.eager_connect_single_device(self._device)
+
+        if made.group.size() > 1:
+            connect()
+        else:
+            made.later = connect
 
     def keep(self, connections: list[GenerationGroup]) -> None:
         """Takes ownership of connections, to be dropped with this generation."""
@@ -247,7 +279,4 @@ def _nccl(group: _Group, store: Store, device: torch.device, made: list) -> Back
     backend = nccl(store, group.rank(), group.size(), options)
     made.append(backend)  # from here on, it can be aborted
     backend._set_sequence_number_for_group()
-    if group.size() > 1:
-        # in the deputy, which can be abandoned, rather than in the first collective
-        backend.eager_connect_single_device(device)
     return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,18 @@ class Group(dist.ProcessGroup):
         if connection.generation.over:
             raise Aborted(over(self, connection.generation))
         assert connection.inner is not None  # only a generation that is over drops it
+        if connection.later is not None:
+            self._connect_now(connection, connection.later)
         return connection.inner
+
+    def _connect_now(self, connection: GenerationGroup, connect: Callable[[], None]) -> None:
+        try:
+            connection.generation.deputy.do(connect)
+        except (CalledAway, RuntimeError) as error:
+            if connection.generation.over:
+                raise Aborted(over(self, connection.generation)) from error
+            raise Suspicion(str(error)) from error
+        connection.later = None
 
     def abort(self) -> None:
         """Raises RuntimeError: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`."""
@@ -156,10 +168,13 @@ def _operation(name: str):
     deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
-        operation, generation = getattr(self.live(), name), self.connection.generation
+        operation, connection = getattr(self.live(), name), self.connection
+        generation = connection.generation
         try:
             with PROGRESS.waiting():
                 answer = operation(*args, **kwargs)
+            if name in _BATCHES:  # so that one that is cut off is ended: Groups.begin()
+                connection.batch = args[0] if name == "_start_coalescing" else None
         except RuntimeError as error:
             if generation.over:
                 raise Aborted(over(self, generation)) from error
@@ -182,6 +197,7 @@ def _question(name: str):
     return ask
 
 
+_BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single
     all_gather_single_coalesced all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced

@@ -13,8 +13,9 @@ one generation to the begin of the next, every use raises :class:`Aborted`.
     groups.begin(store, generation=1)                 # connects them to the processes that have these ranks now
 
 **What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
-after an abort the stream continues over undefined memory: synchronize, then call :meth:`Groups.check`; if it does not
-raise, all results up to then are valid.  :func:`settled` does both, for callers without a :class:`Groups`.
+after an abort, by this process or a peer, the stream continues over undefined memory.  :func:`settled` synchronises and
+checks; results up to then are valid once all peers have done so and told each other in host memory
+(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_on_all`.
 
 **What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
 nobody has aborted: a peer may be gone, which the controller must confirm.
@@ -36,7 +37,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import sealed_objects
+from moc.runtime import device as compute_device
+from moc.runtime import host_group, sealed_objects
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
@@ -101,9 +103,12 @@ class Groups:
         world = self.new_group(group_desc="default_pg")
         assert isinstance(world, Group)  # every rank is a member
         c10d._update_default_pg(world)
+        if self._backend != "gloo":
+            host_group.use(self.new_group(backend="gloo", group_desc="host_pg"))
 
     def _where(self, group: Group | None) -> tuple[int, str]:
         asked: Any = group or dist.group.WORLD
+        asked.live()  # raises if the generation is over: an object that has just come from a device may be undefined
         return self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
@@ -111,6 +116,7 @@ class Groups:
         if dist.is_initialized():
             dist.destroy_process_group()
         _replace(self._replaced)
+        host_group.use(None)
         self._end_generation()
         self._groups, self._replaced = [], {}
 
@@ -221,6 +227,9 @@ class Groups:
 
     def _end_generation(self) -> None:
         self.abort()
+        for group in self._groups:
+            if group.connection is not None:
+                group.connection.end_batch()
         if self._generation is not None:
             self._generation.drop()
 
@@ -248,13 +257,12 @@ class Groups:
 
 
 def settled(device: torch.device) -> None:
-    """Waits until all work enqueued on this process's device is complete, and checks that it is valid.
+    """Waits until all work enqueued on this process's device is complete, and checks that nobody here has aborted it.
 
     Raises:
         Aborted: the generation of our groups is over, so results are undefined.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    compute_device.synchronize(device)
     world = dist.group.WORLD
     if isinstance(world, Group):
         world.live()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moc.runtime import host_group
 from moc.runtime.exchange import from_rank0
 
 _JOB = "moc/job"
@@ -65,6 +66,8 @@ class Job:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
+        if backend != "gloo":
+            host_group.use(dist.new_group(backend="gloo", timeout=timeout))
         if not self.id:  # no store outlives these workers: the launch is just them
             self.id = from_rank0(mine)
 
@@ -92,4 +95,5 @@ class Job:
 
     def leave(self) -> None:
         """Leaves the job after its work is done."""
+        host_group.use(None)
         dist.destroy_process_group()

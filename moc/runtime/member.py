@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moc.faults import reach
+from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
@@ -65,6 +70,7 @@ class JobMember(Job):
         self._together = os.environ[environment.TOGETHER] == "1"
         self._started_for = int(os.environ[environment.GENERATION])
         self._groups: Groups | None = None
+        self._device: torch.device | None = None
         self._real: dict[str, Callable] = {}
         self._built = False
         self._news = threading.Condition()
@@ -76,7 +82,7 @@ class JobMember(Job):
         PROGRESS.forget("setup")
         self._say("hello", worker=os.environ[environment.WORKER])
         for body in (self._listen, self._say_alive, self._watch_lease):
-            threading.Thread(target=body, name=f"moc-{body.__name__}", daemon=True).start()
+            threading.Thread(target=self._guard, args=(body,), name=f"moc-{body.__name__}", daemon=True).start()
 
     @classmethod
     def join(cls) -> JobMember:
@@ -86,7 +92,7 @@ class JobMember(Job):
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
-        self._timeout = timeout
+        self._timeout, self._device = timeout, device
         self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token)
         self._groups.install()
         if self._together:
@@ -109,9 +115,12 @@ class JobMember(Job):
         return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
 
     def go_on_after(self, error: Exception) -> Interruption:
-        """As :meth:`Job.go_on_after`."""
+        """As :meth:`Job.go_on_after`.  A worker whose device does not work any more ends here, as one that is lost."""
         PROGRESS.forget()
+        self._end_if_device_is_broken(error)
         if self._generation < 0:  # not yet connected to the others
+            if not self._together and compute_device.denies(error):
+                self._end("has replaced a lost worker, and gets no device", error)
             raise error
         if not self._hears_of_loss():
             if not isinstance(error, Suspicion):
@@ -121,6 +130,7 @@ class JobMember(Job):
             threading.Event().wait()  # it was building in step with a lost worker: the agent is about to kill it
         begun, heard = time.monotonic(), self._heard_at
         error.__traceback__ = None  # it keeps the interrupted iteration's activations alive
+        self._settle()
         self._meet()
         return Interruption(self._generation, self._reason, begun - heard, time.monotonic() - begun)
 
@@ -136,6 +146,46 @@ class JobMember(Job):
         """As :meth:`Job.leave`."""
         assert self._groups is not None  # it is connected
         self._groups.destroy()
+
+    def _settle(self) -> None:
+        """Waits until the last generation is aborted and the device is idle, or ends this worker."""
+        assert self._groups is not None and self._device is not None  # it is connected
+        try:
+            self._groups.abort(self._wanted - 1)  # the listening thread may be at it: then this waits for that
+            compute_device.check_patiently(self._device)
+        except compute_device.BrokenDeviceError as error:
+            self._end(str(error), error)
+        except RuntimeError as error:
+            self._end(f"cannot go on ({error})", error)
+
+    def _end_if_device_is_broken(self, error: BaseException) -> None:
+        if self._device is not None:
+            try:
+                compute_device.check(self._device)
+            except compute_device.BrokenDeviceError as broken:
+                self._end(str(broken), error)
+
+    def _end(self, why: str, error: BaseException) -> NoReturn:
+        """Ends this process as a lost one, for another to take its place.
+
+        Args:
+            why: continues a sentence about the worker.
+            error: whose traceback is printed.
+        """
+        traceback.print_exception(error)
+        print(f"mocrun: worker {self.rank} {why}: it ends itself, to be replaced", file=sys.stderr, flush=True)
+        with contextlib.suppress(WireError):
+            self._say("broken", why=why)
+        time.sleep(NEWS_S)  # for the agent, which kills this process, and so knows why it has ended
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("killed")
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        """Runs one of the threads without which this worker would be deaf, silent or on its own for ever."""
+        try:
+            body()
+        except Exception as error:  # such as groups that cannot be aborted
+            self._end(f"cannot go on ({error})", error)
 
     def _suspect(self) -> None:
         """Reports lost connections until the next generation; without a controller, the agent ends this worker."""
@@ -169,7 +219,8 @@ class JobMember(Job):
             self._groups.begin(lambda: MeetingClient(address, self._token, generation, self._timeout), generation)
             self._say("met", generation=generation)
             return True
-        except RuntimeError:  # a worker was lost while connecting, or the store with its controller
+        except RuntimeError as error:  # a worker was lost while connecting, or the store with its controller
+            self._end_if_device_is_broken(error)
             if not self._hears_of_loss():
                 self._suspect()
             return False

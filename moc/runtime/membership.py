@@ -29,6 +29,9 @@ LOST = 70
 MAX_SUSPICIONS = 10
 """Most consecutive generations that begin without a loss; one more ends the job."""
 
+MAX_BROKEN = 3
+"""Workers with one device that may break, without a long time of calm in between; then its node gives up its place."""
+
 START_OVER = 76
 """Exit code of a worker that asks to be replaced without an error."""
 
@@ -63,6 +66,14 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """To a node: leave the job, since one of its devices does not work."""
+
+    node: int
+    why: str  # one sentence
+
+
+@dataclass(frozen=True)
 class Abort:
     """To all workers: abort all waits, and report in this generation."""
 
@@ -87,7 +98,7 @@ class End:
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
 
 
-Order = StartWorker | Leave | Kill | Abort | Go | End
+Order = StartWorker | Leave | Kill | GiveUp | Abort | Go | End
 
 
 @dataclass
@@ -141,6 +152,7 @@ class Membership:
     _anew: int = 0  # the generation with which the members last changed
     _growing: bool = False  # workers were asked to leave, since nodes have come
     _refused: set[int] = field(default_factory=set)  # numbers of nodes that the program does not run on
+    _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
@@ -166,6 +178,7 @@ class Membership:
             "anew": self._anew,
             "growing": self._growing,
             "refused": sorted(self._refused),
+            "broken": dict(self._broken),
             "end": asdict(self.end) if self.end else None,
         }
 
@@ -177,6 +190,7 @@ class Membership:
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.places.members, self._anew = tuple(state["members"]), state["anew"]
         self._growing, self._refused = state["growing"], set(state["refused"])
+        self._broken = dict(state["broken"])
         self.end = End(**state["end"]) if state["end"] else None
 
     def joined(
@@ -218,7 +232,7 @@ class Membership:
         self.running = True
         return orders
 
-    def left(self, node: int) -> list[Order]:
+    def left(self, node: int, how: str = "is lost") -> list[Order]:
         """A node is lost with all its workers; it may return."""
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
@@ -232,8 +246,8 @@ class Membership:
             return []
         instead = "" if spare is None else f", and node {spare} takes its place"
         if self._can_change and (self._growing or spare is None):
-            return self._change_members(f"node {node} is lost{instead}")
-        return self._next_generation(f"node {node} is lost{instead}")
+            return self._change_members(f"node {node} {how}{instead}")
+        return self._next_generation(f"node {node} {how}{instead}")
 
     @property
     def can_grow(self) -> bool:
@@ -267,7 +281,9 @@ class Membership:
         self._growing = True
         return [Leave()]
 
-    def ended(self, name: str, code: int, why: str = "", gives_back: str | None = None) -> list[Order]:
+    def ended(
+        self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: bool = False
+    ) -> list[Order]:
         """A worker has exited.
 
         Args:
@@ -275,6 +291,7 @@ class Membership:
             code: its exit code; minus the signal number if a signal killed it.
             why: the reason, if its node killed it.
             gives_back: the run's memory, if the worker has released it.
+            broken: it has ended itself, since its device does not work any more.
         """
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
@@ -297,7 +314,24 @@ class Membership:
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
             return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
+        if broken and self._wears_out(worker):
+            return self._give_up(worker, how)
         return self._next_generation(how)
+
+    def _wears_out(self, worker: Worker) -> bool:
+        """Counts a worker that its device has ended; returns whether another one there would fare no better."""
+        device = f"{worker.node}.{worker.rank % self.per_node}"
+        self._broken[device] = self._broken.get(device, 0) + 1
+        return self._broken[device] >= MAX_BROKEN
+
+    def _give_up(self, worker: Worker, how: str) -> list[Order]:
+        """Takes a node out of the job; its launcher ends, so it does not return by itself."""
+        node, number = worker.node, worker.rank % self.per_node
+        del self._broken[f"{node}.{number}"]  # whoever starts it again has looked at the device
+        kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
+        often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
+        why = f"{how}, {often}: the node gives up its place; look at the device before you start it again"
+        return [*kills, GiveUp(node, why), *self.left(node, "has given up its place")]
 
     def built(self, name: str) -> list[Order]:
         """A worker is ready to train."""
@@ -332,8 +366,9 @@ class Membership:
         return self._next_generation(what)
 
     def calm(self) -> None:
-        """Forgets earlier suspicions after a long time without trouble."""
+        """Forgets earlier suspicions and broken devices after a long time without trouble."""
         self.suspicions = 0
+        self._broken.clear()
 
     def stopping(self, number: int) -> list[Order]:
         """A signal asks the job to stop: lost workers are no longer replaced, and missing nodes no longer awaited."""

@@ -6,9 +6,10 @@ It reads orders from standard input and writes events to standard output, one JS
                                                                              {"ended": name, "code": exit code}
     {"ask": true}                                                    -->    {"ready": true}
 
-It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  It dies with
-the agent that started it, and its workers die with it.  Signals that ask the job to stop are blocked here; a worker
-receives those that arrived before it was ready.
+It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  Should what a
+program imports have touched CUDA, as Transformer Engine does with flash-attn, workers are new processes that import
+everything themselves.  It dies with the agent that started it, and its workers die with it.  Signals that ask the job
+to stop are blocked here; a worker receives those that arrived before it was ready.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import resource
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from moc.runtime.children import belong, die_with_parent
 from moc.runtime.signals import STOPS
 
 _DESCRIPTORS = 1 << 16
+_CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
 
 
 def main(script: str, arguments: list[str]) -> None:
@@ -41,9 +45,22 @@ def main(script: str, arguments: list[str]) -> None:
     os.dup2(2, 1)  # programs print to stderr; the original stdout is for the agent alone
     sys.argv = [script, *arguments]  # what a program imports may depend on its flags
     warm_up(script)
+    forks = not has_touched_cuda()
+    if not forks:
+        print(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
     gc.collect()
     gc.freeze()  # workers share all objects that exist now
-    Zygote(script, arguments, orders, tell).serve()
+    Zygote(script, arguments, orders, tell, forks).serve()
+
+
+def has_touched_cuda() -> bool:
+    """Whether this process has a CUDA context, in which no child could compute: torch's, or a library's own."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    opened = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(str(path.readlink()).startswith(_CONTEXTS) for path in opened if path.is_symlink())
 
 
 def warm_up(script: str) -> None:
@@ -68,8 +85,9 @@ def _is_guarded(source: str) -> bool:
 class Zygote:
     """Forks workers, and reaps them; reads orders from one descriptor, and tells events to another."""
 
-    def __init__(self, script: str, arguments: list[str], orders: int, tell: int):
+    def __init__(self, script: str, arguments: list[str], orders: int, tell: int, forks: bool = True):
         self._script, self._arguments, self._orders, self._tell = script, arguments, orders, tell
+        self._forks = forks
         self._workers: dict[int, str] = {}
         self._woken, self._wake = os.pipe()  # a signal wakes select() by writing here
         for end in (self._woken, self._wake):
@@ -116,7 +134,6 @@ class Zygote:
         self._say({"started": order["start"], "pid": pid})
 
     def _become_worker(self, order: dict, parent: int) -> None:
-        code = 1
         try:
             die_with_parent(parent)
             self._forget_zygote()
@@ -124,18 +141,14 @@ class Zygote:
             _allow_descriptors()
             if order["output"] is not None:
                 _write_to(order["output"])
-            code = run(self._script, self._arguments)
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
+            if not self._forks:
+                flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+                code = "import sys; from moc.runtime.zygote import work; work(sys.argv[1], sys.argv[2:])"
+                os.execv(sys.executable, [sys.executable, *flags, "-c", code, self._script, *self._arguments])
         except BaseException:
             traceback.print_exc()
-        finally:
-            # multiprocessing's own exit handler, which os._exit() skips
-            multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # the disk may be full
-                    stream.flush()
-            os._exit(code)
+            os._exit(1)
+        work(self._script, self._arguments)
 
     def _forget_zygote(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -165,6 +178,24 @@ def _write_to(path: str) -> None:
         return
     os.dup2(output, 1)
     os.dup2(output, 2)
+
+
+def work(script: str, arguments: list[str]) -> NoReturn:
+    """Is a worker: runs the program, and exits with its code."""
+    code = 1
+    try:
+        code = run(script, arguments)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # multiprocessing's own exit handler, which os._exit() skips
+        multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # the disk may be full
+                stream.flush()
+        os._exit(code)
 
 
 def run(script: str, arguments: list[str]) -> int:

@@ -134,10 +134,15 @@ def _check_batch(config: Config, world_size: int) -> None:
     )
 
 
-def check_backend(config: Config, backend: str) -> None:
-    """Raises ``ConfigError`` if gloo, and the CPU that it implies, does not support the flags."""
+def check_backend(config: Config, backend: str, cuda: bool = False) -> None:
+    """Raises ``ConfigError`` if gloo, and the CPU that it implies, does not support the flags; or if there is CUDA."""
     if backend != "gloo":
         return
+    refuse(
+        cuda,
+        "--distributed-backend gloo sends no tensor of a GPU from one worker to another, as pipeline stages and "
+        "recovery do: leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=.",
+    )
     moe, parallel = config.moe, config.parallel
     refuse(
         moe.moe_token_dispatcher_type == "alltoall"

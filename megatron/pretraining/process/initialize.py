@@ -27,7 +27,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     job = job or Job()
     check_world(config, job.size)
     backend = config.parallel.distributed_backend or cpu.default_backend()
-    check_backend(config, backend)
+    check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)

@@ -23,9 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
 from moc.faults import reach
 from moc.recovery.scope import Replayed
 from moc.runtime.agreement import gather, run_on_all
@@ -178,7 +175,7 @@ class Replayer:
 
 def wait_for_stage(engine: Engine) -> None:
     """Waits for all workers of this pipeline stage; a collective call of the stage."""
-    dist.all_reduce(torch.zeros((), device=engine.world.device), group=engine.peers)
+    gather(None, engine.peers)
 
 
 @contextlib.contextmanager

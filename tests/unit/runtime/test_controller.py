@@ -110,7 +110,8 @@ async def begun(job):
 
 
 async def ends(agent, worker, code, gives_back=None):
-    await agent.send(Message({"kind": "ended", "worker": worker, "code": code, "why": "", "gives_back": gives_back}))
+    told = {"worker": worker, "code": code, "why": "", "gives_back": gives_back, "broken": False}
+    await agent.send(Message({"kind": "ended"} | told))
 
 
 async def tell(agent, kind, **what):
@@ -369,7 +370,8 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
             await stranger.send(Message({"kind": "hello"} | hello))
             with pytest.raises(PeerGoneError):
                 await stranger.recv()
-            ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": "", "gives_back": None}
+            ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": ""}
+            ended |= {"gives_back": None, "broken": False}
             await agents[0].send(Message(ended))
             await hears(agents[0], "abort")  # the node that it spoke for is still there
 
