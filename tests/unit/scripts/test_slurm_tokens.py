@@ -1,4 +1,4 @@
-"""A job under Slurm keeps its token to itself, and removes those that killed jobs have left."""
+"""A job under Slurm keeps its token to itself, removes those of killed jobs, and runs no name as a command."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ COMMANDS = {
 }
 
 
-def submit(directory: Path, squeue: str) -> None:
-    """Runs the batch script, as Slurm does, on one node; ``squeue`` is what that command does."""
+def submit(directory: Path, squeue: str, *words: str, **commands: str) -> None:
+    """Runs the batch script, as Slurm does, on one node; ``squeue`` and others are what these commands do."""
     shutil.copytree(ROOT / "scripts" / "slurm", directory / "scripts" / "slurm")
     (directory / "commands").mkdir()
-    for name, text in (COMMANDS | {"squeue": squeue}).items():
+    for name, text in (COMMANDS | {"squeue": squeue} | commands).items():
         (directory / "commands" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (directory / "commands" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node0", "LOOK_S": "0.05"}
     subprocess.run(
-        ["bash", "scripts/slurm/mocrun.sbatch", "--max-wait", "9", "train.py"],
+        ["bash", "scripts/slurm/mocrun.sbatch", "--max-wait", "9", "train.py", *words],
         cwd=directory,
         env=os.environ | slurm | {"PATH": f"{directory}/commands:{os.environ['PATH']}"},
         check=True,
@@ -67,3 +67,12 @@ def test_what_others_have_made_is_not_removed(tmp_path):
     os.chown(tmp_path / DEAD, 65534, 65534)
     submit(tmp_path, "echo 7")
     assert left(tmp_path) == {DEAD}
+
+
+def test_no_name_is_run_on_the_way_to_the_launcher(tmp_path):
+    hostile = ["--data-path", "$(touch ran)", "`touch ran`", "a b; touch ran", "'\"", "*", "--save", "x\n; touch ran"]
+    through_node = 'while [[ $1 != */node.sh ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    submit(tmp_path, "echo 7", *hostile, srun=through_node, python='printf "%s\\0" "$@" >>words')
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert words[:2] == ["-m", "moc.launch"] and words[words.index("train.py") + 1 :][: len(hostile)] == hostile
+    assert not list(tmp_path.rglob("ran"))
