@@ -21,7 +21,13 @@ def submit(directory: Path, squeue: str, *words: str, **commands: str) -> None:
     for name, text in (COMMANDS | {"squeue": squeue} | commands).items():
         (directory / "commands" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (directory / "commands" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node0", "LOOK_S": "0.05"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node0",
+        "LOOK_S": "0.05",
+        "BEAT_S": "1",
+    }
     subprocess.run(
         ["bash", "scripts/slurm/mocrun.sbatch", "--max-wait", "9", "train.py", *words],
         cwd=directory,
