@@ -2,11 +2,16 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.live.job import Events, free_ports
 from moc.faults import STEP
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
@@ -140,6 +145,27 @@ def test_workers_are_killed_and_nobody_can_tell(data, tmp_path):
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert len(job.events("generation")) == len(faults)
     assert all(event["exact"] for event in job.events("replay")) and job.events("replay")
+
+
+@pytest.mark.skipif(not ALL, reason="its workers start cold: with MOC_TESTS_ALL=1")
+def test_deepspeeds_own_launcher_starts_it(data, tmp_path):
+    flags = data | HARD | ZERO2
+    (tmp_path / "flags.yaml").write_text(
+        yaml.safe_dump(FLAGS | LAYOUTS["EP2"][1] | flags | dict(log_dir=str(tmp_path)))
+    )
+    launcher = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        f"{free_ports(1)[0]}",
+    ]
+    command = [*launcher, str(ROOT / "pretrain_gpt_moe.py"), "--config", str(tmp_path / "flags.yaml")]
+    here = os.environ | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}  # two, without a GPU
+    said = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=240)
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
+    losses = [event["loss"] for event in Events(tmp_path / "events.jsonl").of("iteration")]
+    assert losses == known("EP2", flags).losses
 
 
 SMALLER = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-experts 4
