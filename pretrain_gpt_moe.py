@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from functools import partial
@@ -71,6 +72,9 @@ def prepare_core() -> None:
     """Lets megatron-core be imported here, or says why it cannot be."""
     from megatron.pretraining.process import core, cpu
 
+    os.environ.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # a job downloads nothing; read when megatron-core imports transformers
     try:
         cpu.install()
     except core.CoreError as error:

@@ -1,6 +1,7 @@
 """Whether anything creeps: one worker is killed again and again, and those that outlive it all are looked at.
 
     python benchmarks/generations.py --output docs/results/generations_cpu.json
+    python benchmarks/generations.py --kills 50 --deepspeed --output docs/results/generations_deepspeed_cpu.json
 
 A job of two workers (EP2) with a snapshot in memory after each iteration runs under our launcher.  The second worker is
 killed as soon as an iteration is complete that is new, 200 times.  After each, of the first worker and of the launcher
@@ -25,7 +26,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, drawing, machine, write_json
-from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, SHARED, Job, launcher, look, running
+from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, SHARED, ZERO2, Job, launcher, look, running
 
 WORKERS, VICTIM, SURVIVOR = 2, 1, 0
 FIGURES = {"uss_mb": "MB of its own", "rss_mb": "MB resident", "threads": "threads", "descriptors": "descriptors"}
@@ -44,10 +45,10 @@ def creeping(of: dict[str, dict[str, float]]) -> list[str]:
     return [f"{who}: {name}" for who, by in of.items() for name, slope in by.items() if slope > CREEPS[name]]
 
 
-def measure(kills: int) -> dict:
-    """Runs the job, and kills."""
+def measure(kills: int, flags: Sequence[str]) -> dict:
+    """Runs the job with these flags, and kills."""
     before = set(os.listdir(SHARED))
-    command = [*launcher(WORKERS), PROGRAM, *MODEL, *EP2, *IN_MEMORY, "--exit-signal-handler"]
+    command = [*launcher(WORKERS), PROGRAM, *flags, *IN_MEMORY, "--exit-signal-handler"]
     with tempfile.TemporaryDirectory(prefix="generations-") as files, Job(command, files, saves=True) as job:
         samples = follow(job, kills)
         job.process.terminate()  # asks the job to end in good order
@@ -98,8 +99,10 @@ def main() -> int:
     """Measures, prints the verdict, writes JSON and a plot; 1 if something creeps or is left."""
     parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
+    parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed engine, ZeRO-2")
     own = parser.parse_args()
-    told = measure(own.kills)
+    flags = [*MODEL, *EP2, *(ZERO2 if own.deepspeed else [])]
+    told = measure(own.kills, flags)
     told["slopes"] = {who: slopes(values) for who, values in told["samples"].items()}
     told["creeping"] = creeping(told["slopes"])
     for who, by in told["slopes"].items():
@@ -108,7 +111,7 @@ def main() -> int:
     print(f"exit code {told['exit_code']}; left in shared memory: {told['left']}")
     print(f"CREEPS OR IS LEFT: {', '.join(bad)}" if bad else "nothing creeps, nothing is left")
     if own.output is not None:
-        measured = {"machine": machine(), "flags": [*MODEL, *EP2], "kills": own.kills, "limits": CREEPS}
+        measured = {"machine": machine(), "flags": flags, "kills": own.kills, "limits": CREEPS}
         write_json(own.output, measured | told)
         draw(told["samples"], own.output.with_suffix(".png"))
     return 1 if bad else 0

@@ -2,6 +2,11 @@
 
     python benchmarks/save_stall.py --output docs/results/save_stall_cpu.json --deepspeed-python /path/to/python
 
+Beside DeepSpeed's own saving, with its ZeRO-2 under our loop (``docs/results/saving-deepspeed.md``):
+
+    python benchmarks/save_stall.py --layouts DP4xEP2 --cases zero2-memory zero2-disk zero2-blocking \\
+        deepspeed-blocking deepspeed-fast deepspeed-decoupled --output docs/results/save_deepspeed_cpu.json
+
 Each way of saving trains a model of 151 M parameters (8 experts a layer) in 4 processes of its own, one way after the
 other: bf16 weights, fp32 masters and moments, sharded by ZeRO.  Every few iterations it saves, and is asked
 
@@ -49,13 +54,14 @@ class Bench:
         """Measures one way of saving; raises :class:`RunFailed`."""
         run = self._ours if case.program == OURS else self._peer
         with directory_in(self._scratch) as directory:
-            return run(case, [*self._flags, *LAYOUTS[layout]], directory, self._plan(directory / "checkpoints"))
+            return run(case, self._program(layout, case.engine), directory, self._plan(directory / "checkpoints"))
 
-    def plain(self, layout: str) -> list[float]:
+    def plain(self, layout: str, engine: tuple[str, ...]) -> list[float]:
         """Seconds of our program's iterations without saves."""
         with directory_in(self._scratch) as directory:
             own = ours.plain_flags(self._plan(directory), directory / "plain")
-            return ours.plain_seconds(train([*self._flags, *LAYOUTS[layout], *own], directory, directory / "plain"))
+            events = train([*self._program(layout, engine), *own], directory, directory / "plain")
+            return ours.plain_seconds(events)
 
     def limits(self, size: int) -> dict:
         """What the machine does with this many bytes."""
@@ -63,6 +69,9 @@ class Bench:
             (directory / "files").mkdir()
             flags = ["--bytes", str(size), "--directory", str(directory / "files")]
             return self._module(sys.executable, "limits", flags, directory)
+
+    def _program(self, layout: str, engine: tuple[str, ...]) -> list[str]:
+        return [*self._flags, *LAYOUTS[layout], *engine]
 
     def _plan(self, directory: Path) -> Plan:
         return Plan(directory, self._own.saves, self._own.every, self._own.plain)
@@ -94,7 +103,7 @@ class Bench:
 def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed: str | None) -> dict:
     """All cases of one layout, one after the other."""
     told = {"cases": {}, "samples": {}, "left_out": {}, "limits": None}
-    plain = None
+    plain: dict[tuple[str, ...], list[float]] = {}  # by engine
     for name in own.cases:
         case = CASES[name]
         if reason := left_out(case, layout, deepspeed):
@@ -102,14 +111,14 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
             continue
         print(f"{layout}: {case.label} ...", file=sys.stderr, flush=True)
         try:
-            if case.program == OURS and plain is None:
-                plain = bench.plain(layout)
+            if case.program == OURS and case.engine not in plain:
+                plain[case.engine] = bench.plain(layout, case.engine)
             measured = bench.case(case, layout)
         except (RunFailed, ValueError) as error:
             print(error, file=sys.stderr)
             told["left_out"][name] = f"failed: {str(error).splitlines()[0]}"
             continue
-        measured.setdefault("plain_s", plain)
+        measured.setdefault("plain_s", plain.get(case.engine))
         told["samples"][name] = measured
         told["cases"][name] = report.summary(measured, own.every, measured["plain_s"])
         if "load_s" in measured:
@@ -159,6 +168,7 @@ def main() -> int:
         layouts = {layout: measure_layout(bench, layout, own, deepspeed) for layout in own.layouts}
     for told in layouts.values():
         told["limits"], told["ratios"] = limits, report.ratios(told["cases"], limits)
+        told["beside"] = report.beside(told["cases"])
     show(report.WIDTH, ((report.table(layout, told), report.lines(told)) for layout, told in layouts.items()))
     if own.output:
         write_json(own.output, describe(own, deepspeed) | {"layouts": layouts})

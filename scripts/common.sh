@@ -79,14 +79,28 @@ choose_environment() { # sets PYTHON, making .venv where it is wanted and missin
     PATH="$VENV_DIRECTORY/bin:$PATH"
 }
 
+# Installs what scripts/lock.sh has chosen, if it is all to be had; fails if not, and ends at a file that is not the one
+# that was chosen.
+install_locked() {
+    local lock=$ROOT/scripts/locked/$1.txt said
+    say "Installing what ${lock#"$ROOT/"} names, compared by hash"
+    said=$("$PYTHON" -m pip install --quiet --no-deps --require-hashes --requirement "$lock" 2>&1) && return
+    printf '%s\n' "$said" >&2
+    [[ $said != *"DO NOT MATCH THE HASHES"* ]] ||
+        die "a package is not the file that $lock names (pip's words are above): find out why before you install it."
+    say "Not all of them are to be had here: pip chooses the versions, and compares no hashes"
+    return 1
+}
+
 set_up() {
-    local extra=$1 state stamp
+    local extra=$1 state stamp isolation=()
     choose_environment
     # What is installed is a function of these; the stamp beside the packages holds their hash.
     state=$("$PYTHON" - "$ROOT" <<'PY'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
-parts = [(root / name).read_bytes() for name in ("setup.py", "pyproject.toml", "scripts/common.sh")]
+names = "setup.py", "pyproject.toml", "scripts/common.sh", "scripts/locked/base.txt", "scripts/locked/dev.txt"
+parts = [(root / name).read_bytes() for name in names]
 print(hashlib.sha256(b"\0".join([*parts, sys.version.encode(), str(root).encode()])).hexdigest())
 PY
     )
@@ -95,7 +109,9 @@ PY
 
     "$PYTHON" -m pip --version >/dev/null 2>&1 ||
         die "$PYTHON has no working pip; remove $VENV_DIRECTORY, or activate another environment and pass --no-venv."
-    # torch first and by itself: where there is no GPU, exactly the version that the tests know.
+    # An environment of somebody else keeps the versions that it has; setuptools is among what is locked.
+    if [[ $VENV == yes ]] && install_locked "$extra"; then isolation=(--no-build-isolation); fi
+    # torch by itself: where there is no GPU, exactly the version that the tests know.
     if ! "$PYTHON" -c 'import torch; assert torch.__version__ >= torch.torch_version.TorchVersion("2.9")' \
         2>/dev/null; then
         local torch=$TORCH_WITH_GPU
@@ -106,7 +122,7 @@ PY
     local target=$ROOT
     [[ $extra == base ]] || target="${ROOT}[$extra]"
     say "Installing $target, editable, and what it needs"
-    "$PYTHON" -m pip install --quiet --editable "$target" ||
+    "$PYTHON" -m pip install --quiet "${isolation[@]}" --editable "$target" ||
         die "pip could not install $target (its words are above)."
     { echo "$state" >"$stamp.base" && echo "$state" >"$stamp.$extra"; } 2>/dev/null || true
 }

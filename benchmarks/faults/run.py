@@ -219,7 +219,7 @@ class Run:
         self.events, self._seen, self._iteration = Events(directory / "events.jsonl"), 0, 0
         size, parallel = LAYOUTS[layout]
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
-        self._nodes = nodes_of(layout, tier)
+        self._nodes, self._has_copies = nodes_of(layout, tier), "peers" in TIERS[tier]
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
         self._spares = max(0, candidates - self._nodes) if candidates > 1 else 0
         self._all_nodes = range(self._nodes + self._spares)
@@ -335,7 +335,12 @@ class Run:
         return False
 
     def _node(self, node: int) -> bool:
-        """A machine is gone, with what was in its memory; the same command is started again, on an empty one."""
+        """A machine is gone, with what was in its memory; the same command is started again, on an empty one.
+
+        Not before there is a snapshot elsewhere: without one the job is over.
+        """
+        if not self._has_copies and not Store(LocalPlace(self.directory / "snapshots")).iterations():
+            return False
         self._end(node, self._of(node))
         for path in [*self._memory.glob(f"*/*-node-{node}")] if self._nodes > 1 else self._memory.iterdir():
             shutil.rmtree(path)

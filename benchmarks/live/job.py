@@ -37,6 +37,8 @@ SIZES = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 64
 MODEL = [*KIND, *SIZES]
 """A model so small that what is measured is everything else."""
 EP2 = ["--expert-model-parallel-size", "2"]
+ZERO2 = ("--no-use-distributed-optimizer", "--deepspeed", "--zero-stage", "2")
+"""DeepSpeed's engine, in place of megatron-core's ZeRO-1."""
 PP2_EP2 = ["--pipeline-model-parallel-size", "2", *EP2]
 IN_MEMORY = "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1".split()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.live.job import ZERO2
+
 
 @dataclass(frozen=True)
 class Case:
@@ -13,16 +15,23 @@ class Case:
     program: str  # module below ``benchmarks.save_peers``; ``ours`` is the training program itself
     mode: str  # what the module is told; for ours, the flags
     blocking: bool  # training waits until the checkpoint is complete
+    engine: tuple[str, ...] = ()  # flags of our program that choose another engine
     keeps: str = "disk"  # where the checkpoint is in the end
     notes: str = ""  # what a reader of the figures must know
 
 
 OURS, DEEPSPEED = "ours", "deepspeed_engine"
+FULL = "--ckpt-policy full --ckpt-tier"
 
 CASES = {
-    "ours-memory": Case("ours, memory", OURS, "--ckpt-policy full --ckpt-tier memory", False, keeps="memory"),
-    "ours-disk": Case("ours, disk", OURS, "--ckpt-policy full --ckpt-tier disk", False),
-    "ours-blocking": Case("ours, disk, blocking", OURS, "--ckpt-policy full --ckpt-tier disk --ckpt-blocking", True),
+    "ours-memory": Case("ours, memory", OURS, f"{FULL} memory", False, keeps="memory"),
+    "ours-disk": Case("ours, disk", OURS, f"{FULL} disk", False),
+    "ours-blocking": Case("ours, disk, blocking", OURS, f"{FULL} disk --ckpt-blocking", True),
+    "zero2-memory": Case("ours, DeepSpeed's ZeRO-2, memory", OURS, f"{FULL} memory", False, ZERO2, keeps="memory"),
+    "zero2-disk": Case("ours, DeepSpeed's ZeRO-2, disk", OURS, f"{FULL} disk", False, ZERO2),
+    "zero2-blocking": Case(
+        "ours, DeepSpeed's ZeRO-2, disk, blocking", OURS, f"{FULL} disk --ckpt-blocking", True, ZERO2
+    ),
     "torch-sync": Case("torch DCP save", "torch_dcp", "sync", True),
     "torch-thread": Case("torch DCP async_save, thread", "torch_dcp", "thread", False),
     "torch-process": Case("torch DCP async_save, process", "torch_dcp", "process", False),
@@ -42,13 +51,21 @@ CASES = {
         True,
         notes="A model of its own with as many parameters; writes without fsync, so it ends in the page cache.",
     ),
+    "deepspeed-fast": Case(
+        "DeepSpeed save_checkpoint, fast engine",
+        DEEPSPEED,
+        "fast",
+        True,
+        notes="As the blocking one, but by DeepSpeed's FastCheckpointEngine, with its Python writer.",
+    ),
     "deepspeed-decoupled": Case(
         "DeepSpeed save_checkpoint, decoupled",
         DEEPSPEED,
         "decoupled",
         False,
         notes="As the blocking one. Its Python writer; the one with asynchronous I/O compiles an extension. It shares "
-        "memory with training, which therefore waits for it before the next update. Copies are not counted.",
+        "memory with training, which therefore waits for it before the next update. Copies are not counted. It stands "
+        "for asynchronous engines like DataStates', which DeepSpeed has a door for and no package index has.",
     ),
 }
 
@@ -77,6 +94,8 @@ def model_flags(quick: bool) -> list[str]:
 
 def left_out(case: Case, layout: str, deepspeed_version: str | None) -> str | None:
     """Why a case cannot be run in a layout; None if it can."""
+    if case.engine and not layout.startswith("DP"):
+        return "ZeRO-2 has no pipeline"
     if case.program != DEEPSPEED:
         return None
     if deepspeed_version is None:

@@ -56,6 +56,20 @@ def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
     return result
 
 
+def beside(cases: dict[str, dict], peer: str = "deepspeed-blocking") -> dict[str, dict[str, float]]:
+    """By case, as multiples of a peer's: the stall of a save, its bytes, and bytes on disk for each second it took."""
+    if peer not in cases:
+        return {}
+
+    def figures(name: str) -> dict[str, float]:
+        one = cases[name]
+        on_disk = {"bytes_per_s": one["bytes"] / one["durable_s"]} if CASES[name].keeps == "disk" else {}
+        return {"stall_s": one["stall_s"], "bytes": one["bytes"]} | on_disk
+
+    of_peer = figures(peer)
+    return {name: {key: value / of_peer[key] for key, value in figures(name).items()} for name in cases}
+
+
 def table(layout: str, told: dict):
     """A table of one layout, for a console."""
     columns = ["way of saving", "stall, s", "first stall, s", "overhead, s", "iteration, s", "on disk after, s", "MB"]
@@ -79,6 +93,9 @@ def lines(told: dict) -> list[str]:
     for name, value in told["ratios"].items():
         text, sign, target = TARGETS[name]
         said.append(f"{text}: {value:.3f} (target {sign} {target}: {common.met(value, sign, target)})")
+    for name, multiples in told["beside"].items():
+        each = ", ".join(f"{what} {value:.3f}" for what, value in multiples.items())
+        said.append(f"{CASES[name].label}, as multiples of DeepSpeed's blocking save_checkpoint: {each}")
     said += [f"not measured: {CASES[name].label}: {why}" for name, why in told["left_out"].items()]
     return said
 

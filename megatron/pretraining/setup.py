@@ -164,9 +164,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     """
     batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
-    tokenizer = build_tokenizer(
-        config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model, config.tokenizer.vocab_size
-    )
+    flags = config.tokenizer
+    tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size, flags.tokenizer_revision)
     vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
     log = Log(config, world, vocab_size, train_iters, timers)
     if world.device.type == "cuda" and (warning := may_differ(config)):

@@ -37,7 +37,8 @@ def functions(token: bytes, where: Callable[[Any], tuple[int, str]]) -> dict[str
     def sealed(obj, device, group):
         pickled, _ = to_tensor(obj, torch.device("cpu"), group)
         data = pickled.numpy().tobytes()
-        whole = torch.frombuffer(bytearray(data + seal_of(data, group)), dtype=torch.uint8).to(device)
+        whole = torch.frombuffer(bytearray(data + seal_of(data, group)), dtype=torch.uint8)
+        whole = whole.to(device, copy=True)  # torch resizes it to the largest of all workers, which a buffer cannot be
         return whole, torch.tensor([whole.numel()], dtype=torch.int64, device=device)
 
     def unsealed(tensor, tensor_size, group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.detail import Detail
-from tests.integration.bodies import _noting_collectives, weights_of, with_run
+from tests.integration.bodies import _noting_collectives, _watch, weights_of, with_run
 from tests.integration.state_bodies import _state
 
 
@@ -63,3 +63,16 @@ def step_with_cuts(flags: dict, cuts: list[int]) -> dict:
         return told | {"weights": weights_of(stepper.chunks), "devices": sorted(told["devices"])}
 
     return with_run(flags, use)
+
+
+def train_by_recipe(words: list[str]) -> dict:
+    """Trains by flags as a user gives them; its exit code, losses and bytes of snapshots."""
+    from megatron.pretraining import errors, loop
+    from megatron.pretraining.arguments import parse_config
+    from pretrain_gpt_moe import providers
+
+    told: dict = {"start": None, "records": []}
+    _watch(told)
+    with errors.reported():
+        code = loop.pretrain(parse_config(words), providers())
+    return {"code": code, "losses": [record["loss"] for record in told["records"]]}

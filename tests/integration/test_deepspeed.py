@@ -1,9 +1,17 @@
 """DeepSpeed's ZeRO under this project's loop: the bits of the native engine, saved and recovered in the same way."""
 
+import json
+import math
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.live.job import Events, free_ports
 from moc.faults import STEP
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
@@ -13,6 +21,7 @@ from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, known, train
 from tests.shared import ALL
 from tests.worlds import run_world
 
+ROOT = Path(__file__).parents[2]
 ZERO1 = dict(use_distributed_optimizer=False, deepspeed=True)
 ZERO2 = ZERO1 | dict(zero_stage=2)
 HARD = BF16 | EXPERT_BIAS | dict(global_batch_size=8, clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=4)
@@ -31,6 +40,7 @@ SAME_BITS = {  # layout, flags of both engines, DeepSpeed's
 if ALL:
     SAME_BITS["ZeRO-2"] = ("EP4", DP4_EP2, ZERO2)
     SAME_BITS["tensor parallel"] = ("TP2xEP2", {}, ZERO2)
+    SAME_BITS["products in 8 bits"] = ("DP2", dict(fp8_format="hybrid"), ZERO2)
     SAME_BITS["loss per token"] = ("DP2", dict(calculate_per_token_loss=True), ZERO2)
 
 
@@ -135,3 +145,48 @@ def test_workers_are_killed_and_nobody_can_tell(data, tmp_path):
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert len(job.events("generation")) == len(faults)
     assert all(event["exact"] for event in job.events("replay")) and job.events("replay")
+
+
+@pytest.mark.skipif(not ALL, reason="its workers start cold: with MOC_TESTS_ALL=1")
+def test_deepspeeds_own_launcher_starts_it(data, tmp_path):
+    flags = data | HARD | ZERO2
+    (tmp_path / "flags.yaml").write_text(
+        yaml.safe_dump(FLAGS | LAYOUTS["EP2"][1] | flags | dict(log_dir=str(tmp_path)))
+    )
+    launcher = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        f"{free_ports(1)[0]}",
+    ]
+    command = [*launcher, str(ROOT / "pretrain_gpt_moe.py"), "--config", str(tmp_path / "flags.yaml")]
+    here = os.environ | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}  # two, without a GPU
+    said = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=240)
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
+    losses = [event["loss"] for event in Events(tmp_path / "events.jsonl").of("iteration")]
+    assert losses == known("EP2", flags).losses
+
+
+SMALLER = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-experts 4
+    --seq-length 16 --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 --train-iters 3
+    --lr-warmup-iters 1 --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --num-workers 0 --log-interval 1
+""".split()
+RECIPES = {  # workers, and what else a smaller machine asks for
+    "moc_system": (2, []),
+    "moetion": (4, ["--pipeline-model-parallel-size", "2", "--ckpt-tier", "memory"]),  # copies want another node
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_papers_settings_train_at_a_smaller_size(recipe, corpus, tmp_path):
+    size, layout = RECIPES[recipe]
+    own = [*SMALLER, *layout, "--data-path", corpus, "--split", "90,5,5", "--ckpt-dir", str(tmp_path / "snapshots")]
+    own += ["--log-dir", str(tmp_path / "log")]
+    with node_memory() as memory:
+        words = ["--config", f"{ROOT}/scripts/recipes/{recipe}.yaml", *own, "--ckpt-memory-dir", memory]
+        told = run_world(size, "tests.integration.deepspeed_bodies:train_by_recipe", words=words)
+    assert all(worker["code"] == 0 and len(worker["losses"]) == 3 for worker in told)
+    assert all(math.isfinite(loss) for loss in told[0]["losses"])
+    kinds = [json.loads(line)["type"] for line in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("iteration") == 3 and "snapshot" in kinds

@@ -9,8 +9,10 @@ the manifest to it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
+import pickletools
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -55,7 +57,9 @@ class _Pickle:
 
     def load(self, file, **_) -> Any:
         try:
-            read = _Unpickler(file).load()
+            data = file.read()
+            _check_memo(data)
+            read = _Unpickler(io.BytesIO(data)).load()
             _check_paths(read)
         except CheckpointError:
             raise
@@ -65,6 +69,13 @@ class _Pickle:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
+
+
+def _check_memo(data: bytes) -> None:
+    """Python makes room for the largest number that an object is remembered by, were it 2^32: some 70 GB."""
+    for operation, number, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "LONG_BINPUT") and isinstance(number, int) and number > len(data):
+            raise CheckpointError(f".metadata numbers an object {number}, and is of {len(data)} bytes: it is refused")
 
 
 def _check_paths(metadata: Any) -> None:

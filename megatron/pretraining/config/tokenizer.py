@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from megatron.pretraining.config.derive import installed
@@ -19,17 +20,27 @@ class TokenizerFlags(FlagGroup):
     tokenizer_model: str | None = flag(
         None, "File of a SentencePiece model, or directory or name of a HuggingFace tokenizer.", metavar="PATH"
     )
+    tokenizer_revision: str | None = flag(
+        None,
+        "Commit of a HuggingFace tokenizer on the hub, of 40 hexadecimal digits: what a name stands for may change.",
+        metavar="COMMIT",
+    )
     vocab_size: int | None = flag(None, "Vocabulary of the NullTokenizer, before padding.", limits=">= 1")
 
     def validate(self) -> None:
-        """Rejects a tokenizer without its model or size, and missing files."""
+        """Rejects a tokenizer without its model, size or revision, and missing files."""
+        from_hub = self.tokenizer_type == "HuggingFaceTokenizer" and on_hub(self.tokenizer_model or "")
+        refuse(
+            self.tokenizer_revision and not from_hub,
+            "--tokenizer-revision is for the name of a HuggingFace tokenizer on the hub: drop it.",
+        )
         if self.tokenizer_type == "NullTokenizer":
             refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
             return
         model = self.tokenizer_model
         refuse(model is None, f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.")
         is_file = self.tokenizer_type == "SentencePieceTokenizer"
-        found = model is not None and (os.path.isfile(model) if is_file else _may_exist(model))
+        found = model is not None and (os.path.isfile(model) if is_file else from_hub or os.path.exists(model))
         refuse(
             not found,
             f"--tokenizer-model {self.tokenizer_model} does not exist: correct the path, or make one with "
@@ -39,9 +50,19 @@ class TokenizerFlags(FlagGroup):
             not is_file and not installed("transformers"),
             "--tokenizer-type HuggingFaceTokenizer needs the package transformers: install it.",
         )
+        if from_hub:
+            refuse_without_commit(str(model), self.tokenizer_revision)
 
 
-def _may_exist(model: str) -> bool:
-    """Whether a name can be a HuggingFace tokenizer's: ``name`` and ``owner/name`` may be on the hub."""
-    looks_like_a_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    return os.path.exists(os.path.expanduser(model)) or not looks_like_a_path
+def on_hub(model: str) -> bool:
+    """Whether this is no path: ``name`` and ``owner/name`` may be on the hub."""
+    return not (model.startswith(("/", ".", "~")) or model.count("/") > 1 or os.path.exists(model))
+
+
+def refuse_without_commit(model: str, revision: str | None) -> None:
+    """Raises ``ConfigError`` unless the revision of a tokenizer on the hub is one that nobody can change."""
+    refuse(
+        not re.fullmatch("[0-9a-f]{40}", revision or ""),
+        f"--tokenizer-model {model} is a name on the hub, where anything may stand for it tomorrow: add "
+        "--tokenizer-revision with the commit that you trust, of 40 hexadecimal digits.",
+    )

@@ -70,7 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TYPE",
         help="%(default)s (default), HuggingFaceTokenizer or NullTokenizer",
     )
-    group.add_argument("--tokenizer-model", metavar="PATH", help=".model file, or a HuggingFace directory")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help=".model file; directory or name of a HuggingFace tokenizer"
+    )
+    group.add_argument(
+        "--tokenizer-revision", metavar="COMMIT", help="of a tokenizer on the hub: 40 hexadecimal digits"
+    )
     group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
     group = parser.add_argument_group("output")
@@ -154,7 +159,9 @@ def _load_tokenizer(args: argparse.Namespace):
         raise ToolError(f"{error.name} is not installed: run pip install -e . in the repository.") from None
     cpu.install()
     try:
-        made = tokenizer.build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+        made = tokenizer.build_tokenizer(
+            args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.tokenizer_revision
+        )
     except tokenizer.TokenizerError as error:
         raise ToolError(str(error)) from None
     from megatron.core.datasets.indexed_dataset import DType

@@ -6,9 +6,12 @@ import os
 from typing import Any
 
 from megatron.pretraining.config.derive import installed
+from megatron.pretraining.config.flag import ConfigError
+from megatron.pretraining.config.tokenizer import on_hub, refuse_without_commit
 from megatron.pretraining.process import cpu
 from moc.runtime.agreement import first_line
 
+_DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a tokenizer: neither code nor weights
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
@@ -16,14 +19,23 @@ class TokenizerError(ValueError):
     """The requested tokenizer is unavailable; the message gives the reason in one sentence."""
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None) -> Any:
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    revision: str | None = None,
+) -> Any:
     """Loads a tokenizer.
+
+    One of the hub comes from the hub's cache on this machine, or from the hub, unless ``HF_HUB_OFFLINE`` forbids it,
+    as it does in jobs by default.
 
     Args:
         tokenizer_type: One of ``TOKENIZER_TYPES``.
         tokenizer_model: The ``.model`` file of SentencePieceTokenizer; for HuggingFaceTokenizer, a local directory or
             a name on the hub.
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
+        revision: For a name on the hub, the commit, of 40 hexadecimal digits.
 
     Returns:
         megatron-core's tokenizer, for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class does not
@@ -36,7 +48,8 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
     if tokenizer_type == "SentencePieceTokenizer":
         return _sentencepiece(_existing(tokenizer_type, tokenizer_model))
     if tokenizer_type == "HuggingFaceTokenizer":
-        return _hugging_face(_existing(tokenizer_type, tokenizer_model))
+        path = _existing(tokenizer_type, tokenizer_model)
+        return _hugging_face(path if os.path.exists(path) else _from_hub(path, revision))
     if tokenizer_type == "NullTokenizer":
         if not vocab_size or vocab_size < 1:
             raise TokenizerError("NullTokenizer needs --vocab-size, the number of its token ids.")
@@ -55,8 +68,8 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
         raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model.")
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"
     if not os.path.exists(path):
-        if wants_directory and not path.startswith((".", "/")):
-            return path  # a name on the hub or in its cache
+        if wants_directory and on_hub(path):
+            return path
         raise TokenizerError(f"The tokenizer {path} does not exist.")
     if os.path.isdir(path) != wants_directory:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
@@ -83,9 +96,32 @@ def _end_of_document(processor, path: str) -> int:
     return eod
 
 
-def _hugging_face(path: str) -> Any:
+def _need_transformers() -> None:
     if not installed("transformers"):
         raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
+
+
+def _from_hub(name: str, revision: str | None) -> str:
+    """The directory with a tokenizer of the hub: of exactly this commit, and without code."""
+    _need_transformers()
+    try:
+        refuse_without_commit(name, revision)
+    except ConfigError as error:
+        raise TokenizerError(str(error)) from None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=_DATA)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"The tokenizer {name} at {revision} is not in the hub's cache on this machine, and could not be "
+            f"downloaded ({first_line(error)}): jobs download nothing unless HF_HUB_OFFLINE=0 is in their environment, "
+            "but tools/preprocess_data.py does."
+        ) from error
+
+
+def _hugging_face(path: str) -> Any:
+    _need_transformers()
     # the tokenizer's threads do not survive the fork of data workers, and it warns at every fork
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -56,6 +56,18 @@ def test_ours_is_compared_with_the_best_blocking_peer_and_with_the_machine():
     assert told == pytest.approx(dict(stall_ratio=0.05, capture_ratio=0.5, persist_ratio=0.25, load_ratio=0.2))
 
 
+def test_ours_and_deepspeeds_engines_are_multiples_of_its_blocking_save():
+    summaries = {
+        "zero2-memory": a_save(stall_s=0.1, durable_s=1.0),
+        "zero2-disk": a_save(stall_s=0.2, bytes=50, durable_s=1.0),
+        "deepspeed-blocking": a_save(stall_s=0.4, durable_s=4.0),
+    }
+    told = report.beside(summaries)
+    assert told["zero2-memory"] == pytest.approx(dict(stall_s=0.25, bytes=1.0))  # what stays in memory has no rate
+    assert told["zero2-disk"] == pytest.approx(dict(stall_s=0.5, bytes=0.5, bytes_per_s=2.0))
+    assert report.beside({"zero2-disk": a_save()}) == {}
+
+
 def test_what_was_not_measured_is_not_compared():
     assert report.ratios({"torch-sync": a_save()}, None) == {}
     assert report.ratios({"ours-disk": a_save(stall_s=0.1)}, None) == {}
@@ -108,6 +120,7 @@ def test_deepspeed_is_left_out_where_it_cannot_run_and_no_other():
     assert "--deepspeed-python" in cases.left_out(blocking, "DP4xEP2", None)
     assert cases.left_out(blocking, "DP4xEP2", "0.19.8") is None
     assert "pipeline" in cases.left_out(blocking, "PP2xEP2", "0.19.8")
+    assert "no pipeline" in cases.left_out(cases.CASES["zero2-disk"], "PP2xEP2", "0.19.8")
     assert cases.left_out(cases.CASES["torch-sync"], "PP2xEP2", None) is None
 
 
@@ -127,6 +140,7 @@ def test_the_plot_and_the_table_hold_every_case(tmp_path):
         name: report.summary({"rounds": [a_save()], "first": a_save()}, every=3, plain_s=[3.0]) for name in cases.CASES
     }
     told = {"cases": summaries, "ratios": {"stall_ratio": 0.2}, "limits": LIMITS, "left_out": {}}
+    told["beside"] = report.beside(summaries)
     report.plot({"DP4xEP2": told}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     console = Console(width=200, record=True, file=open("/dev/null", "w"))

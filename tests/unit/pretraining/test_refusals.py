@@ -1,5 +1,6 @@
 """Flags that are refused, and with which sentence."""
 
+import os
 import re
 
 import pytest
@@ -352,8 +353,32 @@ def test_tokenizers_that_may_exist(monkeypatch, tmp_path):
     flags = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm.model"
     assert parse(flags).tokenizer.tokenizer_model.endswith("spm.model")
     monkeypatch.setattr("importlib.util.find_spec", lambda package: package == "transformers")
-    for model in ("gpt2", "owner/name", str(tmp_path)):
+    of_the_hub = f"--tokenizer-revision {'0a' * 20}"
+    for model in (f"gpt2 {of_the_hub}", f"owner/name {of_the_hub}", str(tmp_path)):
         parse(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --transformer-impl local")
+
+
+@pytest.mark.parametrize("revision", ["", "--tokenizer-revision main", f"--tokenizer-revision {'0a' * 19}"])
+def test_a_tokenizer_of_the_hub_needs_its_commit(capsys, monkeypatch, revision):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package == "transformers")
+    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model owner/name {revision} --transformer-impl local"
+    assert "owner/name is a name on the hub" in refusal(capsys, flags)
+
+
+def test_a_directory_has_no_commit(capsys, tmp_path):
+    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --tokenizer-revision {'0a' * 20}"
+    assert "--tokenizer-revision is for the name of" in refusal(capsys, flags)
+
+
+def test_jobs_are_offline_unless_told_otherwise(monkeypatch):
+    from pretrain_gpt_moe import prepare_core
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    prepare_core()
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    prepare_core()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_huggingface_needs_its_package(capsys, monkeypatch):

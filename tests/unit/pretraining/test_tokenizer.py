@@ -103,6 +103,29 @@ def test_hugging_face(tmp_path):
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT[1])) == TEXT[1]
 
 
+COMMIT = "0a" * 20
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The hub's cache, with a tokenizer at a commit; downloads are forbidden, as in jobs."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hugging_face_directory(tmp_path / "models--owner--name" / "snapshots" / COMMIT)
+
+
+def test_hugging_face_of_the_hub_at_a_commit(hub):
+    assert build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=COMMIT).eod == 0
+
+
+@pytest.mark.parametrize("revision, sentence", [(None, "add --tokenizer-revision"), ("1b" * 20, "not in the hub's")])
+def test_hugging_face_of_the_hub_at_no_or_another_commit(hub, revision, sentence):
+    with pytest.raises(TokenizerError, match=sentence) as raised:
+        build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=revision)
+    assert "\n" not in str(raised.value)
+
+
 def test_hugging_face_without_an_end_is_refused(tmp_path):
     path = hugging_face_directory(tmp_path, eos=None)
     with pytest.raises(TokenizerError, match="names no eos_token"):

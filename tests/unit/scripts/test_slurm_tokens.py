@@ -1,0 +1,84 @@
+"""A job under Slurm keeps its token to itself, removes those of killed jobs, and runs no name as a command."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = {
+    "scontrol": "echo node0",
+    "srun": 'stat -c %a "$PRIVATE" "$MOC_TOKEN_FILE" >modes; cp "$MOC_TOKEN_FILE" seen; echo 0 >"$PRIVATE/code.0"',
+}
+
+
+def submit(directory: Path, squeue: str, *words: str, **commands: str) -> None:
+    """Runs the batch script, as Slurm does, on one node; ``squeue`` and others are what these commands do."""
+    shutil.copytree(ROOT / "scripts" / "slurm", directory / "scripts" / "slurm")
+    (directory / "commands").mkdir()
+    for name, text in (COMMANDS | {"squeue": squeue} | commands).items():
+        (directory / "commands" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (directory / "commands" / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node0",
+        "LOOK_S": "0.05",
+        "BEAT_S": "1",
+    }
+    subprocess.run(
+        ["bash", "scripts/slurm/mocrun.sbatch", "--max-wait", "9", "train.py", *words],
+        cwd=directory,
+        env=os.environ | slurm | {"PATH": f"{directory}/commands:{os.environ['PATH']}"},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def leave(directory: Path, *names: str) -> None:
+    """What jobs have left, each with a token."""
+    for name in names:
+        (directory / name).mkdir()
+        (directory / name / "token").write_text("secret")
+
+
+def left(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob(".mocrun-*")}
+
+
+OWN, DEAD, LIVE, OTHER = ".mocrun-7-abcdef", ".mocrun-5-abcdef", ".mocrun-6-abcdef", ".mocrun-x-abcdef"
+
+
+def test_tokens_of_killed_jobs_and_of_its_own_last_time_are_removed(tmp_path):
+    leave(tmp_path, OWN, f"{OWN}.over", DEAD, LIVE, OTHER)
+    submit(tmp_path, "echo 6; echo 7")
+    assert left(tmp_path) == {LIVE, OTHER}
+    assert (tmp_path / "modes").read_text().split() == ["700", "600"]
+    assert len((tmp_path / "seen").read_text()) == 64
+
+
+@pytest.mark.parametrize("squeue", ["exit 1", "echo 6"], ids=["no answer", "it does not know this job"])
+def test_nothing_is_removed_where_slurm_does_not_say_who_lives(tmp_path, squeue):
+    leave(tmp_path, DEAD, LIVE)
+    submit(tmp_path, squeue)
+    assert left(tmp_path) == {DEAD, LIVE}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_what_others_have_made_is_not_removed(tmp_path):
+    leave(tmp_path, DEAD)
+    os.chown(tmp_path / DEAD, 65534, 65534)
+    submit(tmp_path, "echo 7")
+    assert left(tmp_path) == {DEAD}
+
+
+def test_no_name_is_run_on_the_way_to_the_launcher(tmp_path):
+    hostile = ["--data-path", "$(touch ran)", "`touch ran`", "a b; touch ran", "'\"", "*", "--save", "x\n; touch ran"]
+    through_node = 'while [[ $1 != */node.sh ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    submit(tmp_path, "echo 7", *hostile, srun=through_node, python='printf "%s\\0" "$@" >>words')
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert words[:2] == ["-m", "moc.launch"] and words[words.index("train.py") + 1 :][: len(hostile)] == hostile
+    assert not list(tmp_path.rglob("ran"))
