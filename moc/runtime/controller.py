@@ -165,11 +165,7 @@ class Controller:
         membership = self._membership
         if not membership.can_grow:
             self._grows_at = math.inf
-        elif (
-            now >= self._grows_at
-            or membership.guests_are_ready
-            or (membership.is_full and not membership.is_growing)
-        ):
+        elif now >= self._grows_at or membership.guests_are_ready or (membership.is_full and not membership.is_growing):
             self._grows_at = now + LEAVE_S
             orders = membership.grow()
             if any(isinstance(order, StartWorker) and order.guest for order in orders):

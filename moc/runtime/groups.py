@@ -196,7 +196,9 @@ class Groups:
     def _moved(self, name: str, members: list[int], description: str | None) -> Group:
         group = self._moving.popleft()
         if group.group_desc != (description or "undefined"):
-            raise RuntimeError(f"{description} is created in place of {group}: create groups in the same order as before")
+            raise RuntimeError(
+                f"{description} is created in place of {group}: create groups in the same order as before"
+            )
         group.move(name, members, self._rank)
         return group
 

@@ -236,7 +236,13 @@ class Membership:
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
-        if self._growing and not self._stays and self.asked is None and (code == SAVED or code < 0) and self._can_change:
+        if (
+            self._growing
+            and not self._stays
+            and self.asked is None
+            and (code == SAVED or code < 0)
+            and self._can_change
+        ):
             return [] if code == SAVED and self.workers else self._change_members("nodes have come")
         if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
@@ -346,7 +352,8 @@ class Membership:
         orders: list[Order] = [self._seat(one) for one in self.workers.values()]
         orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
         count = len(self.places.members)
-        return [*orders, *self._next_generation(f"{reason}: training continues on {count} of {self.places.count} nodes")]
+        why = f"{reason}: training continues on {count} of {self.places.count} nodes"
+        return [*orders, *self._next_generation(why)]
 
     @property
     def _stays(self) -> bool:
@@ -356,9 +363,10 @@ class Membership:
     @property
     def _ready(self) -> tuple[int, ...]:
         """Places with a present node: of the members, and of guests that are all ready to train."""
-        built = Counter(guest.node for guest in self.guests.values() if guest.built)
-        members, filler = self.places.members, self.places.filler
-        return tuple(p for p in self.places.filled if p in members or built[filler(p)] == self.per_node)
+        built = Counter(self.places.of(guest.node) for guest in self.guests.values() if guest.built)
+        return tuple(
+            place for place in self.places.filled if place in self.places.members or built[place] == self.per_node
+        )
 
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members

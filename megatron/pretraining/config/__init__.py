@@ -13,6 +13,7 @@ from megatron.pretraining.config.world import (
     layout_sizes,
     num_microbatches,
     stage_size,
+    stays,
     train_iterations,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "num_microbatches",
     "split_blend",
     "stage_size",
+    "stays",
     "train_iterations",
 ]

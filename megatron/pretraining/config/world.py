@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
+from moc.policy import AUTO
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -14,6 +15,22 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def stage_size(config: Config, world_size: int) -> int:
     """Workers of a pipeline stage: with ``--elastic``, those that can hold the experts of its layers."""
     return world_size // config.parallel.pipeline_model_parallel_size
+
+
+def stays(config: Config, per_node: int) -> bool:
+    """Whether workers go on in the same processes when nodes of so many workers are lost or come.
+
+    With one pipeline stage, a worker has the same part of the model beside any number of others; and it has all of the
+    state that goes with it if the optimizer is not sharded.
+    """
+    parallel = config.parallel
+    return (
+        config.elastic.elastic
+        and parallel.pipeline_model_parallel_size == 1
+        and per_node % _model_size(config) == 0
+        and not (parallel.use_distributed_optimizer or config.zero.deepspeed)
+        and config.snapshot.ckpt_policy not in (None, AUTO)
+    )
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import Config, check_backend, check_world
+from megatron.pretraining.config import Config, check_backend, check_world, stays
 from megatron.pretraining.process import cpu
 from moc.runtime.job import Job
 from moc.runtime.world import World
@@ -30,6 +30,8 @@ def initialize(config: Config, job: Job | None = None) -> World:
     _choose_device(config.training.deterministic_mode)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
+    if stays(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        job.regroup = lambda: _build_groups_anew(config)
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
@@ -85,6 +87,11 @@ def _choose_device(deterministic: bool) -> None:
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread per worker: results do not depend on the machine, and workers do not compete for cores
         torch.set_num_threads(1)
+
+
+def _build_groups_anew(config: Config) -> None:
+    parallel_state.destroy_model_parallel()
+    _build_groups(config)
 
 
 def _build_groups(config: Config) -> None:
