@@ -104,14 +104,12 @@ class Plan:
             holds: of each of their ranks, whether it still has the experts that this plan gives it; it has none if not.
         """
         mine, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
-        rows = [mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks]
-        kept = numpy.array([row >= 0 and held for row, held in zip(rows, holds, strict=True)])
+        rows = numpy.array([mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks])
+        kept: numpy.ndarray = (rows >= 0) & numpy.asarray(holds, dtype=bool)
         tables = {layer: numpy.where(kept[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
         empty = ~kept.reshape(len(members), self.ranks).any(axis=1)
-        last = len(self.members)
-        order = sorted(
-            range(len(members)), key=lambda n: (last if empty[n] else self.columns[mine[members[n]]], members[n])
-        )
+        stood = [len(self.members) if empty[n] else self.columns[mine[one]] for n, one in enumerate(members)]
+        order = sorted(range(len(members)), key=lambda number: (stood[number], members[number]))
         columns = numpy.argsort(order)
         return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables)
 
