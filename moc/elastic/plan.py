@@ -104,10 +104,10 @@ class Plan:
             holds: of each of their ranks, whether it still has the experts that this plan gives it; it has none if not.
         """
         mine, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
-        rows = numpy.array([mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks])
-        kept: numpy.ndarray = (rows >= 0) & numpy.asarray(holds, dtype=bool)
+        rows = [mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks]
+        kept = numpy.array([row >= 0 and held for row, held in zip(rows, holds, strict=True)], dtype=bool)
         tables = {layer: numpy.where(kept[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
-        empty = ~kept.reshape(len(members), self.ranks).any(axis=1)
+        empty = [not of_node.any() for of_node in kept.reshape(len(members), self.ranks)]
         stood = [len(self.members) if empty[n] else self.columns[mine[one]] for n, one in enumerate(members)]
         order = sorted(range(len(members)), key=lambda number: (stood[number], members[number]))
         columns = numpy.argsort(order)

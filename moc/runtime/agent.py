@@ -227,6 +227,7 @@ class Agent:
             "GROUP_RANK": order["place"],
             environment.NODE: self._flags.node_rank,
             environment.PLACES: self._flags.nnodes,
+            environment.LEAST_PLACES: self._flags.least_nodes,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,

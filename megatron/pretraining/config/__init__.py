@@ -7,6 +7,7 @@ from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
     check_backend,
+    check_fewest,
     check_world,
     data_parallel_size,
     global_batch_size,
@@ -23,6 +24,7 @@ __all__ = [
     "MoeFlags",
     "NetworkFlags",
     "check_backend",
+    "check_fewest",
     "check_world",
     "compose",
     "data_parallel_size",

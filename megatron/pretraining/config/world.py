@@ -80,6 +80,23 @@ def check_world(config: Config, world_size: int) -> None:
     _check_batch(config, world_size)
 
 
+def check_fewest(config: Config, nodes: int, per_node: int) -> None:
+    """Raises ``ConfigError`` if elastic training cannot go on once so few nodes are left."""
+    elastic, experts = config.elastic, config.moe.num_experts
+    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
+    workers = nodes * per_node
+    refuse(
+        elastic.elastic_slots * workers < experts,
+        f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "
+        f"with which --nnodes {nodes}:... goes on: make it at least {-(-experts // workers)}, or raise MIN.",
+    )
+    refuse(
+        elastic.elastic_min_replicas > nodes,
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
+        "goes on, and each is on a node of its own: lower it, or raise MIN.",
+    )
+
+
 def _model_size(config: Config) -> int:
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
