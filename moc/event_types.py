@@ -263,6 +263,20 @@ EVENTS = {
             "saves_s": "seconds of an iteration that it is expected to save",
         },
     ),
+    "migration": EventType(
+        "With --elastic, nodes were lost or have come, and experts have moved to where the others are to have them.",
+        {
+            "iteration": "iterations completed",
+            "nodes": "that train now",
+            "experts": "copies of experts that were made, over all layers and workers",
+            "bytes": "that travelled",
+            "elapsed_s": "seconds that it took",
+        },
+    ),
+    "fallback": EventType(
+        "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
+        {"reason": "what is lost"},
+    ),
     "generation": EventType(
         "Every worker is connected again after one was lost.",
         {

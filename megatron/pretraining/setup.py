@@ -15,7 +15,8 @@ from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.layer import elastic_layers
-from megatron.pretraining.elastic.placing import first_plans
+from megatron.pretraining.elastic.members import migrate, settle
+from megatron.pretraining.elastic.placing import first_plans, nodes_of
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.turns import ElasticTurns
@@ -173,11 +174,12 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     stop.check_set_up(world)
     phases.done("tokenizer")
 
-    plans = first_plans(config, world.size) if config.elastic.elastic else None
+    nodes = nodes_of(config, world.size)
+    plans = first_plans(config, nodes) if config.elastic.elastic else None
     chunks = build_model(config, vocab_size, providers.model, plans)
     optimizer = build_optimizer(config, chunks)
     dispatch = config.elastic.elastic_dispatch
-    replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, dispatch)
+    replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
@@ -225,17 +227,19 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    under_way = parts.replicas is not None and parts.replicas.settle(parts.remains.trained)
+    under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
     engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size, parts.replicas)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
+    parts.session, parts.checkpoints = session, checkpoints
     if parts.replicas is not None:
         parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
-        if not under_way:
+        if parts.replicas.wanted is not None:
+            migrate(parts.replicas, engine, session, log)
+        elif not under_way:
             parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
-    parts.session, parts.checkpoints = session, checkpoints
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
     stop.check_set_up(world)
@@ -258,6 +262,22 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.remains.trained = True
     data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer
     return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
+
+
+def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
+    """Agrees on where experts are; returns whether they are where a run under way has put them.
+
+    If one is on no worker any more, no state counts that workers still have.
+    """
+    settled = settle(config, replicas, parts.remains.trained)
+    if settled.lost:
+        layer, expert = settled.lost[0]
+        others = f" and {len(settled.lost) - 1} more" if len(settled.lost) > 1 else ""
+        reason = f"no worker that is left holds expert {expert} of layer {layer + 1}{others}"
+        parts.log.message(f"{reason}: all go back to the newest checkpoint")
+        parts.log.events.write("fallback", reason=reason)
+        parts.remains.live = None
+    return settled.under_way
 
 
 def _turns(parts: WorkerParts, topology: Topology) -> Turns:

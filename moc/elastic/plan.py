@@ -94,6 +94,25 @@ class Plan:
             for expert in numpy.flatnonzero(~self.held(layer)[:, there].any(axis=1))
         )
 
+    def among(self, members: Sequence[int], holds: Sequence[bool]) -> Plan:
+        """This plan as other members have it, before anything has moved.
+
+        Nodes that hold nothing are last in the order of columns, since nothing depends on their place there.
+
+        Args:
+            members: nodes.
+            holds: of each of their ranks, whether it still has the experts that this plan gives it; it has none if not.
+        """
+        mine, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
+        rows = [mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks]
+        kept = numpy.array([row >= 0 and held for row, held in zip(rows, holds, strict=True)], dtype=bool)
+        tables = {layer: numpy.where(kept[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
+        empty = [not of_node.any() for of_node in kept.reshape(len(members), self.ranks)]
+        stood = [len(self.members) if empty[n] else self.columns[mine[one]] for n, one in enumerate(members)]
+        order = sorted(range(len(members)), key=lambda number: (stood[number], members[number]))
+        columns = numpy.argsort(order)
+        return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables)
+
     @cached_property
     def digest(self) -> str:
         """xxh3-128 in hex; equal plans have equal ones, on any machine."""

@@ -7,7 +7,9 @@ state is lost.
 
 A worker that has seen the vote of an iteration has updated its state; one that has not still has the previous state
 (see ``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: if the newer state can be copied,
-the others roll forward to it; if not, the ranks that are ahead load the older one from its checkpoint.
+the others roll forward to it.  If they alone have a part of the state, they complete the iteration from their reduced
+gradients: its vote took place, so that every rank had them.  If nothing helps, the ranks that are ahead load the older
+state from its checkpoint.
 
 Upstream logs add a fourth way: the pipeline stages that lost something go back to a checkpoint and *replay* alone up to
 the iteration at which the others have stayed (:mod:`moc.recovery.scope`).  A worker one iteration behind that has the
@@ -40,12 +42,14 @@ class JobInventory:
         pieces: by rank and operator, a name of the rank's piece: ranks with the same name hold the same elements of the
             same tensors.
         logs: upstream logs; None without logging.
+        reduced: by rank, the iteration whose reduced gradients its worker still has.
     """
 
     held: Sequence[AvailableCheckpoint]
     live: Mapping[int, int] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     logs: Logs | None = None
+    reduced: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,13 @@ def plans(
         keep = frozenset(rank for rank, at in live.items() if at == iteration)
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
         by_stages = _by_stages(iteration, live, ways.values(), inventory, operators)
+        behind = frozenset(r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r))
+        if copies is not None:
+            behind = frozenset()  # copying is enough
+        elif behind:  # they alone hold some operator
+            copies = _copies(keep | behind, inventory.pieces)
         if copies is not None and (way is None or way.base.tier != MEMORY):
-            yield RecoveryPlan(iteration, keep, copies)
+            yield RecoveryPlan(iteration, keep, copies, complete=behind)
         elif way is not None and len(way.moments) == 1:
             keep |= whole_ranks(way, inventory.live, inventory.pieces)
             copies = tuple(RankCopy(*one) for one in given(way, inventory.live, inventory.pieces))

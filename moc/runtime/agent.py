@@ -53,6 +53,7 @@ class _Process(Worker):
     why_killed: str = ""
     broken: bool = False  # its device or its groups were, by its own account
     dies_since: float | None = None
+    size: int = 0  # workers of the generations that it has its rank in
 
 
 class Agent:
@@ -180,7 +181,7 @@ class Agent:
 
     def _hello(self) -> tuple[dict, list[dict]]:
         """The state of this node for a controller, and messages that an earlier one may have missed."""
-        there = {worker.rank for worker in self._workers.values()}  # a replaced worker's exit was known
+        there = {one.rank for one in self._workers.values() if not one.guest}  # a replaced worker's exit was known
         dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
         workers = [worker.told for worker in [*self._workers.values(), *(w for w, _ in dead)]]
         hello = dict(node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.asked)
@@ -192,6 +193,9 @@ class Agent:
             self._start(order)
         elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
             self._signal(worker, signal.SIGKILL)
+        elif kind == "seat" and (worker := self._workers.get(order["worker"])):
+            worker.rank, worker.born, worker.size = order["rank"], order["generation"], order["size"]
+            worker.guest = False
         elif kind == "leave":
             for worker in self._workers.values():
                 self._signal(worker, signal.SIGTERM)
@@ -202,7 +206,9 @@ class Agent:
             self._news = self._clock.now
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
-                self._pass_on(worker, order | {"store": self._controllers[self._link.follows]})
+                if kind == "abort" or not worker.guest:
+                    seat = {"rank": worker.rank, "size": worker.size}
+                    self._pass_on(worker, order | {"store": self._controllers[self._link.follows]} | seat)
         elif kind == "give_up" and not self._ended.done():
             self._ended.set_exception(GaveUpError(order["why"]))
         elif kind == "end":
@@ -214,6 +220,7 @@ class Agent:
     def _start(self, order: dict) -> None:
         born = order["generation"]
         worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"], born=born)
+        worker.guest, worker.size = order["guest"], order["size"]
         self._workers[worker.name] = worker
         self._generation = max(self._generation, born)
         values = {
@@ -224,6 +231,7 @@ class Agent:
             "GROUP_RANK": order["place"],
             environment.NODE: self._flags.node_rank,
             environment.PLACES: self._flags.nnodes,
+            environment.LEAST_PLACES: self._flags.least_nodes,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
@@ -258,7 +266,7 @@ class Agent:
             said = (await connection.recv()).header
             worker.heard = self._clock.now
             if said["kind"] == "built":
-                worker.built = True
+                worker.built, worker.stays = True, said["stays"]
             elif said["kind"] in ("here", "met"):
                 setattr(worker, said["kind"], said["generation"])
             elif said["kind"] == "alive":

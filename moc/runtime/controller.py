@@ -25,8 +25,9 @@ from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.flags import parse_nodes
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
-from moc.runtime.membership import Abort, End, GiveUp, Go, Kill, Leave, Membership, Order, StartWorker, nodes
+from moc.runtime.membership import Membership, nodes
 from moc.runtime.message import Message
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
@@ -41,7 +42,7 @@ DOUBT_S = 2.0
 """Seconds from a report of lost connections to a new generation, if no loss is reported meanwhile."""
 
 LEAVE_S = 60.0
-"""Seconds that workers have to save and to leave when more nodes are about to join."""
+"""Seconds that workers have to save and to leave when more nodes are about to join, or guests to build."""
 
 GATHER_S = 2.0
 """Seconds that a new leader waits for agents that its predecessor knew."""
@@ -164,9 +165,12 @@ class Controller:
         membership = self._membership
         if not membership.can_grow:
             self._grows_at = math.inf
-        elif now >= self._grows_at or (membership.is_full and not membership.is_growing):
+        elif now >= self._grows_at or membership.guests_are_ready or (membership.is_full and not membership.is_growing):
             self._grows_at = now + LEAVE_S
-            self._obey(membership.grow())
+            orders = membership.grow()
+            if any(isinstance(order, StartWorker) and order.guest for order in orders):
+                _log.warning("nodes have come: their workers build, and are taken in when they are ready")
+            self._obey(orders)
         elif self._grows_at == math.inf:
             self._grows_at = now + self._grow_wait_s
             count = len(membership.places.filled)
@@ -323,7 +327,7 @@ class Controller:
             self._obey(membership.ended(said["worker"], *told))
             self._post(peer, "noted", worker=said["worker"])
         elif message.kind == "built":
-            self._obey(membership.built(said["worker"]))
+            self._obey(membership.built(said["worker"], said["stays"]))
         elif message.kind == "here":
             self._obey(membership.here(said["worker"], said["generation"]))
         elif message.kind == "met":
@@ -344,7 +348,11 @@ class Controller:
         for order in orders:
             if isinstance(order, StartWorker):
                 self._tell(order.node, "start", worker=order.worker, rank=order.rank, generation=order.generation,
-                           together=order.together, place=order.place, size=order.size)  # fmt: skip
+                           together=order.together, place=order.place, size=order.size,
+                           guest=order.guest)  # fmt: skip
+            elif isinstance(order, Seat):
+                self._tell(order.node, "seat", worker=order.worker, rank=order.rank, generation=order.generation,
+                           size=order.size)  # fmt: skip
             elif isinstance(order, Leave):
                 _log.warning("nodes have come: all workers save and leave, and more start")
                 self._tell_all("leave")

@@ -18,6 +18,9 @@ NODE = "MOC_NODE"
 PLACES = "MOC_PLACES"
 """Number of places of the job: the nodes that train, if all are there."""
 
+LEAST_PLACES = "MOC_LEAST_PLACES"
+"""With so many nodes the job continues, if it has lost the others."""
+
 REPLICA_SERVER = "MOC_REPLICA_SERVER"
 """Address of this node's replica server, for its workers."""
 

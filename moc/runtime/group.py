@@ -34,6 +34,9 @@ class Group(dist.ProcessGroup):
     Operations of ``dist.ProcessGroup`` are forwarded to the current connection.  They, and ``wait()`` of the handles
     that they return, raise :class:`Aborted` if the generation is over, and :class:`Suspicion` if they fail otherwise.
 
+    Its members may change between two generations (:meth:`moc.runtime.groups.Groups.move`): what keeps the group asks
+    for its rank and size anew.
+
     Attributes:
         ranks: global ranks of its members, by group rank.
         backend: ``gloo`` or ``nccl``.
@@ -47,6 +50,20 @@ class Group(dist.ProcessGroup):
         self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
         self.connection: GenerationGroup | None = None
         self._name, self._description = name, description or "undefined"
+        self._rank = ranks.index(rank)
+
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of its members."""
+        return len(self.ranks)
+
+    def move(self, name: str, ranks: list[int], rank: int) -> None:
+        """From the next generation on, it has other members; ``rank`` is this process's in the world."""
+        self.connection = None
+        self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
 
     @property
     def group_name(self) -> str:

@@ -11,6 +11,9 @@ one generation to the begin of the next, every use raises :class:`Aborted`.
     groups.begin(store, generation=0)                 # connects them
     ...                                               # groups.abort() in another thread raises Aborted in this one
     groups.begin(store, generation=1)                 # connects them to the processes that have these ranks now
+    groups.move(rank, size)                           # other ranks: groups are created anew, and are the same objects
+    parallel_state.destroy_model_parallel(); parallel_state.initialize_model_parallel(...)
+    groups.begin(store, generation=2)
 
 **What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
 after an abort, by this process or a peer, the stream continues over undefined memory.  :func:`settled` synchronises and
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -55,7 +59,7 @@ class Groups:
     The compute thread calls every method; any thread may call :meth:`abort`.
 
     Args:
-        rank: of this process in the world, constant over generations.
+        rank: of this process in the world, constant over generations unless it moves.
         size: of the world.
         backend: default backend of a group, ``gloo`` or ``nccl``.
         timeout: default timeout of a group's operations.
@@ -75,12 +79,11 @@ class Groups:
         device: torch.device,
         token: bytes | None = None,
     ):
-        if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} is not one of a world of {size}: give a rank from 0 to {size - 1}")
-        self._rank, self._size, self._backend = rank, size, _checked_backend(backend)
+        self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._created = 0  # equal on all ranks
+        self._moving: deque[Group] = deque()  # groups that are about to get other members, in order of creation
         self._generation: Generation | None = None
         self._over: int | None = None  # generations up to this one are over
         self._lock = threading.Lock()
@@ -170,12 +173,44 @@ class Groups:
         self._created += 1
         if self._rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
-        group = Group(name, members, self._rank, backend, timeout or self._timeout, pg_options, group_desc)
+        if self._moving:
+            group = self._moved(name, members, group_desc)
+        else:
+            group = Group(name, members, self._rank, backend, timeout or self._timeout, pg_options, group_desc)
         self._groups.append(group)
         _register(group)
         if self._generation is not None and not self._generation.over:
             self._connect([group], name, members, group.timeout)
         return group
+
+    def move(self, rank: int, size: int) -> None:
+        """Takes another rank in a world of another size, between two generations.
+
+        The program then creates its groups once more, in the same order: :meth:`new_group` returns the same objects, to
+        which the model holds on, with other members.
+
+        Raises:
+            ValueError: the rank is invalid.
+        """
+        self._end_generation()
+        self._rank, self._size = _checked_rank(rank, size), size
+        self._moving, self._groups, self._created = deque(self._present()), [], 0
+        for group in self._moving:
+            _unregister(group)
+        self.new_group(group_desc="default_pg")
+
+    def _moved(self, name: str, members: list[int], description: str | None) -> Group:
+        group = self._moving.popleft()
+        if group.group_desc != (description or "undefined"):
+            raise RuntimeError(
+                f"{description} is created in place of {group}: create groups in the same order as before"
+            )
+        group.move(name, members, self._rank)
+        return group
+
+    def _present(self) -> list[Group]:
+        """The groups of this rank that were not destroyed."""
+        return [group for group in self._groups if group in c10d._world.pg_map]
 
     def begin(self, store: Store | Callable[[], Store], generation: int) -> None:
         """Connects every group for a new generation; all ranks of the world call it.  Ends the previous generation.
@@ -189,12 +224,14 @@ class Groups:
             Aborted: :meth:`abort` was called meanwhile, or earlier for this generation.
             RuntimeError: a peer or the store could not be reached: a suspicion.  The generation has no connections.
         """
+        if self._moving:
+            raise RuntimeError(f"{self._moving[0]} was not created again after the move to {self._size} ranks")
         self._end_generation()
         with self._lock:
             if self._over is not None and generation <= self._over:
                 raise Aborted(f"generation {generation} is over before it began: wait for the next one")
             self._generation = Generation(generation, store, self._rank, self._device)
-        self._groups = [group for group in self._groups if group in c10d._world.pg_map]  # without destroyed ones
+        self._groups = self._present()
         for group in self._groups:
             group.connection = None
             # an exception within coalescing leaves this state behind: operations would be recorded, but not issued
@@ -268,6 +305,12 @@ def settled(device: torch.device) -> None:
         world.live()
 
 
+def _checked_rank(rank: int, size: int) -> int:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not one of a world of {size}: give a rank from 0 to {size - 1}")
+    return rank
+
+
 def _checked_backend(backend: str) -> str:
     if str(backend) not in _BACKENDS:
         raise ValueError(f"groups cannot use the backend {backend}: choose one of {', '.join(_BACKENDS)}")
@@ -294,6 +337,17 @@ def _register(group: Group) -> None:
     world.pg_to_tag[group] = tag
     register: Any = c10d._register_process_group  # pyright: ignore[reportPrivateImportUsage]  # of torch's C library
     register(name, group)
+
+
+def _unregister(group: Group) -> None:
+    """Takes a group out of torch.distributed's tables, as ``dist.destroy_process_group`` does."""
+    world: Any = c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+    for tag in ("", world.pg_to_tag.pop(group)):
+        world.tags_to_pg[tag].remove(group)
+    unregister: Any = c10d._unregister_process_group  # pyright: ignore[reportPrivateImportUsage]  # as above
+    unregister(group.group_name)
 
 
 def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:

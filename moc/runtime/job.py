@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,11 @@ class Job:
         size: number of workers.
         id: of the launch, set by :meth:`connect`; equal on all its workers, unique to the launch.
         term: controller epoch and generation; it only grows within a launch, and no two worlds of a launch share one.
+        regroup: creates the program's process groups anew, in the same order as the first time, when the number of
+            workers has changed; None if this process then cannot go on.
     """
+
+    regroup: Callable[[], None] | None = None
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

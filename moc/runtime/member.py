@@ -76,6 +76,7 @@ class JobMember(Job):
         self._news = threading.Condition()
         self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
         self._store: tuple[int, str] = (-1, "")
+        self._seat = self.rank, self.size  # of the generation that the store is of
         self._generation = -1  # of the groups; -1 before the first
         self._epoch = 0
         self._lease = Lease.of_this_worker()
@@ -106,7 +107,7 @@ class JobMember(Job):
         if not self._built:
             self._built = True
             PROGRESS.forget()
-            self._say("built")
+            self._say("built", stays=self.regroup is not None)
         if self._generation >= 0:
             return None
         dist.__dict__.update(self._real)  # a replacement, built alone
@@ -214,7 +215,10 @@ class JobMember(Job):
             if self._wanted > generation:
                 return False
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
+            seat = self._seat
         assert self._groups is not None  # it is connected
+        if seat != (self.rank, self.size):
+            self._move(*seat)
         try:
             self._groups.begin(lambda: MeetingClient(address, self._token, generation, self._timeout), generation)
             self._say("met", generation=generation)
@@ -224,6 +228,14 @@ class JobMember(Job):
             if not self._hears_of_loss():
                 self._suspect()
             return False
+
+    def _move(self, rank: int, size: int) -> None:
+        """Goes on as another rank in a world of another size."""
+        assert self._groups is not None and self.regroup is not None  # or it would not be told to
+        self.rank, self.size = rank, size
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        self._groups.move(rank, size)
+        self.regroup()
 
     def _say(self, kind: str, **what) -> None:
         self._connection.send(Message({"kind": kind} | what))
@@ -253,6 +265,7 @@ class JobMember(Job):
                 if said["kind"] == "go":
                     self._store = said["generation"], said["store"]
                     self._epoch, self.id = said["epoch"], said["job"]
+                    self._seat = said["rank"], said["size"]
                 elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too
                     self._wanted, self._reason = said["generation"], said["reason"]
                     self._heard_at = time.monotonic()

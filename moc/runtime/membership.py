@@ -5,9 +5,10 @@ they are doing, replacements of the lost workers are started, and when all repor
 *go* on.  A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.  Workers belong to
 places, and the node that fills a place may change: see :mod:`moc.runtime.assignment`.
 
-A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  All its
-workers are started anew, since their number is another one.  When nodes come, workers are asked to save and to leave
-first.
+A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A program
+whose workers *stay* goes on in the same processes, which get other ranks; when nodes come, their workers build as
+*guests*, and are seated among the others once they are ready.  Workers of any other program are all started anew, since
+their number is another one; when nodes come, they are asked to save and to leave first.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -15,10 +16,12 @@ first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 from moc.runtime.assignment import NodeAssignment
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Worker
 
 SAVED = 75
 """Exit code of a worker that has saved its state after a request to stop; of a job: restart it to resume."""
@@ -39,87 +42,6 @@ USAGE = 2
 """Exit code of a program that refuses its settings, such as a batch that this number of workers cannot divide."""
 
 
-@dataclass(frozen=True)
-class StartWorker:
-    """To a node: start a worker for a generation."""
-
-    node: int
-    worker: str  # unique name
-    rank: int
-    generation: int
-    together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
-    place: int  # of the node
-    size: int  # number of workers
-
-
-@dataclass(frozen=True)
-class Leave:
-    """To all nodes: ask the workers to save and to leave, since more are about to start."""
-
-
-@dataclass(frozen=True)
-class Kill:
-    """To a node: kill a worker that is no longer needed."""
-
-    node: int
-    worker: str
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """To a node: leave the job, since one of its devices does not work."""
-
-    node: int
-    why: str  # one sentence
-
-
-@dataclass(frozen=True)
-class Abort:
-    """To all workers: abort all waits, and report in this generation."""
-
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Go:
-    """To all workers: all are here; connect."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class End:
-    """To all nodes: the job is over."""
-
-    code: int  # exit code of the job
-    reason: str  # one sentence; empty on success
-    leaving: bool  # workers are about to exit by themselves, and get time to do so
-    gives_back: str | None = None  # the run's memory on each node, if workers have released it
-
-
-Order = StartWorker | Leave | Kill | GiveUp | Abort | Go | End
-
-
-@dataclass
-class Worker:
-    """A live worker."""
-
-    name: str  # of the process
-    node: int
-    rank: int
-    together: bool  # it was started with all others
-    built: bool = False  # it is ready to train, and so can survive the loss of others
-    here: int = -1  # the generation in which it last reported
-    met: int = -1  # the generation in which it last connected with the others
-    born: int = 0  # the generation that it was started for
-
-    @property
-    def told(self) -> dict:
-        """The description that an agent sends to its controller."""
-        return {each.name: getattr(self, each.name) for each in fields(Worker)}
-
-
 @dataclass
 class Membership:
     """The state machine: every method takes an event and returns the orders that follow.
@@ -132,6 +54,7 @@ class Membership:
         places: assignment of nodes to places.
         end: of the job; None while it lasts.
         asked: the signal by which the job was asked to stop; None if it was not.
+        guests: workers that build for nodes that are about to be taken in.
     """
 
     most: int
@@ -145,14 +68,16 @@ class Membership:
     suspicions: int = 0
     end: End | None = None
     asked: int | None = None
+    guests: dict[str, Worker] = field(default_factory=dict)
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
     _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
     _anew: int = 0  # the generation with which the members last changed
-    _growing: bool = False  # workers were asked to leave, since nodes have come
+    _growing: bool = False  # guests were started, or workers were asked to leave, since nodes have come
     _refused: set[int] = field(default_factory=set)  # numbers of nodes that the program does not run on
     _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
+    _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
@@ -179,6 +104,7 @@ class Membership:
             "growing": self._growing,
             "refused": sorted(self._refused),
             "broken": dict(self._broken),
+            "stayed": sorted(self._stayed),
             "end": asdict(self.end) if self.end else None,
         }
 
@@ -189,7 +115,7 @@ class Membership:
         self._gives_back = state["gives_back"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.places.members, self._anew = tuple(state["members"]), state["anew"]
-        self._growing, self._refused = state["growing"], set(state["refused"])
+        self._growing, self._refused, self._stayed = state["growing"], set(state["refused"]), set(state["stayed"])
         self._broken = dict(state["broken"])
         self.end = End(**state["end"]) if state["end"] else None
 
@@ -210,8 +136,10 @@ class Membership:
         place = self.places.comes(node, next(map(self._place, has), None))
         self._told[node], self.generation = generation, max(self.generation, generation)
         self._forget_workers(node)
+        orders: list[Order] = [self._seat(worker) for worker in has if self._missed_its_seat(worker)]
         wanted = {worker.name: worker for worker in has if place is not None and self._place(worker) == place}
-        orders: list[Order] = [Kill(node, worker.name) for worker in has if worker.name not in wanted]
+        self.guests |= {w.name: w for w in has if w.guest and place is not None and place not in self.places.members}
+        orders += [Kill(node, worker.name) for worker in has if worker.name not in wanted | self.guests]
         self.workers |= wanted
         if asked is not None and (end := self.stopping(asked)):
             return end
@@ -237,6 +165,7 @@ class Membership:
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
         self._forget_workers(node)
+        self._growing = self._growing and (bool(self.guests) or not self._stays)
         if place not in self.places.members or self.end:
             return []
         if not self.has_begun:
@@ -252,14 +181,21 @@ class Membership:
     @property
     def can_grow(self) -> bool:
         """Whether more nodes are there than train, and all of the others train undisturbed, or nothing has begun."""
-        if self.end or self.asked is not None or not self.places.varies or (self.has_begun and not self.running):
+        if self.end or self.asked is not None or self._finished or not self.places.varies:
+            return False
+        if self.has_begun and not self.running:
             return False
         return len(self._fits(self.places.filled)) > len(self.places.members)
 
     @property
     def is_growing(self) -> bool:
-        """Whether workers were asked to leave, since nodes have come."""
+        """Whether guests were started, or workers were asked to leave, since nodes have come."""
         return self._growing
+
+    @property
+    def guests_are_ready(self) -> bool:
+        """Whether guests can be taken in: all have built what they need."""
+        return bool(self.guests) and all(guest.built for guest in self.guests.values())
 
     @property
     def is_full(self) -> bool:
@@ -269,13 +205,19 @@ class Membership:
     def grow(self) -> list[Order]:
         """Begins with the nodes that are there, or takes in those that have come.
 
-        Workers are asked to save and to leave; if they have not when this is called again, they are killed.
+        If workers stay, those of the nodes that have come are started as guests, again if they have died.  Otherwise
+        workers are asked to save and to leave; if they have not when this is called again, they are killed.
         """
         if not self.can_grow:
             return []
         if not self.has_begun:
             self.places.members = self._fits(self.places.filled)
             return self._fill()
+        if self.guests_are_ready:
+            return self._change_members("nodes have come")
+        if self._stays:
+            self._growing = True
+            return self._invite()
         if self._growing:
             return self._change_members("nodes have come, and workers do not leave")
         self._growing = True
@@ -293,6 +235,8 @@ class Membership:
             gives_back: the run's memory, if the worker has released it.
             broken: it has ended itself, since its device does not work any more.
         """
+        if name in self.guests:
+            return self._guest_ended(self.guests.pop(name), code)
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
             return []
@@ -301,7 +245,13 @@ class Membership:
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
-        if self._growing and self.asked is None and (code == SAVED or code < 0) and self._can_change:
+        if (
+            self._growing
+            and not self._stays
+            and self.asked is None
+            and (code == SAVED or code < 0)
+            and self._can_change
+        ):
             return [] if code == SAVED and self.workers else self._change_members("nodes have come")
         if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
@@ -333,10 +283,10 @@ class Membership:
         why = f"{how}, {often}: the node gives up its place; look at the device before you start it again"
         return [*kills, GiveUp(node, why), *self.left(node, "has given up its place")]
 
-    def built(self, name: str) -> list[Order]:
-        """A worker is ready to train."""
-        if name in self.workers:
-            self.workers[name].built = True
+    def built(self, name: str, stays: bool = False) -> list[Order]:
+        """A worker is ready to train; ``stays`` tells whether it could go on if the number of workers changed."""
+        for worker in filter(None, (self.workers.get(name), self.guests.get(name))):
+            worker.built, worker.stays = True, stays
         return []
 
     def here(self, name: str, generation: int) -> list[Order]:
@@ -396,7 +346,8 @@ class Membership:
 
     def _place(self, worker: Worker) -> int | None:
         """The place of a worker; None if it was started for other members."""
-        return self.places.members[worker.rank // self.per_node] if worker.born >= self._anew and self.size else None
+        seated = worker.born >= self._anew and not worker.guest
+        return self.places.members[worker.rank // self.per_node] if seated and self.size else None
 
     def _fits(self, places: tuple[int, ...]) -> tuple[int, ...]:
         """As many of the places as the program runs on; none if they are fewer than the least."""
@@ -414,19 +365,80 @@ class Membership:
         return len(members) < self.places.count and not worker.built and bool(self._fits(members[:-1]))
 
     def _change_members(self, reason: str) -> list[Order]:
-        """Starts all workers anew, on the nodes that are there."""
-        self.places.members, self._growing = self._fits(self.places.filled), False
-        self._anew = self.generation + 1
-        kills = [Kill(worker.node, worker.name) for worker in self.workers.values()]
-        self.workers.clear()
+        """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
+        stay, there = self._stays, self.workers | self.guests
+        self.places.members = (self._fits(self._ready) if stay else ()) or self._fits(self.places.filled)
+        self._anew, self._growing = self.generation + 1, False
+        self.guests = {name: one for name, one in self.guests.items() if stay and not self._is_member(one)}
+        self.workers = {
+            name: one
+            for name, one in there.items()
+            if stay and self._is_member(one) and (one.built or not one.together)
+        }
+        self._stayed = set(self.workers)
+        orders: list[Order] = [self._seat(one) for one in self.workers.values()]
+        orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
         count = len(self.places.members)
-        return [*kills, *self._next_generation(f"{reason}: training continues on {count} of {self.places.count} nodes")]
+        why = f"{reason}: training continues on {count} of {self.places.count} nodes"
+        return [*orders, *self._next_generation(why)]
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the program goes on in the same processes when the members change."""
+        return any(worker.stays for worker in self.workers.values())
+
+    @property
+    def _ready(self) -> tuple[int, ...]:
+        """Places with a present node: of the members, and of guests that are all ready to train."""
+        built = Counter(self.places.of(guest.node) for guest in self.guests.values() if guest.built)
+        return tuple(
+            place for place in self.places.filled if place in self.places.members or built[place] == self.per_node
+        )
+
+    def _is_member(self, worker: Worker) -> bool:
+        return self.places.of(worker.node) in self.places.members
+
+    def _missed_its_seat(self, worker: Worker) -> bool:
+        """Whether the controller that has seated a worker was lost before it could say so."""
+        return worker.name in self._stayed and worker.born < self._anew and self._is_member(worker)
+
+    def _seat(self, worker: Worker) -> Seat:
+        """Gives a worker that stays the rank that it has among the members."""
+        place = self.places.of(worker.node)
+        assert place is not None  # it is a member's
+        worker.rank = self.places.members.index(place) * self.per_node + worker.rank % self.per_node
+        worker.born, worker.guest = self._anew, False
+        return Seat(worker.node, worker.name, worker.rank, self._anew, self.size)
+
+    def _invite(self) -> list[Order]:
+        """Starts the workers of nodes that have come, as far as they are not there: they build beside the others."""
+        wanted = self._fits(self.places.filled)
+        there = {(guest.node, guest.rank % self.per_node) for guest in self.guests.values()}
+        orders: list[Order] = []
+        for rank in range(len(wanted) * self.per_node):
+            place = wanted[rank // self.per_node]
+            node = self.places.filler(place)
+            if place not in self.places.members and node is not None and (node, rank % self.per_node) not in there:
+                self._started += 1
+                name, size = f"{self.generation}.{self._started}", len(wanted) * self.per_node
+                guest = Worker(name, node, rank, together=False, born=self.generation, guest=True)
+                self.guests[name] = guest
+                orders.append(StartWorker(node, name, rank, self.generation, False, place, size, guest=True))
+        return orders
+
+    def _guest_ended(self, guest: Worker, code: int) -> list[Order]:
+        """A worker has died that was about to be taken in: the others of its node end too, and training continues."""
+        if code == USAGE:
+            self._refused.add(len(self._fits(self.places.filled)))
+        others = [name for name, other in self.guests.items() if other.node == guest.node]
+        return [Kill(self.guests.pop(name).node, name) for name in others]
 
     def _all_here(self) -> bool:
         return len(self.workers) == self.size and all(w.here == self.generation for w in self.workers.values())
 
     def _forget_workers(self, node: int) -> None:
         self.workers = {name: worker for name, worker in self.workers.items() if worker.node != node}
+        self.guests = {name: guest for name, guest in self.guests.items() if guest.node != node}
 
     def _next_generation(self, reason: str) -> list[Order]:
         self.generation, self.running = self.generation + 1, False

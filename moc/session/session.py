@@ -222,7 +222,7 @@ class Session(VoteParticipant):
             parts, snapshots = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
             self.remains.live = None if state is None else LiveState(self.position, state)
-            self.remains.begun = snapshots.begun
+            self.remains.begun, self.remains.workers = snapshots.begun, self._engine.world.size
         self._end()
 
     def close(self) -> None:

@@ -184,6 +184,10 @@ class Launched:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.launchers[node].wait()
+        self.is_lost(node)
+
+    def is_lost(self, node: int) -> None:
+        """Expects that a node is lost, or is about to be."""
         self._lost.add(node)
 
     def wait(self, seconds: float = 240) -> int:

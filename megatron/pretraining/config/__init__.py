@@ -7,12 +7,14 @@ from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
     check_backend,
+    check_fewest,
     check_world,
     data_parallel_size,
     global_batch_size,
     layout_sizes,
     num_microbatches,
     stage_size,
+    stays,
     train_iterations,
 )
 
@@ -22,6 +24,7 @@ __all__ = [
     "MoeFlags",
     "NetworkFlags",
     "check_backend",
+    "check_fewest",
     "check_world",
     "compose",
     "data_parallel_size",
@@ -30,5 +33,6 @@ __all__ = [
     "num_microbatches",
     "split_blend",
     "stage_size",
+    "stays",
     "train_iterations",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
+from moc.policy import AUTO
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -14,6 +15,22 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def stage_size(config: Config, world_size: int) -> int:
     """Workers of a pipeline stage: with ``--elastic``, those that can hold the experts of its layers."""
     return world_size // config.parallel.pipeline_model_parallel_size
+
+
+def stays(config: Config, per_node: int) -> bool:
+    """Whether workers go on in the same processes when nodes of so many workers are lost or come.
+
+    With one pipeline stage, a worker has the same part of the model beside any number of others; and it has all of the
+    state that goes with it if the optimizer is not sharded.
+    """
+    parallel = config.parallel
+    return (
+        config.elastic.elastic
+        and parallel.pipeline_model_parallel_size == 1
+        and per_node % _model_size(config) == 0
+        and not (parallel.use_distributed_optimizer or config.zero.deepspeed)
+        and config.snapshot.ckpt_policy not in (None, AUTO)
+    )
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
@@ -61,6 +78,23 @@ def check_world(config: Config, world_size: int) -> None:
     _check_expert_grid(config, world_size)
     _check_slots(config, world_size)
     _check_batch(config, world_size)
+
+
+def check_fewest(config: Config, nodes: int, per_node: int) -> None:
+    """Raises ``ConfigError`` if elastic training cannot go on once so few nodes are left."""
+    elastic, experts = config.elastic, config.moe.num_experts
+    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
+    workers = nodes * per_node
+    refuse(
+        elastic.elastic_slots * workers < experts,
+        f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "
+        f"with which --nnodes {nodes}:... goes on: make it at least {-(-experts // workers)}, or raise MIN.",
+    )
+    refuse(
+        elastic.elastic_min_replicas > nodes,
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
+        "goes on, and each is on a node of its own: lower it, or raise MIN.",
+    )
 
 
 def _model_size(config: Config) -> int:

@@ -75,7 +75,7 @@ class ElasticDispatcher(MoETokenDispatcher):
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, group: dist.ProcessGroup):
         super().__init__(config=config, pg_collection=groups)
-        self._group, self._rank = group, dist.get_rank(group)
+        self._group = group
         self._held: tuple[Sequence[int | None], numpy.ndarray, Capacities] | None = None
 
     def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
@@ -98,7 +98,8 @@ class ElasticDispatcher(MoETokenDispatcher):
         assert self._held is not None  # hold() was called
         slots, replicas, capacities = self._held
         counts = self._gathered(routing_map)
-        self._route = route_of(exchange(counts, capacities(counts.sum(axis=1), replicas), self._rank), slots)
+        flow = exchange(counts, capacities(counts.sum(axis=1), replicas), dist.get_rank(self._group))
+        self._route = route_of(flow, slots)
         order = self._route.send_order.to(tokens.device, non_blocking=True)
         numbers = torch.arange(len(tokens), device=tokens.device).expand(by_expert.shape)
         self._sources = numbers.masked_select(by_expert)[order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, Settings, plan
+from moc.runtime import environment
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -23,34 +24,68 @@ CAPACITIES = {"level": level, "even": even}
 """By the value of ``--elastic-dispatch``."""
 
 
-def first_plans(config: Config, workers: int) -> Plans:
+class Nodes(NamedTuple):
+    """The nodes of a pipeline stage, over which replicas are spread: a node is lost as a whole.
+
+    Attributes:
+        members: their numbers, in the order of ranks.
+        ranks: workers of each.
+    """
+
+    members: tuple[int, ...]
+    ranks: int
+
+
+def first_plans(config: Config, nodes: Nodes) -> Plans:
     """The plans before any load is known."""
+    return plans_for(config, nodes, no_loads(config))
+
+
+def no_loads(config: Config) -> Loads:
+    """By layer with experts, one token for each."""
     layers = [n for n, has in enumerate(config.moe.expert_layers(config.network.num_layers)) if has]
-    return plans_for(config, workers, {layer: [1] * (config.moe.num_experts or 0) for layer in layers})
+    return {layer: [1] * (config.moe.num_experts or 0) for layer in layers}
 
 
-def plans_for(config: Config, workers: int, loads: Loads, previous: Plans | None = None) -> Plans:
+def plans_for(config: Config, nodes: Nodes, loads: Loads, previous: Plans | None = None) -> Plans:
     """The plans for these loads, of all layers with experts; pure, so that all workers agree without asking."""
     elastic, network, stages = config.elastic, config.network, config.parallel.pipeline_model_parallel_size
-    size, experts = stage_size(config, workers), config.moe.num_experts
+    experts = config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
-    nodes, ranks = nodes_of(size)
     slots = min(elastic.elastic_slots, experts)
-    settings = Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, ranks)
+    settings = Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, nodes.ranks)
     of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
     for layer, tokens in loads.items():
         of_stage[Layout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
-    return {stage: plan(range(nodes), of, settings, before.get(stage)) for stage, of in of_stage.items()}
+    return {stage: plan(nodes.members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
-def nodes_of(size: int) -> tuple[int, int]:
-    """The nodes of a stage with so many workers, and the workers of each.
+def nodes_of(config: Config, workers: int) -> Nodes:
+    """The nodes of each stage of so many workers, numbered from 0.
 
-    Replicas are spread over nodes, which are lost as a whole.  Where one node has all workers, each counts as one.
+    Where one node has all workers, and the job no others, each worker counts as a node.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (size // here, here) if size > here and not size % here else (size, 1)
+    size, here = stage_size(config, workers), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = here if (size > here or _by_place(config)) and not size % here else 1
+    return Nodes(tuple(range(size // ranks)), ranks)
+
+
+def nodes_there(config: Config, places: Sequence[int]) -> Nodes:
+    """The nodes of all workers, by the place of each worker's node in the job (:func:`place`), by rank."""
+    nodes = nodes_of(config, len(places))
+    return Nodes(tuple(dict.fromkeys(places)), nodes.ranks) if _by_place(config) else nodes
+
+
+def place() -> int:
+    """The place of this worker's node in the job."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _by_place(config: Config) -> bool:
+    """Whether the job has several nodes, and each of them has workers of the one pipeline stage."""
+    several = int(os.environ.get(environment.PLACES, "1")) > 1
+    return several and config.parallel.pipeline_model_parallel_size == 1
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class Rebalancer(VoteParticipant):
         told = {"expert_tokens": tally["elastic_tokens"], "sent_tokens": tally["elastic_sent"]}
         for layer, tokens in self._tally.by_layer(told)[0].items():
             self._loads[layer] = [a + b for a, b in zip(self._loads.get(layer, [0] * len(tokens)), tokens, strict=True)]
+        self._replicas.loads = self._loads
         self._voted_at = time.perf_counter()
         self._seconds += tally["elastic_seconds"] / self._world.size
         self._votes += 1
@@ -150,7 +151,7 @@ class Rebalancer(VoteParticipant):
         loads, seconds = self._loads, self._seconds / self._votes
         self._loads, self._seconds, self._votes = {}, 0.0, 0
         now = self._replicas.plans
-        plans = plans_for(self._config, self._world.size, loads, now)
+        plans = plans_for(self._config, self._replicas.nodes, loads, now)
         if plans == now:
             return None
         moved = max(gather(self._replicas.bytes_moved(plans)))

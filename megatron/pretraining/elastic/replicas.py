@@ -2,7 +2,8 @@
 
 A move goes layer by layer: what a worker is to hold anew arrives beside its slots (staging), all workers of the stage
 tell that it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer whole; a
-worker that misses the news, while others fill their slots, has what it needs to do so later (:meth:`Replicas.settle`).
+worker that misses the news, while others fill their slots, has what it needs to do so later
+(:mod:`megatron.pretraining.elastic.members`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.elastic.placing import Plans, adopt
+from megatron.pretraining.elastic.placing import Nodes, Plans, adopt
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
-from moc.elastic.plan import Plan
+from moc.elastic.plan import Loads, Plan
 from moc.faults import reach
-from moc.runtime.agreement import gather
 
 
 class Move(NamedTuple):
@@ -62,11 +62,23 @@ class Replicas:
     Attributes:
         layers: by number.
         plans: in force, of all stages.
+        nodes: that they are for.
+        loads: tokens of experts in the last iterations, as voted; empty if none are known.
+        wanted: plans to which experts are yet to move, since the members have changed; None if they are in force.
     """
 
-    def __init__(self, layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer, plans: Plans, dispatch: str):
+    def __init__(
+        self,
+        layers: Iterable[ElasticLayer],
+        optimizer: MegatronOptimizer,
+        plans: Plans,
+        nodes: Nodes,
+        dispatch: str,
+    ):
         self.layers = {layer.layer: layer for layer in layers}
-        self.plans = dict(plans)
+        self.plans, self.nodes = dict(plans), nodes
+        self.loads: Loads = {}
+        self.wanted: Plans | None = None
         self._stage, self._dispatch = parallel_state.get_pipeline_model_parallel_rank(), dispatch
         self._optimizer = optimizer
         self._landing: Landing | None = None
@@ -92,34 +104,26 @@ class Replicas:
             reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())
-        self.plans = dict(plans)
+        self.plans, self.wanted = dict(plans), None
         count_once(self.layers.values(), self._optimizer)
         return taken
 
-    def settle(self, trained: bool) -> bool:
-        """Agrees on the plans after a loss; a collective call of all workers.
+    @property
+    def awaited(self) -> Plan | None:
+        """The plan of this stage with what has arrived here, and is not known to have landed everywhere; or None."""
+        return self._landing and self._landing.plan
 
-        A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans
-        of the others, not the state.
+    def land(self, plan: Plan) -> None:
+        """Fills slots with what has arrived, as a plan has it that may be for other members by now."""
+        assert self._landing is not None  # it is awaited
+        self._land(replace(self._landing, plan=plan))
 
-        Returns:
-            Whether any worker has trained, so that these are plans of a run under way.
-        """
-        mine, waiting = self.plans.get(self._stage), self._landing
-        told = gather((self._stage, trained, mine and mine.to_json(), waiting and waiting.plan.to_json()))
-        for stage in self.plans:
-            found = {Plan.from_json(one) for where, has, one, _ in told if where == stage and has}
-            awaited = {Plan.from_json(one) for where, _, _, one in told if where == stage and one is not None}
-            landed = found & awaited or found or {self.plans[stage]}
-            (decided,) = landed  # at most one move is under way, and whoever is behind it waits for it to land
-            if stage == self._stage and waiting is not None and waiting.plan == decided:
-                self._land(waiting)
-            self.plans[stage] = decided
-        self._landing = None
+    def take(self, plans: Plans, nodes: Nodes) -> None:
+        """Takes over plans, but no state: those of others, or of other members."""
+        self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:
             adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
         count_once(self.layers.values(), self._optimizer)
-        return any(has for _, has, _, _ in told)
 
     def bytes_moved(self, plans: Plans) -> int:
         """The most bytes of state that one worker of this stage sends and receives on the way to other plans."""

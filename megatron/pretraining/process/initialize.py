@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import Config, check_backend, check_world
+from megatron.pretraining.config import Config, check_backend, check_fewest, check_world, stays
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
+from moc.runtime import environment
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -26,11 +27,17 @@ def initialize(config: Config, job: Job | None = None) -> World:
     """
     job = job or Job()
     check_world(config, job.size)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    fewest = int(os.environ.get(environment.LEAST_PLACES, "1"))
+    if stays(config, per_node) and fewest < int(os.environ.get(environment.PLACES, "1")):
+        check_fewest(config, fewest, per_node)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
+    if stays(config, per_node):
+        job.regroup = lambda: _build_groups_anew(config)
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
@@ -98,6 +105,11 @@ def be_deterministic(config: Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     # A resumed or replayed run meets shapes in another order, for which torch.compile may generate other kernels.
     torch.compiler.set_stance("force_eager")
+
+
+def _build_groups_anew(config: Config) -> None:
+    parallel_state.destroy_model_parallel()
+    _build_groups(config)
 
 
 def _build_groups(config: Config) -> None:

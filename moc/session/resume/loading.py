@@ -57,7 +57,7 @@ class SnapshotLoader:
 
     def __init__(self, engine: Engine, parts: Components, remains: LocalRemains, log: Listener, only: int | None):
         self._engine, self._world, self._state, self._log = engine, engine.world, engine.state, log
-        self._only = only
+        self._only, self._remains = only, remains
         self._policy, self._tokens, self._tiers = parts.policy, parts.tokens, parts.tiers
         self._storage, self._memory = parts.tiers.storage, parts.tiers.memory
         self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
@@ -205,7 +205,8 @@ class SnapshotLoader:
         policy, only = self._policy, None if left.again else self._only
         if policy.keeps_live and not policy.exact:
             held = held + live_states(left.live, left.pieces, policy.name)
-        return plans(JobInventory(held, left.live, left.pieces, left.logs), policy.operators, policy.exact, only)
+        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
+        return plans(inventory, policy.operators, policy.exact, only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns of them."""
@@ -242,6 +243,8 @@ class SnapshotLoader:
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}")
             amount = sum(manifest.bytes for manifest in manifests.values())
+        if self._world.rank in plan.complete:
+            self._complete(left.states[plan.iteration])
         amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
         if plan.way is None or plan.stages:
             saved = self._join(plan, left)
@@ -250,13 +253,16 @@ class SnapshotLoader:
         self._report(plan, amount, begun)
         return saved, {}
 
+    def _complete(self, saved: Mapping) -> None:
+        """Completes the iteration that others have completed, from the gradients that this worker has kept."""
+        record = _record(saved)
+        assert record is not None  # others have completed the iteration
+        self._replayer.complete(record)
+        self._remains.live = LiveState(position_of(saved), saved)  # others may copy from it, and be lost meanwhile
+
     def _join(self, plan: RecoveryPlan, left: Survivors) -> Mapping:
         """Brings all workers to the state that survivors keep; returns its non-tensor state."""
         saved = left.states[plan.iteration]
-        if self._world.rank in plan.complete:
-            record = _record(saved)
-            assert record is not None  # others have completed the iteration
-            self._replayer.complete(record)
         self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
             self._tokens.goes_on(saved["ledger"])

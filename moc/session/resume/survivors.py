@@ -47,6 +47,7 @@ class LocalRemains:
         records: step records of recent iterations.
         progress: of an unfinished replay.
         buffers: for its snapshots, which the next generation uses again.
+        workers: of the generation that this is left of; 0 before the first.
     """
 
     trained: bool = False
@@ -56,6 +57,7 @@ class LocalRemains:
     records: Records = field(default_factory=Records)
     progress: ReplayProgress = field(default_factory=ReplayProgress)
     buffers: KeptBuffers = field(default_factory=KeptBuffers)
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Survivors:
         pieces: by rank and operator, what it holds: see :class:`moc.recovery.plan.JobInventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: upstream logs; None without logging.
+        reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
+        resized: there are more or fewer workers than before.
     """
 
     again: bool = False
@@ -79,6 +83,8 @@ class Survivors:
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     logs: Logs | None = None
+    reduced: Mapping[int, int] = field(default_factory=dict)
+    resized: bool = False
 
     def only(self, ranks: Collection[int]) -> Survivors:
         """Returns a copy in which only these ranks have state, and no rank has replay progress."""
@@ -97,12 +103,13 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
-    told = gather((remains.trained, at))
-    again = any(trained for trained, _ in told)
-    live = {rank: iteration for rank, (_, iteration) in enumerate(told) if iteration is not None}
-    begun = _of_first(remains.begun if remains.trained else {}, world)
+    told = gather((remains.trained, at, engine.reduced, remains.workers))
+    again = any(trained for trained, *_ in told)
+    live = {rank: iteration for rank, (_, iteration, *_) in enumerate(told) if iteration is not None}
+    resized = any(workers not in (0, world.size) for *_, workers in told)
+    begun = _of_first(remains.begun if remains.trained and not resized else {}, world)
     if not live:
-        return Survivors(again, begun=begun)
+        return Survivors(again, begun=begun, resized=resized)
     speaks = own is not None and world.rank == min(rank for rank, other in live.items() if other == at)
     states = dict(one for one in gather((at, own.state) if own is not None and speaks else None) if one is not None)
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
@@ -110,7 +117,9 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
         if rank in live:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
-    return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(engine.state)))), steps, logs)
+    held = dict(enumerate(gather(pieces(engine.state))))
+    reduced = {rank: iteration for rank, (_, _, iteration, _) in enumerate(told) if iteration is not None}
+    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized)
 
 
 def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:
@@ -139,8 +148,10 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
 
     A snapshot is published once the vote of the next iteration reports that all have copied it.  If that vote was cut
     off, or the publisher is lost, the reports beside the parts prove it whole, so the job need not go back to an
-    earlier snapshot.
+    earlier snapshot.  Parts of other numbers of workers prove nothing.
     """
+    if left.resized:
+        return
     store, ranks = (tiers.storage, range(world.size)) if tiers.memory is None else (tiers.memory, tiers.node)
     publishes = world.rank == 0 if tiers.memory is None else tiers.leads_node
 

@@ -54,6 +54,28 @@ def test_json_and_digest():
 
 
 @settings(deadline=None, max_examples=40)
+@given(st.sets(st.integers(0, 9), min_size=1), st.sets(st.integers(0, 9), min_size=1), st.integers(1, 2), st.data())
+def test_other_members_have_what_those_of_them_hold_who_are_left(met, there, ranks, data):
+    """Whether a worker has met members in between or not."""
+    before = plan([1, 2, 4, 6, 7], {0: [9, 5, 3, 1]}, Settings(2, ranks=ranks))
+    met, there = sorted(met), sorted(there)
+    holds = [member in before.members and data.draw(st.booleans()) for member in there for _ in range(ranks)]
+    found = before.among(there, holds)
+    old = {(m, r): before.experts_of(0, n * ranks + r) for n, m in enumerate(before.members) for r in range(ranks)}
+    new = {(m, r): found.experts_of(0, n * ranks + r) for n, m in enumerate(there) for r in range(ranks)}
+    assert new == {
+        (m, r): old[m, r] if held else ()
+        for (m, r), held in zip(((m, r) for m in there for r in range(ranks)), holds, strict=True)
+    }
+    assert sorted(found.columns) == list(range(len(there)))
+    lost = {(0, e) for e in range(4)} - {(0, e) for held in new.values() for e in held}
+    assert set(found.missing(there)) == lost
+    staying = [member in met and held for member, held in zip(numpy.repeat(there, ranks), holds, strict=True)]
+    by_way_of = before.among(met, [member in before.members for member in met for _ in range(ranks)])
+    assert by_way_of.among(there, staying) == before.among(there, staying)
+
+
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6))
 def test_any_history_of_members_leaves_each_expert_on_f_nodes_and_once_on_a_node(seed):
     rng = numpy.random.default_rng(seed)

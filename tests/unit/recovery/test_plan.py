@@ -65,6 +65,16 @@ def test_whoever_has_seen_it_goes_back_where_there_is_none():
     assert plan.iteration == 6 and plan.keep == {1} and plan.way is not None
 
 
+def test_whoever_alone_holds_something_completes_the_iteration_that_others_have_completed():
+    """Its reduced gradients are those of the iteration: all had theirs, or nobody would have seen the vote."""
+    pieces = {0: {NAMES[0]: "same"}, 1: ALIKE, 2: ALIKE}
+    plan = first(JobInventory([holds(6, STORAGE)], {0: 7, 1: 6}, pieces, reduced={0: 7, 1: 7}))
+    assert (plan.iteration, plan.keep, plan.complete, plan.way) == (7, {0}, {1}, None)
+    assert plan.copies == (RankCopy(NAMES[0], 0, 2), RankCopy(NAMES[1], 1, 2))
+    plan = first(JobInventory([holds(6, STORAGE)], {0: 7, 1: 6}, pieces, reduced={0: 7, 1: 6}))
+    assert plan.iteration == 6 and not plan.complete
+
+
 def test_nobody_is_lost():
     plan = first(JobInventory([], {0: 7, 1: 7}, sharded(2)))
     assert (plan.iteration, plan.keep, plan.copies, plan.way) == (7, {0, 1}, (), None)

@@ -19,6 +19,7 @@ from moc.runtime.membership import (
     Kill,
     Leave,
     Membership,
+    Seat,
     StartWorker,
     Worker,
 )
@@ -367,7 +368,7 @@ class Job(RuleBasedStateMachine):
         asked_to_leave: names of workers.
     """
 
-    places, least = SIZE // PER_NODE, 0
+    places, least, stays = SIZE // PER_NODE, 0, False
 
     def __init__(self):
         super().__init__()
@@ -388,18 +389,28 @@ class Job(RuleBasedStateMachine):
     def workers(self):
         return {name: worker for workers in self.agents.values() for name, worker in workers.items()}
 
+    @property
+    def seated(self):
+        return {name: worker for name, worker in self.workers.items() if not worker.guest}
+
     def obey(self, orders):
         self.kept = json.loads(json.dumps(self.membership.state_dict()))
         for order in orders:
             if isinstance(order, StartWorker):
-                taken = {w.rank for node in self.connected for w in self.agents[node].values()}
-                assert order.rank not in taken and order.worker not in self.names
-                assert order.node == self.node_of(order.rank) and order.size == self.membership.size
+                taken = {w.rank for node in self.connected for w in self.agents[node].values() if not w.guest}
+                assert order.worker not in self.names
+                if not order.guest:
+                    assert order.rank not in taken
+                    assert order.node == self.node_of(order.rank) and order.size == self.membership.size
                 self.names.add(order.worker)
                 born = order.generation
-                worker = Worker(order.worker, order.node, order.rank, order.together, born=born)
+                worker = Worker(order.worker, order.node, order.rank, order.together, born=born, guest=order.guest)
                 self.agents[order.node][order.worker] = worker
                 self.generations[order.node] = max(self.generations[order.node], order.generation)
+            elif isinstance(order, Seat):
+                worker = self.agents[order.node][order.worker]
+                worker.rank, worker.born, worker.guest = order.rank, order.generation, False
+                assert order.size == self.membership.size
             elif isinstance(order, Kill):
                 self.agents[order.node].pop(order.worker, None)
             elif isinstance(order, Leave):
@@ -411,7 +422,7 @@ class Job(RuleBasedStateMachine):
                     self.generations[node] = order.generation
 
     def go(self, generation):
-        there = [worker for node in self.connected for worker in self.agents[node].values()]
+        there = [worker for node in self.connected for worker in self.agents[node].values() if not worker.guest]
         assert len(there) == self.membership.size and all(worker.here == generation for worker in there)
 
     def tell(self, node, what, *arguments):
@@ -425,7 +436,7 @@ class Job(RuleBasedStateMachine):
         """As an agent says hello: workers that live, those whose end nobody has heard of, and then these ends."""
         self.connected.add(node)
         mine = [replace(worker) for worker in self.agents[node].values()]
-        there = {worker.rank for worker in mine}
+        there = {worker.rank for worker in mine if not worker.guest}
         dead = {name: end for name, end in self.unnoted[node].items() if end[0].rank not in there}
         mine += [replace(worker) for worker, _ in dead.values()]
         self.obey(self.membership.joined(node, mine, self.generations[node]))
@@ -458,8 +469,8 @@ class Job(RuleBasedStateMachine):
         worker = self.workers[self.some(data)]
         running = self.membership is not None and self.membership.running
         if running or not worker.together:
-            worker.built = True
-            self.tell(worker.node, "built", worker.name)
+            worker.built, worker.stays = True, self.stays
+            self.tell(worker.node, "built", worker.name, self.stays)
 
     @rule(data=st.data(), code=st.sampled_from([-9, -11, START_OVER]))
     @precondition(lambda self: self.workers)
@@ -524,20 +535,21 @@ class Job(RuleBasedStateMachine):
     def becomes_whole(self):
         """If nothing more is lost, all meet, and if nodes are missing, all wait for them."""
         if self.membership is not None:
-            assert set(self.membership.workers) == set(self.workers)
+            assert set(self.membership.workers) == set(self.seated)
+            assert set(self.membership.guests) == set(self.workers) - set(self.seated)
             assert bool(self.membership.waits_for()) == (len(self.agents) < (self.least or self.places))
             if not self.membership.waits_for():
-                ranks = sorted(worker.rank for worker in self.workers.values())
+                ranks = sorted(worker.rank for worker in self.seated.values())
                 assert ranks == list(range(self.membership.size)) or (self.membership.is_growing and ranks)
                 assert self.membership.size >= PER_NODE * (self.least or self.places)
-                assert {self.generations[worker.node] for worker in self.workers.values()} == {
+                assert {self.generations[worker.node] for worker in self.seated.values()} == {
                     self.membership.generation
                 }
 
     @invariant()
     def workers_are_where_their_places_are(self):
         if self.membership is not None:
-            for worker in self.workers.values():
+            for worker in self.seated.values():
                 assert self.node_of(worker.rank) == worker.node
 
     @invariant()
@@ -561,6 +573,8 @@ class Job(RuleBasedStateMachine):
                 self.node_comes(node)
         while self.membership.can_grow:  # twice, if they do not leave
             self.obey(self.membership.grow())
+            for name in self.membership.guests:
+                self.tell(self.workers[name].node, "built", name, self.stays)
         for name, worker in list(self.workers.items()):
             worker.here = self.generations[worker.node]
             self.tell(worker.node, "here", name, worker.here)
@@ -587,6 +601,28 @@ class VaryingJob(Job):
                 self.unnoted[worker.node][worker.name] = worker, code
 
 
-TestJob, TestVaryingJob = Job.TestCase, VaryingJob.TestCase
+class StayingJob(VaryingJob):
+    """Whose workers stay when its members change; nodes that come have their workers built first."""
+
+    stays = True
+
+    @rule(node=st.sampled_from(NODES))
+    @precondition(lambda self: self.membership is not None)
+    def node_and_controller_are_lost_before_others_are_told(self, node):
+        if node in self.connected:
+            for of in (self.agents, self.generations, self.unnoted):
+                of.pop(node, None)
+            self.membership.left(node)
+            self.kept = json.loads(json.dumps(self.membership.state_dict()))
+            self.controller_dies()
+
+    @invariant()
+    def who_trains_is_not_started_anew(self):
+        if self.membership is not None and any(worker.built for worker in self.membership.workers.values()):
+            assert not any(worker.together and not worker.built for worker in self.membership.workers.values())
+
+
+TestJob, TestVaryingJob, TestStayingJob = Job.TestCase, VaryingJob.TestCase, StayingJob.TestCase
+TestStayingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestVaryingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -25,7 +25,9 @@ loads = st.lists(st.integers(0, 1000), min_size=8, max_size=8)
 
 
 def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
-    return elastic[0].plans_for(parse(flags), workers, dict.fromkeys(range(4), load), previous)
+    config = parse(flags)
+    nodes = elastic[0].nodes_of(config, workers)
+    return elastic[0].plans_for(config, nodes, dict.fromkeys(range(4), load), previous)
 
 
 @settings(max_examples=15)
@@ -78,27 +80,3 @@ def test_hashes_tell_plans_apart(elastic):
     flags = FLAGS.replace("--elastic-slots 5", "--elastic-slots 6")
     one, same, other = (plans_for(elastic, 4, load, flags) for load in ([1] * 8, [1] * 8, [900] + [1] * 7))
     assert elastic[1].hash_of(one) == elastic[1].hash_of(same) != elastic[1].hash_of(other)
-
-
-def settled(elastic, monkeypatch, mine, waiting, told, trained=True):
-    """The plan of a worker after a loss, given what all have told, and what it has landed."""
-    module, landed = elastic[2], []
-    replicas = object.__new__(module.Replicas)
-    replicas.layers, replicas.plans, replicas._stage, replicas._landing = {}, {0: mine}, 0, waiting
-    replicas._optimizer, replicas._dispatch, replicas._land = None, "level", landed.append
-    monkeypatch.setattr(module, "gather", lambda own: [own, *told])
-    monkeypatch.setattr(module, "count_once", lambda *_: None)
-    replicas.settle(trained)
-    return replicas.plans[0], landed
-
-
-def test_what_has_landed_on_one_worker_lands_on_all(elastic, monkeypatch):
-    before, after, later = (plans_for(elastic, 4, load)[0] for load in ([1] * 8, [900, *[1] * 7], [*[1] * 7, 900]))
-    old, new = (0, True, before.to_json(), None), (0, True, after.to_json(), None)
-    ahead = (0, True, after.to_json(), later.to_json())
-    waiting = elastic[2].Landing(0, after, {})
-    assert settled(elastic, monkeypatch, before, waiting, [new, ahead]) == (after, [waiting])
-    assert settled(elastic, monkeypatch, before, waiting, [old, old]) == (before, [])
-    assert settled(elastic, monkeypatch, after, None, [(*old[:3], after.to_json())]) == (after, [])
-    fresh = settled(elastic, monkeypatch, before, None, [new, new], trained=False)
-    assert fresh == (after, [])  # a replacement takes over the plan

@@ -1,0 +1,162 @@
+"""Other members: which experts the workers that are left hold, and where they move to.
+
+Survivors keep their state.  What they hold by the old plan is a plan of the new members, in which new workers have no
+expert; from there, experts move to the plan that the new members are to have, layer by layer, like in a rebalancing
+(:mod:`megatron.pretraining.elastic.replicas`).  A loss meanwhile leaves each layer as it was or as it is to be, and the
+move begins again from there, with the members that are left then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.elastic.placing import Nodes, no_loads, nodes_there, place, plans_for
+from megatron.pretraining.elastic.replicas import Replicas, moves
+from megatron.pretraining.engine.megatron import MegatronEngine
+from moc.elastic.plan import Loads, Plan
+from moc.runtime.agreement import gather
+from moc.session.engine import Listener
+from moc.session.resume.point import NoRecoveryPoint
+from moc.session.session import Session
+
+
+class Told(NamedTuple):
+    """What a worker tells the others when they meet.
+
+    Attributes:
+        place: of its node in the job.
+        stage: its pipeline stage.
+        trained: it has state of the run.
+        plan: of its stage, in force on it.
+        awaited: as :attr:`Replicas.awaited`.
+        moves: experts are yet to move to plans of other members.
+    """
+
+    place: int
+    stage: int
+    trained: bool
+    plan: dict | None
+    awaited: dict | None
+    moves: bool
+
+
+class Settled(NamedTuple):
+    """What workers agree on when they meet.
+
+    Attributes:
+        under_way: some have trained, so that plans in force are those of a run under way.
+        lost: layers and experts that no worker holds any more.
+    """
+
+    under_way: bool
+    lost: tuple[tuple[int, int], ...] = ()
+
+
+def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
+    """Agrees on plans for the workers that are there; a collective call of all workers.
+
+    A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans of
+    the others, not the state.  If the members have changed, :attr:`Replicas.wanted` are the plans to move to.  If an
+    expert is lost, these are in force at once, and all workers must load their state.
+
+    Raises:
+        NoRecoveryPoint: nobody has trained, and this worker has built for another number of workers.
+    """
+    stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
+    plan = replicas.plans.get(stage)  # None where layers are dense
+    moves = replicas.wanted is not None
+    mine = Told(place(), stage, trained, plan and plan.to_json(), awaited and awaited.to_json(), moves)
+    told = [Told(*one) for one in gather(tuple(mine))]
+    nodes = nodes_there(config, [one.place for one in told])
+    if not any(one.trained for one in told):
+        _begin(replicas, nodes)
+        return Settled(under_way=False)
+    changed = any(one.moves or (one.trained and not _is_for(nodes, one.plan)) for one in told)
+    plans = {}
+    for number, own in replicas.plans.items():
+        of_stage = [one for one in told if one.stage == number]
+        as_now = _among(nodes, [one.trained for one in of_stage]) if changed else _unchanged
+        plans[number] = decided(
+            [as_now(Plan.from_json(one.plan)) for one in of_stage if one.trained and one.plan],
+            [as_now(Plan.from_json(one.awaited)) for one in of_stage if one.awaited],
+            own,
+        )
+        if number == stage and awaited is not None and as_now(awaited) == plans[number]:
+            replicas.land(plans[number])
+    wanted = plans_for(config, nodes, _loads(config, replicas, told), plans) if changed else None
+    lost = tuple(one for plan in plans.values() for one in plan.missing(plan.members)) if changed else ()
+    replicas.take(wanted if lost and wanted else plans, nodes)
+    replicas.wanted = None if lost else wanted
+    return Settled(True, lost)
+
+
+def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
+    """The plan of a stage that all its workers are to have; pure.
+
+    At most one move is under way, and whoever is behind it waits for it to land.
+
+    Args:
+        in_force: on workers that have trained.
+        awaited: on those that have received what they need for it, and may not have heard that all have.
+        own: of a worker, if nobody of the stage has trained.
+    """
+    found = set(in_force)
+    (one,) = found & set(awaited) or found or {own}
+    return one
+
+
+def migrate(replicas: Replicas, engine: MegatronEngine, session: Session, log: Listener) -> None:
+    """Moves experts to the plans that the members are to have, between two iterations; a collective call."""
+    wanted, before, begun = replicas.wanted, dict(replicas.plans), time.perf_counter()
+    assert wanted is not None  # the members have changed
+    with session.moving():
+        taken = replicas.move_to(wanted)
+        engine.state.describe()
+    copied = sum(len(moves(before[stage], plan, layer)) for stage, plan in wanted.items() for layer in plan.tables)
+    seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
+    log.events.write(
+        "migration",
+        iteration=iteration,
+        nodes=len(replicas.nodes.members),
+        experts=copied,
+        bytes=amount,
+        elapsed_s=round(seconds, 6),
+    )
+    count = len(replicas.nodes.members)
+    log.message(
+        f"{count} nodes continue from iteration {iteration}: {copied} copies of experts moved in {seconds:.2f} s"
+    )
+
+
+def _begin(replicas: Replicas, nodes: Nodes) -> None:
+    """Takes over the numbers of the nodes that are there; plans are those that all have built by."""
+    if any(plan.size != len(nodes.members) * nodes.ranks for plan in replicas.plans.values()):
+        raise NoRecoveryPoint
+    numbered = {stage: replace(plan, members=nodes.members) for stage, plan in replicas.plans.items()}
+    replicas.take(numbered, nodes)
+
+
+def _is_for(nodes: Nodes, plan: dict | None) -> bool:
+    return plan is None or tuple(plan["members"]) == nodes.members
+
+
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+def _among(nodes: Nodes, trained: Sequence[bool]) -> Callable[[Plan], Plan]:
+    return lambda plan: plan.among(nodes.members, trained)
+
+
+def _loads(config: Config, replicas: Replicas, told: Sequence[Told]) -> Loads:
+    """The load that the first worker has seen which has trained: another may have missed a vote; a collective call."""
+    first = next(rank for rank, one in enumerate(told) if one.trained)
+    loads = gather(dict(replicas.loads) if dist.get_rank() == first else None)[first]
+    return loads or no_loads(config)

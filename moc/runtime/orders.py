@@ -1,0 +1,100 @@
+"""Workers as a job's membership knows them, and its orders to their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """To a node: start a worker for a generation."""
+
+    node: int
+    worker: str  # unique name
+    rank: int
+    generation: int
+    together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
+    place: int  # of the node
+    size: int  # number of workers
+    guest: bool = False  # it builds beside those that train, and is seated when it is ready
+
+
+@dataclass(frozen=True)
+class Seat:
+    """To a node: a worker goes on, with another rank from a generation on."""
+
+    node: int
+    worker: str
+    rank: int
+    generation: int
+    size: int  # number of workers
+
+
+@dataclass(frozen=True)
+class Leave:
+    """To all nodes: ask the workers to save and to leave, since more are about to start."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """To a node: kill a worker that is no longer needed."""
+
+    node: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """To a node: leave the job, since one of its devices does not work."""
+
+    node: int
+    why: str  # one sentence
+
+
+@dataclass(frozen=True)
+class Abort:
+    """To all workers: abort all waits, and report in this generation."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Go:
+    """To all workers: all are here; connect."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class End:
+    """To all nodes: the job is over."""
+
+    code: int  # exit code of the job
+    reason: str  # one sentence; empty on success
+    leaving: bool  # workers are about to exit by themselves, and get time to do so
+    gives_back: str | None = None  # the run's memory on each node, if workers have released it
+
+
+Order = StartWorker | Seat | Leave | Kill | GiveUp | Abort | Go | End
+
+
+@dataclass
+class Worker:
+    """A live worker."""
+
+    name: str  # of the process
+    node: int
+    rank: int
+    together: bool  # it was started with all others
+    built: bool = False  # it is ready to train, and so can survive the loss of others
+    here: int = -1  # the generation in which it last reported
+    met: int = -1  # the generation in which it last connected with the others
+    born: int = 0  # the generation that it got its rank in
+    stays: bool = False  # the program goes on in the same processes when their number changes
+    guest: bool = False  # it builds for a node that is to be taken in, and has no part in generations yet
+
+    @property
+    def told(self) -> dict:
+        """The description that an agent sends to its controller."""
+        return {each.name: getattr(self, each.name) for each in fields(Worker)}

@@ -1,0 +1,108 @@
+"""An elastic job of MIN to MAX nodes: workers go on in the same processes when nodes are lost, and when nodes come."""
+
+import pytest
+
+from tests.integration.launched import Launched
+from tests.integration.test_layouts import CLOSE
+from tests.integration.tiny import SHALLOW, known
+from tests.shared import ALL
+
+pytestmark = pytest.mark.recovery
+ITERATIONS = 16
+FLAGS = SHALLOW | dict(
+    global_batch_size=10,
+    micro_batch_size=1,
+    calculate_per_token_loss=True,
+    use_distributed_optimizer=False,
+    elastic=True,
+    elastic_slots=3,
+    elastic_rebalance_interval=5,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    train_iters=ITERATIONS,
+)
+TWO = ["kill node=1 iteration=4", "kill node=3 iteration=4 point=rebalancing"]  # the second while experts move
+MORE = {  # name: faults
+    "voted": ["kill node=1 iteration=6 point=after_vote"],
+    "landed": ["kill node=2 iteration=4", "kill node=3 iteration=4 point=landed"],
+    "meeting": ["kill node=1 iteration=4", "kill node=3 iteration=4 point=meeting"],
+    "one after the other": ["kill node=1 iteration=4", "kill node=3 iteration=9"],
+    "first": ["kill node=0 iteration=5"],
+}
+
+
+AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
+
+
+def job_of(data, tmp_path, faults, least=2, candidates=1, **more):
+    """A job of four nodes, which an injected kill loses as a whole."""
+    saved = dict(ckpt_policy="full", snapshot_interval=100, ckpt_dir=str(tmp_path / "snapshots"))
+    nodes = dict(nodes=4, least=least, candidates=candidates)
+    own = ["--silence-timeout", "5", "--grow-wait", "600"]
+    program = "tests/integration/losing_pretrain_gpt_moe.py"
+    return Launched(
+        "DP4", data | FLAGS | saved | more | dict(inject=faults), tmp_path / "job", *own, **nodes, program=program
+    )
+
+
+def assert_as_of_fixed_members(job, data, again=False):
+    """Losses are those of four workers throughout; no iteration was computed twice, unless ``again``."""
+    assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)] or again
+    expected = [record["loss"] for record in known("DP4", data | FLAGS).records]
+    assert [record[1] for record in job.records()] == pytest.approx(expected, abs=CLOSE)
+
+
+def test_nodes_are_lost_and_come_back(data, tmp_path):
+    with job_of(data, tmp_path, TWO) as job:
+        job.tells("training continues on 2 of 4 nodes")
+        before = job.pids
+        job.reach(6)
+        for node in (1, 3):
+            job.start(node)
+        job.tells("training continues on 4 of 4 nodes")
+        job.reach(job.iteration + 1)
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data)
+    assert {job.pids[rank] for rank in (0, 2)} == {before[0], before[2]}  # of the nodes that are left
+    assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
+    assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
+    assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes at more moments")
+@pytest.mark.parametrize("name", MORE)
+def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp_path, name):
+    records = []
+    for run in ("first", "second") if name in AGAIN else ("first",):
+        with job_of(data, tmp_path / run, MORE[name], candidates=3 if name == "first" else 1) as job:
+            if name == "first":
+                job.is_lost(0)
+            assert job.wait() == 0, job.console[-4000:]
+        assert_as_of_fixed_members(job, data)
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        records.append(job.records())
+    assert records[0] == records[-1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that is about to be taken in")
+def test_a_newcomer_is_lost_while_experts_move_to_it(data, tmp_path):
+    with job_of(data, tmp_path, ["kill node=1 iteration=4", "kill node=1 iteration=0 point=rebalancing"]) as job:
+        job.tells("training continues on 3 of 4 nodes")
+        job.start(1)
+        job.tells("training continues on 4 of 4 nodes")
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data)
+    assert [event["nodes"] for event in job.events("migration")] == [3, 3]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses experts")
+def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+    alone = dict(elastic_min_replicas=1, elastic_everywhere="0", elastic_slots=2)
+    saved = dict(snapshot_interval=3, ckpt_blocking=True)
+    faults = [f"kill node={node} iteration=8" for node in (1, 2, 3)]
+    with job_of(data, tmp_path, faults, least=1, **alone, **saved) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, again=True)
+    assert "no worker that is left holds expert" in job.events("fallback")[-1]["reason"]
+    assert job.events("resume")[-1]["tier"] == "storage"
