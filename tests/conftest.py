@@ -1,5 +1,6 @@
 """For all tests."""
 
+import functools
 import os
 import re
 import shutil
@@ -42,9 +43,12 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            text = Path(config.rootpath, file).read_text()
-            apart = file.startswith("tests/integration/") and not re.search(r'scope="module"\)\s+def (?!data\()', text)
-            return nodeid if apart else file
+            return nodeid if apart(file) else file
+
+    @functools.cache
+    def apart(file: str) -> bool:
+        text = Path(config.rootpath, file).read_text()
+        return file.startswith("tests/integration/") and not re.search(r'scope="module"\)\s+def (?!data\()', text)
 
     if config.getvalue("dist") != "loadfile":
         return None

@@ -14,17 +14,20 @@ from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_pec import loaded, saved
 from tests.integration.test_peers import lose, memory_of
 from tests.integration.test_precision import BF16
+from tests.shared import ALL
 from tests.unit.inspect.test_verify import flip
 
 CLIPPED = dict(clip_grad=0.1, start_weight_decay=0.1, end_weight_decay=0.2, weight_decay_incr_style="linear")
+REPLICATED = dict(use_distributed_optimizer=False)
 SKIPPING = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=3, hysteresis=1)
 GRADIENTS = dict(ckpt_policy="selective", selective_experts=4, snapshot_interval=1, ckpt_tier="memory")
 WAYS = {
-    "fp32 EP2": ("EP2", {}),
     "bf16 DP2": ("DP2", BF16),
     "fp16 EP2": ("EP2", SKIPPING),
-    "bf16 replicated": ("EP2", BF16 | dict(use_distributed_optimizer=False)),
+    "fp32 replicated": ("EP2", REPLICATED),
 }
+if ALL:
+    WAYS |= {"fp32 EP2": ("EP2", {}), "bf16 replicated": ("EP2", BF16 | REPLICATED)}
 
 
 @pytest.mark.recovery

@@ -24,7 +24,7 @@ def assert_alike(trained, reference, end=None):
 
 @pytest.mark.parametrize(
     ("layout", "end"),
-    [("DP4", 12), ("PP2xEP2", 30), ("EP4", 12), ("TP2xEP2", 12), ("PP4", 12), ("interleaved", 12)],
+    [("DP4", 8), ("PP2xEP2", 30), ("EP4", 8), ("TP2xEP2", 8), ("PP4", 8), ("interleaved", 8)],
 )
 def test_thirty_iterations(layout, end, data):
     """One layout goes through all of them, others through the beginning: that is where rates are highest."""
@@ -42,36 +42,40 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
     ),
     "allgather": ("EP4", {}, dict(moe_token_dispatcher_type="allgather")),
     "replicated optimizer": ("PP2xEP2", {}, dict(use_distributed_optimizer=False)),
-    "overlap": ("DP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20000)),
-    "overlap with EP": ("PP2xEP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True)),
-    "recompute all": (
-        "PP2", {}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    "overlap": ("PP2xEP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20000)),
+    "recompute all, learned positions": (
+        "PP2",
+        dict(position_embedding_type="learned_absolute"),
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     ),
     "recompute attention": ("TP2", {}, dict(recompute_granularity="selective")),
     "tied embeddings": ("PP2xEP2", dict(untie_embeddings_and_output_weights=False), {}),
-    "tied embeddings, interleaved": ("interleaved", DEEP | dict(untie_embeddings_and_output_weights=False), {}),
-    "shared experts": ("TP2xEP2", dict(moe_shared_expert_intermediate_size=64), {}),
-    "overlapped shared experts": (
-        "EP2", dict(moe_shared_expert_intermediate_size=64), dict(moe_shared_expert_overlap=True)
+    "tied embeddings, loss per token, interleaved": (
+        "interleaved", DEEP | dict(untie_embeddings_and_output_weights=False, calculate_per_token_loss=True), {}
     ),
-    "learned positions": ("PP2", dict(position_embedding_type="learned_absolute"), {}),
+    "shared experts": ("TP2xEP2", dict(moe_shared_expert_intermediate_size=64), {}),
+    "overlapped shared experts, z-loss": (
+        "EP2",
+        dict(moe_shared_expert_intermediate_size=64, moe_z_loss_coeff=0.01),
+        dict(moe_shared_expert_overlap=True),
+    ),
     "GPT-2 like": (
         "TP2xEP2",
         dict(swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2),
         {},
     ),
-    "RMSNorm": ("TP2", dict(normalization="RMSNorm", qk_layernorm=True), {}),
+    "RMSNorm, grouped queries": (
+        "TP2",
+        dict(normalization="RMSNorm", qk_layernorm=True, group_query_attention=True, num_query_groups=2),
+        {},
+    ),
     "dense layers mixed in": ("PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0]), {}),
     "no experts": ("TP2", dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather"), {}),
     "dropped tokens": ("EP4", dict(moe_expert_capacity_factor=0.8), {}),
     "padded to capacity": (
         "PP2xEP2", dict(moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True), {}
     ),
-    "grouped queries": ("TP2", dict(group_query_attention=True, num_query_groups=2), {}),
-    "expert bias": ("PP2xEP2", EXPERT_BIAS, {}),
-    "loss per token": ("PP2xEP2", dict(calculate_per_token_loss=True), {}),
-    "loss per token, interleaved": ("interleaved", DEEP | dict(calculate_per_token_loss=True), {}),
-    "z-loss": ("EP2", dict(moe_z_loss_coeff=0.01), {}),
+    "expert bias, loss per token": ("PP2xEP2", EXPERT_BIAS | dict(calculate_per_token_loss=True), {}),
     "SGD": ("PP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
     "attention within documents": (
         "PP2xEP2",

@@ -14,6 +14,7 @@ from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS, known, train
+from tests.shared import ALL
 
 SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
@@ -110,7 +111,7 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "window"), [("PP2", 1), ("interleaved", 5)])
+@pytest.mark.parametrize(("layout", "window"), [("interleaved", 5), *ALL * [("PP2", 1)]])
 def test_any_window(layout, window, data, tmp_path):
     flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=18)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
@@ -153,7 +154,7 @@ def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, 
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("tier", "victim"), [("disk", 1), ("memory", 0)])
+@pytest.mark.parametrize(("tier", "victim"), [("disk", 1), *ALL * [("memory", 0)]])
 def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, data, tmp_path):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when it dies for the first time, its part of snapshot 6 is not saved; without it the window 5 to 7 would never be

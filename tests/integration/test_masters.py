@@ -12,6 +12,7 @@ from tests.integration.snapshot_files import contents, events, start
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_refusal import refused_by_program
 from tests.integration.tiny import FLAGS, known, train
+from tests.shared import ALL
 from tests.worlds import start_world
 
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
@@ -21,7 +22,7 @@ DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type
 SMALL = dict(clip_grad=0.3, lr=1e-2)
 
 
-@pytest.mark.parametrize(("layout", "moments"), [("PP2xEP2", {}), ("TP2xEP2", {}), ("PP2xEP2", EIGHT)])
+@pytest.mark.parametrize(("layout", "moments"), [("TP2xEP2", {}), ("PP2xEP2", EIGHT), *ALL * [("PP2xEP2", {})]])
 def test_it_learns_as_fp32_does(layout, moments, data):
     trained, exact = train(layout, data | BF16 | moments), known("1", data)
     assert trained.losses == pytest.approx(exact.losses, abs=5e-3)
@@ -32,7 +33,7 @@ def test_it_learns_as_fp32_does(layout, moments, data):
     ("layout", "other"),
     [
         ("PP2xEP2", {}),
-        ("TP2xEP2", {}),
+        *ALL * [("TP2xEP2", {})],
         ("TP2", DENSE | dict(sequence_parallel=False, ffn_hidden_size=64)),
     ],
 )
@@ -69,7 +70,7 @@ def straight_to_the_end(data, precision, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("precision", "formats"), [ROWS[0], ROWS[3]])
+@pytest.mark.parametrize(("precision", "formats"), [ROWS[3], *ALL * [ROWS[0]]])
 def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tmp_path):
     flags, straight, end = straight_to_the_end(data, precision, tmp_path)
     places = dict(upstream_logging=True, ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
@@ -84,7 +85,7 @@ def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tm
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize(("precision", "formats"), [ROWS[1], ROWS[2]])
+@pytest.mark.parametrize(("precision", "formats"), [ROWS[1], *ALL * [ROWS[2]]])
 def test_all_stages_compute_a_window_again_to_the_bit(precision, formats, data, tmp_path):
     flags, straight, end = straight_to_the_end(data, precision, tmp_path)
     places = dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))

@@ -14,6 +14,7 @@ from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL
 from tests.integration.tiny import SHALLOW, known
+from tests.shared import ALL
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
@@ -157,7 +158,7 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
     assert not left_in(sparse)
 
 
-@pytest.mark.parametrize(("nodes", "replicas", "stage"), [((1,), 1, 0), ((2, 3), 2, 1)])
+@pytest.mark.parametrize(("nodes", "replicas", "stage"), [((2, 3), 2, 1), *ALL * [((1,), 1, 0)]])
 def test_nodes_are_lost_whose_replicas_are_on_others_and_their_stage_alone_computes(
     nodes, replicas, stage, sparse, data, tmp_path
 ):

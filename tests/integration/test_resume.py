@@ -8,17 +8,14 @@ from tests.integration.tiny import EXPERT_BIAS, known, train
 
 REPLICATED = dict(use_distributed_optimizer=False)
 RUNS = {
-    "fp32": ("PP2xEP2", {}),
+    "fp32, saved asynchronously": ("PP2xEP2", dict(async_save=True)),
     "fp32 replicated": ("PP2", REPLICATED),
-    "bf16": ("TP2xEP2", BF16),
     "bf16 replicated, saved asynchronously": ("EP2", BF16 | REPLICATED | dict(async_save=True)),
     "fp16": ("PP2", FP16),
     "bf16 without masters": ("TP2", BF16 | REPLICATED | dict(main_params_dtype="bf16")),
     "moments in 8 and 16 bits": ("EP2", BF16 | dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")),
-    "fp32 saved asynchronously": ("EP2", dict(async_save=True)),
-    "expert bias": ("EP2", BF16 | EXPERT_BIAS),
-    "tied embeddings": ("PP2", BF16 | dict(untie_embeddings_and_output_weights=False)),
-    "biases": ("TP2xEP2", BF16 | dict(add_bias_linear=True, swiglu=False)),
+    "expert bias, tied embeddings": ("PP2", BF16 | EXPERT_BIAS | dict(untie_embeddings_and_output_weights=False)),
+    "bf16, biases": ("TP2xEP2", BF16 | dict(add_bias_linear=True, swiglu=False)),
     "SGD": ("EP2", BF16 | REPLICATED | dict(optimizer="sgd", lr=0.1)),
     "weight decay that grows": (
         "1", dict(weight_decay_incr_style="cosine", start_weight_decay=0.01, end_weight_decay=0.2)

@@ -23,7 +23,7 @@ from tests.integration.snapshot_files import (
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS, FOUR, known
+from tests.integration.tiny import EXPERT_BIAS, known
 from tests.shared import once
 
 REPLICATED = dict(use_distributed_optimizer=False)
@@ -33,13 +33,11 @@ BLOCKING, MEMORY = dict(ckpt_blocking=True), dict(ckpt_tier="memory")
 RUNS = {
     "fp32": ("1", {}),
     "fp32 replicated, in memory": ("DP2", REPLICATED | MEMORY),
-    "bf16 in memory": ("PP2xEP2", BF16 | MEMORY),
+    "bf16, expert bias, in memory": ("PP2xEP2", BF16 | EXPERT_BIAS | MEMORY),
     "fp16 replicated": ("PP2", SCALING | REPLICATED),
     "fp16 in memory, blocking": ("TP2xEP2", SCALING | MEMORY | BLOCKING),
-    "fp32 blocking": ("EP4", BLOCKING),
     "bf16 interleaved": ("interleaved", BF16),
     "bf16 overlapped": ("DP2", BF16 | OVERLAPPED),
-    "expert bias in memory": ("EP2", BF16 | EXPERT_BIAS | MEMORY),
     "expert bias replicated": ("DP2", BF16 | EXPERT_BIAS | REPLICATED),
 }
 
@@ -81,8 +79,7 @@ def test_resume_is_bit_identical(run, data, flags):
 
 
 MOVES = [  # from a layout with flags, to another with flags
-    ("PP2xEP2", {}, "1", {}),
-    ("EP4", REPLICATED | FOUR, "TP2", FOUR),
+    ("PP2xEP2", REPLICATED, "TP2", {}),
     ("TP2xEP2", {}, "PP2", REPLICATED),
 ]
 
