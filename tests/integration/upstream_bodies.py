@@ -48,7 +48,7 @@ def _compute(run, tokens: int | None = None) -> dict:
 
 def _logged(run, iteration: int) -> list[bytes]:
     upstream = run.stepper.boundaries
-    upstream._writer.wait()
+    upstream._log.wait()
     reader, stage = LogReader(upstream._directory), run.world.pipeline_rank
     sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
     return [bytes(bytes_of(reader.read(iteration, one.key))) for one in sent]
