@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from megatron.pretraining.engine.step import sum_losses
 from moc.logs.crossings import Direction
-from moc.logs.files import LogReader
 from moc.store.regions import bytes_of
 from tests.integration import bodies
 
@@ -35,7 +34,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
                     told |= {"alone": _compute(run, record.tokens), "messages": messages}
             else:
                 upstream.serve(iteration, [stage])
-        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._writer.slot_bytes}
+        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.slot_bytes}
 
     return bodies.with_run(flags, use)
 
@@ -48,8 +47,8 @@ def _compute(run, tokens: int | None = None) -> dict:
 
 def _logged(run, iteration: int) -> list[bytes]:
     upstream = run.stepper.boundaries
-    upstream._writer.wait()
-    reader, stage = LogReader(upstream._directory), run.world.pipeline_rank
+    upstream._log.wait()
+    reader, stage = upstream._reader(), run.world.pipeline_rank
     sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
     return [bytes(bytes_of(reader.read(iteration, one.key))) for one in sent]
 

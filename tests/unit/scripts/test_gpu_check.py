@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import check
+from benchmarks import device_training
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.config import check_backend, check_world
+from tests.gpu import check, test_many_ranks, test_train
 from tests.gpu.check import FAILED, LATE, NOT_RUN, PASSED, SKIPPED
 from tests.gpu.one_gpu import ASKED, NotHere, one_gpu_environment
 from tests.gpu.steps import STEPS, Step
@@ -37,6 +40,25 @@ def test_its_steps_are_there_in_its_help_and_select_tests():
             names = re.split(" or ", step.command[step.command.index("-k") + 1])
             text = "".join(file.read_text() for file in files)
             assert all(re.search(rf"def test_\w*{name}", text) or name == "fp8" for name in names), step.name
+
+
+FLAGS = {
+    "kills": (2, [*test_many_ranks.FLAGS, *test_many_ranks.FULL]),
+    "stages": (4, [*test_many_ranks.FLAGS, *test_many_ranks.SPARSE]),
+    "precisions": (1, [*test_train.FLAGS, *test_train.ZERO, "--bf16"]),
+    "training": (1, [*device_training.MODEL, *device_training.PADDED, "--num-layers", "6", "--train-iters", "3"]),
+}
+
+
+@pytest.mark.parametrize("step", FLAGS)
+def test_the_program_takes_the_flags_of_its_steps(step):
+    workers, flags = FLAGS[step]
+    limits = [] if "--train-iters" in flags else ["--train-iters", "3"]
+    places = [] if step == "precisions" else ["--ckpt-dir", "x"]
+    config = parse_config([*flags, *limits, *places])
+    check_world(config, workers)
+    check_backend(config, "nccl")
+    check_backend(config, "gloo")
 
 
 def test_a_step_passes_fails_is_skipped_or_late_and_the_rest_has_no_time(tmp_path, capfd):
