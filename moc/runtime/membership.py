@@ -33,7 +33,7 @@ MAX_SUSPICIONS = 10
 """Most consecutive generations that begin without a loss; one more ends the job."""
 
 MAX_BROKEN = 3
-"""Workers with one device that may break, without a long time of calm in between; then its node gives up its place."""
+"""Workers in a row that one device may end before its node gives up its place."""
 
 START_OVER = 76
 """Exit code of a worker that asks to be replaced without an error."""
@@ -270,14 +270,17 @@ class Membership:
 
     def _wears_out(self, worker: Worker) -> bool:
         """Counts a worker that its device has ended; returns whether another one there would fare no better."""
-        device = f"{worker.node}.{worker.rank % self.per_node}"
+        device = self._device_of(worker)
         self._broken[device] = self._broken.get(device, 0) + 1
         return self._broken[device] >= MAX_BROKEN
+
+    def _device_of(self, worker: Worker) -> str:
+        return f"{worker.node}.{worker.rank % self.per_node}"
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Takes a node out of the job; its launcher ends, so it does not return by itself."""
         node, number = worker.node, worker.rank % self.per_node
-        del self._broken[f"{node}.{number}"]  # whoever starts it again has looked at the device
+        del self._broken[self._device_of(worker)]  # whoever starts the node again has looked at it
         kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
         often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
         why = f"{how}, {often}: the node gives up its place; look at the device before you start it again"
@@ -293,7 +296,10 @@ class Membership:
         """A worker reports in a generation, and waits for the others."""
         if name not in self.workers or self.end:
             return []
-        self.workers[name].here = generation
+        worker = self.workers[name]
+        worker.here = generation
+        if 0 <= worker.met < generation:  # its device has survived the end of a generation
+            self._broken.pop(self._device_of(worker), None)
         if not self._all_here():
             return []
         self.running = True

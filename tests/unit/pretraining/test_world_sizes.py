@@ -76,6 +76,11 @@ def test_gloo_cannot_do_everything():
     check_backend(alltoall.replace("parallel", expert_tensor_parallel_size=1), "gloo")
 
 
+def test_gloo_and_gpus_do_not_go_together():
+    with pytest.raises(ConfigError, match="hide the GPUs with CUDA_VISIBLE_DEVICES="):
+        check_backend(parse("--transformer-impl local"), "gloo", cuda=True)
+
+
 def test_kernels_that_need_cuda(monkeypatch):
     for module in (derive, together):
         monkeypatch.setattr(module, "installed", lambda package: True)

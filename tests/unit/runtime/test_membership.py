@@ -10,11 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moc.runtime.membership import (
     LOST,
+    MAX_BROKEN,
     MAX_SUSPICIONS,
     SAVED,
     START_OVER,
     Abort,
     End,
+    GiveUp,
     Go,
     Kill,
     Leave,
@@ -59,6 +61,52 @@ def test_a_lost_worker_is_replaced_and_the_others_stay():
     assert (start.rank, start.node, start.generation, start.together) == (2, 1, 1, False)
     new = [names[0], names[1], start.worker, names[3]]
     assert [order for name in new for order in membership.here(name, 1)] == [Go(1)]
+
+
+def breaks(membership, name):
+    """A worker is lost to its device; the orders, and the names of the workers in its place."""
+    orders = membership.ended(name, -9, "has a broken device", broken=True)
+    return orders, [order.worker for order in orders if isinstance(order, StartWorker)]
+
+
+def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place():
+    membership, names = running()
+    membership.joined(2)  # a spare
+    name = names[3]
+    for _ in range(MAX_BROKEN - 1):
+        (first, *_), (name,) = breaks(membership, name)
+        assert isinstance(first, Abort)
+        for each in (*names[:3], name):
+            membership.here(each, membership.generation)
+            membership.met(each, membership.generation)
+    loaded = Membership(SIZE, PER_NODE, 1000)
+    loaded.load_state_dict(json.loads(json.dumps(membership.state_dict())))
+    assert loaded.state_dict() == membership.state_dict()  # a successor goes on counting
+    orders, started = breaks(membership, name)
+    assert orders[0] == Kill(1, names[2])
+    assert isinstance(orders[1], GiveUp) and orders[1].node == 1
+    assert orders[1].why == (
+        "worker 3 was killed by signal 9: it has a broken device, as were 2 before it with device 1 of node 1: "
+        "the node gives up its place; look at the device before you start it again"
+    )
+    assert orders[2].reason == "node 1 has given up its place, and node 2 takes its place"
+    assert len(started) == 2 and all(membership.workers[each].node == 2 for each in started)
+
+
+def test_a_device_that_survives_the_end_of_a_generation_is_well_again():
+    membership, names = running()
+    name = names[3]
+    for number in range(3 * MAX_BROKEN):
+        orders, started = breaks(membership, name) if number % 2 else (membership.ended(names[0], -9), [])
+        assert not any(isinstance(order, GiveUp) for order in orders)
+        if started:
+            (name,) = started
+        else:
+            (names[0],) = (order.worker for order in orders if isinstance(order, StartWorker))
+        for each in (*names[:3], name):
+            membership.built(each)
+            membership.here(each, membership.generation)
+            membership.met(each, membership.generation)
 
 
 def test_who_builds_in_step_with_a_lost_one_is_replaced_too():
