@@ -108,7 +108,7 @@ def _from_hub(name: str, revision: str | None) -> str:
         refuse_without_commit(name, revision)
     except ConfigError as error:
         raise TokenizerError(str(error)) from None
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # comes with transformers
 
     try:
         return snapshot_download(name, revision=revision, allow_patterns=_DATA)
