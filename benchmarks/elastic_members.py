@@ -18,6 +18,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,8 @@ from benchmarks.live.job import KIND, PROGRAM, Job, free_ports
 NODES, LOST, ROUNDS, SETTLE = 4, 2, 4, 4
 MODEL = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 64 --max-position-embeddings 64
     --vocab-size 255 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --train-iters 100000
-    --calculate-per-token-loss --exit-signal-handler --ckpt-policy full --ckpt-tier disk --snapshot-interval 1""".split()
+    --calculate-per-token-loss --exit-signal-handler
+    --ckpt-policy full --ckpt-tier disk --snapshot-interval 1""".split()
 WAYS = {"in process": ["--elastic", "--elastic-slots", "6"], "anew": []}
 
 
@@ -53,19 +55,28 @@ class Nodes:
 
     def lose(self) -> None:
         """Kills a node with all its processes."""
+        self.jobs[LOST].process.kill()  # all others die with the launcher
         self.jobs[LOST].__exit__()
 
-    def iteration_after(self, moment: float) -> dict:
-        """The first iteration that is complete after a moment."""
-        watched, events = self.jobs[0], self.jobs[0].events
-        found = lambda: next((one for one in events.of("iteration") if one["time"] > moment), None)  # noqa: E731
-        return watched.wait_for(found, "an iteration")
+    def starts(self, size: int, after: float) -> float:
+        """When so many workers have started to train together, after a moment."""
+        return self._first("start", lambda one: one["time"] > after and one["world_size"] == size)["time"]
 
-    def grows(self, starts: int) -> dict:
-        """The event of a start of all nodes after so many starts."""
-        events = self.jobs[0].events
-        grown = lambda: next((one for one in events.of("start")[starts:] if one["world_size"] == NODES), None)  # noqa: E731
-        return self.jobs[0].wait_for(grown, "a start of all nodes")
+    def last_before(self, moment: float) -> dict:
+        """The newest iteration that was complete by then."""
+        return max(
+            (one for one in self.jobs[0].events.of("iteration") if one["time"] < moment),
+            key=lambda one: one["iteration"],
+        )
+
+    def new_after(self, moment: float) -> float:
+        """When the first iteration is complete that had not been by then; those computed again do not count."""
+        last = self.last_before(moment)["iteration"]
+        return self._first("iteration", lambda one: one["iteration"] > last)["time"]
+
+    def _first(self, kind: str, fits: Callable[[dict], bool]) -> dict:
+        watched = self.jobs[0]
+        return watched.wait_for(lambda: next(filter(fits, watched.events.of(kind)), None), f"an event {kind}")
 
 
 def measure(way: str) -> dict[str, list[float]]:
@@ -81,21 +92,14 @@ def measure(way: str) -> dict[str, list[float]]:
             found["iteration_s"].append(median(one["elapsed_s"] for one in recent))
             killed = time.time()
             nodes.lose()
-            # what was complete before the others had noticed is told by the event's time, not by when it is read
-            started = first.wait_for(lambda: _newest(first, "start", killed), "a start of those that are left")
-            found["lost_s"].append(nodes.iteration_after(started["time"])["time"] - killed)
+            found["lost_s"].append(nodes.new_after(nodes.starts(NODES - 1, after=killed)) - killed)
             first.reach(first.iteration + SETTLE)
-            starts = len(first.events.of("start"))
+            came = time.time()
             nodes.jobs[LOST] = nodes.start(LOST)
-            grown = nodes.grows(starts)["time"]
-            last = [one["time"] for one in first.events.of("iteration") if one["time"] < grown][-1]
-            found["taken_in_s"].append(nodes.iteration_after(grown)["time"] - last)
+            grown = nodes.starts(NODES, after=came)
+            found["taken_in_s"].append(nodes.new_after(grown) - nodes.last_before(grown)["time"])
             print(f"{way}: " + ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items()), flush=True)
     return {name: [round(value, 4) for value in values] for name, values in found.items()}
-
-
-def _newest(job: Job, kind: str, after: float) -> dict | None:
-    return next((one for one in job.events.of(kind) if one["time"] > after), None)
 
 
 def main() -> None:

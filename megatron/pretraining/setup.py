@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
@@ -10,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations
+from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations, why_anew
 from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -29,7 +30,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
-from megatron.pretraining.process.initialize import world_of
+from megatron.pretraining.process.initialize import fewest_nodes, world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
@@ -189,6 +190,9 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     for line in datasets.described:
         log.message(line)
+    why = why_anew(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if config.elastic.elastic and why and fewest_nodes() is not None:
+        log.message(f"{why}, all workers are started anew when nodes are lost or come: they resume from --ckpt-dir")
     streams = _streams(config, datasets)
     stop.check_set_up(world)
     phases.done("data")

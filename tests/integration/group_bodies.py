@@ -210,6 +210,31 @@ def between_generations(port: int) -> dict:
     return told
 
 
+def move_between_worlds(port: int, generations: int) -> dict:
+    """Worlds of three and of two in turns, the second process left out of the latter; groups stay the same objects."""
+    mine, groups, told = _rank(), installed(), {"sums": [], "same": True, "usage": []}
+    made = [dist.group.WORLD, *_created(3)]
+    for generation in range(generations):
+        there = (0, 1, 2) if generation % 2 == 0 else (0, 2)
+        if mine not in there:
+            continue
+        if generation:
+            groups.move(there.index(mine), len(there))
+            told["same"] &= all(a is b for a, b in zip(made, [dist.group.WORLD, *_created(len(there))], strict=True))
+        groups.begin(store_at(port), generation)
+        told["sums"].append([_sum(group) for group in made] + [dist.get_rank(made[1]), dist.get_world_size(made[1])])
+        groups.abort()
+        told["usage"].append({**_settled(told["usage"][0]["threads"]), "memory": 0} if told["usage"] else _usage())
+    told["in another order"] = outcome(lambda: [groups.move(0, 1), dist.new_group([0], group_desc="another")])
+    told["not all"] = outcome(lambda: groups.begin(store_at(port), generations))
+    return told
+
+
+def _created(size: int) -> list:
+    everybody, *each = [dist.new_group(ranks) for ranks in (range(size), *([rank] for rank in range(size)))]
+    return [everybody, *_members(each)]
+
+
 def _rank() -> int:
     return int(os.environ[RANK])
 

@@ -74,6 +74,18 @@ def test_what_gloo_leaves_stuck_ends_by_its_timeout_and_holds_up_nothing(store):
     assert told == [[True, 3.0, 0]] * 2
 
 
+def test_worlds_of_other_sizes_have_the_same_groups(store):
+    generations, three, two = 12, [6.0, 6.0], [4.0, 4.0]
+    workers = run_world(3, f"{BODIES}:move_between_worlds", port=store.port, generations=generations)
+    for process, told in enumerate(workers):
+        all_three = [*three, process + 1.0, process, 3]
+        both = [*two, process + 1.0, process // 2, 2]
+        assert told["sums"] == [*([all_three] if process == 1 else [all_three, both]) * (generations // 2)]
+        assert told["same"] and told["in another order"] == told["not all"] == "RuntimeError"
+        first, *_, last = told["usage"]
+        assert last["threads"] <= first["threads"] and last["descriptors"] <= first["descriptors"] + 2
+
+
 def test_a_generation_that_ends_while_it_begins(store):
     first, second = run_world(2, f"{BODIES}:end_while_beginning", port=store.port)
     assert first == {"not at all": "Aborted", "half": "Aborted", "ended before": "Aborted", "then": 3.0}

@@ -14,8 +14,8 @@ from megatron.pretraining.config.world import (
     layout_sizes,
     num_microbatches,
     stage_size,
-    stays,
     train_iterations,
+    why_anew,
 )
 
 __all__ = [
@@ -33,6 +33,6 @@ __all__ = [
     "num_microbatches",
     "split_blend",
     "stage_size",
-    "stays",
     "train_iterations",
+    "why_anew",
 ]

@@ -17,20 +17,23 @@ def stage_size(config: Config, world_size: int) -> int:
     return world_size // config.parallel.pipeline_model_parallel_size
 
 
-def stays(config: Config, per_node: int) -> bool:
-    """Whether workers go on in the same processes when nodes of so many workers are lost or come.
+def why_anew(config: Config, per_node: int) -> str:
+    """Why workers cannot go on in the same processes when nodes of so many workers are lost or come; empty if they can.
 
     With one pipeline stage, a worker has the same part of the model beside any number of others; and it has all of the
     state that goes with it if the optimizer is not sharded.
     """
-    parallel = config.parallel
-    return (
-        config.elastic.elastic
-        and parallel.pipeline_model_parallel_size == 1
-        and per_node % _model_size(config) == 0
-        and not (parallel.use_distributed_optimizer or config.zero.deepspeed)
-        and config.snapshot.ckpt_policy not in (None, AUTO)
-    )
+    parallel, policy = config.parallel, config.snapshot.ckpt_policy
+    reasons = {
+        "without --elastic": not config.elastic.elastic,
+        "with several pipeline stages": parallel.pipeline_model_parallel_size > 1,
+        "with a model on several nodes": per_node % _model_size(config) > 0,
+        "with --use-distributed-optimizer": parallel.use_distributed_optimizer,
+        "with --deepspeed": config.zero.deepspeed,
+        "without --ckpt-policy": policy is None,
+        f"with --ckpt-policy {AUTO}": policy == AUTO,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

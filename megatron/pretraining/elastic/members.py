@@ -106,10 +106,18 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
         in_force: on workers that have trained.
         awaited: on those that have received what they need for it, and may not have heard that all have.
         own: of a worker, if nobody of the stage has trained.
+
+    Raises:
+        RuntimeError: workers that have trained hold experts by other plans.
     """
     found = set(in_force)
-    (one,) = found & set(awaited) or found or {own}
-    return one
+    possible = found & set(awaited) or found or {own}
+    if len(possible) > 1:
+        raise RuntimeError(
+            "workers that are left hold experts by different plans: restart the job from its last checkpoint, and "
+            "report this as an error of the program"
+        )
+    return possible.pop()
 
 
 def migrate(replicas: Replicas, engine: MegatronEngine, session: Session, log: Listener) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import Config, check_backend, check_fewest, check_world, stays
+from megatron.pretraining.config import Config, check_backend, check_fewest, check_world, why_anew
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
 from moc.runtime import environment
@@ -28,19 +28,25 @@ def initialize(config: Config, job: Job | None = None) -> World:
     job = job or Job()
     check_world(config, job.size)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    fewest = int(os.environ.get(environment.LEAST_PLACES, "1"))
-    if stays(config, per_node) and fewest < int(os.environ.get(environment.PLACES, "1")):
+    goes_on = not why_anew(config, per_node)
+    if goes_on and (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
-    if stays(config, per_node):
+    if goes_on:
         job.regroup = lambda: _build_groups_anew(config)
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
+
+
+def fewest_nodes() -> int | None:
+    """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
+    least, most = (int(os.environ.get(name, "1")) for name in (environment.LEAST_PLACES, environment.PLACES))
+    return least if least < most else None
 
 
 def world_of(job: Job) -> World:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pretraining.config import ConfigError, check_world, num_microbatches
+from megatron.pretraining.config import ConfigError, check_fewest, check_world, num_microbatches, why_anew
 from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
@@ -66,6 +66,35 @@ def test_torchrun(capsys, monkeypatch):
 def test_worlds_that_do_not_fit(flags, world, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_world(parse(flags), world)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "sentence"),
+    [
+        (ELASTIC, 1, "--elastic-min-replicas 2 is more than the nodes with which --nnodes 1:... goes on"),
+        (f"{ELASTIC} --elastic-min-replicas 1 --elastic-slots 3", 1, "no room for some of 8 experts on 2 workers"),
+    ],
+)
+def test_fewest_nodes_that_do_not_suffice(flags, nodes, sentence):
+    check_fewest(parse(flags), 2, 2)
+    with pytest.raises(ConfigError, match=sentence):
+        check_fewest(parse(flags), nodes, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--ckpt-policy full", ""),
+        ("", "without --ckpt-policy"),
+        (f"--ckpt-policy full {PP2}", "with several pipeline stages"),
+        ("--ckpt-policy full --use-distributed-optimizer", "with --use-distributed-optimizer"),
+        ("--ckpt-policy full --tensor-model-parallel-size 4 --sequence-parallel", "with a model on several nodes"),
+        ("--ckpt-policy auto", "with --ckpt-policy auto"),
+    ],
+)
+def test_when_workers_are_started_anew(flags, why):
+    saved = "--ckpt-dir snapshots" if "--ckpt-policy" in flags else ""
+    assert why_anew(parse(f"{ELASTIC} {flags} {saved}"), 2) == why
 
 
 def test_batches_need_not_divide():
