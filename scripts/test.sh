@@ -30,5 +30,6 @@ done
 
 set_up dev
 cd "$ROOT"
+export PYTHONDONTWRITEBYTECODE= # else every worker, and every program that tests start, compiles all files anew
 say "Running the tests"
 exec "$PYTHON" -m pytest "${arguments[@]}"

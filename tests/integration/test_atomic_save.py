@@ -21,7 +21,7 @@ def wait_for(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def assert_whole(root: Path) -> int | None:
