@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from moc.policy.selection import Limit, Place
+from moc.policy.selection import Limit, Place, per_byte
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +123,17 @@ def _by_node(sizes: Sizes, received: float) -> Limit:
     room = {node: sent - dense for node, dense in sizes._dense_of_nodes.items()}
     gradients = {place: sizes._joined(ranks) for place, ranks in sizes.gradients.items()}
     return Limit(_from_0(room), sizes._of_nodes, gradients)
+
+
+def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
+    """Equally popular experts that fit, which may be fewer than S_total: ranks do not save for one another.
+
+    Args:
+        numbers: experts of each layer.
+        limits: the budget.
+    """
+    ages = {layer: [0] * number for layer, number in numbers.items()}
+    return sum(map(len, per_byte(ages, ages, 0, limits).values()))
 
 
 def _from_0(room: Mapping[int, float]) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """Budgets are told from the rank, and the node, that has the most to save."""
 
-from moc.policy.budgets import Sizes
+from moc.policy.budgets import Sizes, fitting
 from moc.policy.pec_state import PecState
 
 SIZES = Sizes({0: 10}, {(1, 0): {0: 4}, (1, 1): {1: 8}, (2, 0): {1: 3, 2: 3}}, (0, 0, 1), 2)
@@ -19,3 +19,9 @@ def test_the_smallest_budgets_leave_room_for_an_expert_beside_dense_operators():
 
 def test_k_is_unchanged_until_faults_raise_it():
     assert PecState().k == 0
+
+
+def test_as_many_equally_popular_experts_fit_as_every_rank_has_room_for():
+    sizes = Sizes({}, {(1, number): {number % 2: 4} for number in range(6)})
+    assert fitting({1: 6}, [sizes.by_rank(8.0)]) == 4
+    assert fitting({1: 6}, [sizes.by_rank(8.0), sizes.number(3)]) == 3
