@@ -28,6 +28,13 @@ class KeptBuffers:
         """Files of the buffers."""
         return {buffer.path for buffer in self._kept if buffer.path is not None}
 
+    def drop_others(self, name: str) -> None:
+        """Frees buffers whose files are not named after ``name``, such as those of a rank that was this worker's."""
+        others = [buffer for buffer in self._kept if buffer.path is not None and buffer.path.stem != name]
+        for buffer in others:
+            self._kept.remove(buffer)
+            buffer.close()
+
     def published_as(self, file: Path) -> Buffer | None:
         """Gives away the buffer that is also named ``file``, if there is one."""
         return self._give(next((one for one in self._kept if _is_same(one.path, file)), None))

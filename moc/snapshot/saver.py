@@ -104,6 +104,7 @@ class Saver:
     ):
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
+        self._kept.drop_others(_slot_of(rank))  # before the worker that has that rank now makes files of these names
         self._capturer = capturer(device, gate, check)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()

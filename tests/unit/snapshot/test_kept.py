@@ -137,3 +137,19 @@ def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_
     assert remains.buffers.paths == {tmp_path / "slot"}
     session.close()
     assert not remains.buffers.paths and not (tmp_path / "slot").exists()
+
+
+def test_a_worker_with_another_rank_than_before_leaves_the_names_of_that_rank_to_its_new_worker(memory, kept):
+    state, slots = state_of(6, 2), memory.place.root / "slots"
+    expected = values(state)
+    before = Saver(0, CPU, memory, None, kept=kept)
+    before.reserve(1, share(state))
+    part = before.take(0, 7, share(state), OPERATORS).sealed.result()
+    before.close()
+    after, other = Saver(3, CPU, memory, None, kept=kept), Saver(0, CPU, memory, None, kept=KeptBuffers())
+    assert not kept.paths and not [*slots.iterdir()]
+    for saver in (after, other):
+        saver.reserve(0, share(state))
+        saver.remove_leftovers(True, (0, 3))
+    assert {path.name for path in slots.iterdir()} == {"rank_00000.0", "rank_00003.0"}
+    assert_holds(memory.place.root / "iter_0000007" / part.name, part, state, expected)
