@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -161,7 +161,7 @@ def rows(own: argparse.Namespace, directory: Path) -> Iterator[Row]:
         seed = own.seed * 1000 + number
         row, end = Run(own, workers, seed, directory / f"run_{number:03d}").to_its_end(own.kills)
         if not row.wrong and end != expected[workers]:
-            row = Row(**asdict(row) | {"wrong": f"{end}, and not {expected[workers]}"})
+            row = replace(row, wrong=f"{end}, and not {expected[workers]}")
         if not row.wrong:
             shutil.rmtree(directory / f"run_{number:03d}")
         aborts, number = aborts + row.aborts, number + 1
@@ -188,8 +188,11 @@ def main() -> int:
     )
     parser.add_argument("--breaks", type=float, default=0.0, help="chance that an abort breaks the device")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--append", action="store_true", help="keep the runs that the file of --output has")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a run hangs (default: 300)")
-    own, told = parser.parse_args(), []
+    own = parser.parse_args()
+    earlier = json.loads(own.output.read_text())["runs"] if own.append and own.output.exists() else []
+    told = [Row(**run) for run in earlier]
     directory = Path(tempfile.mkdtemp(prefix="lying-device-"))
     for row in rows(own, directory):
         told.append(row)
@@ -202,7 +205,7 @@ def main() -> int:
             result = {"machine": machine(), "flags": flags, "summary": summary(told), "runs": [*map(asdict, told)]}
             write_json(own.output, result)
     print(json.dumps(summary(told), indent=1))
-    if any(row.wrong or row.deaf for row in told):
+    if any(row.wrong or row.deaf for row in told[len(earlier) :]):
         print(f"files of what went wrong: {directory}")
         return 1
     shutil.rmtree(directory)

@@ -81,7 +81,8 @@ def _choose_device(deterministic: bool) -> None:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first CUDA context is created
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+            # nothing here reads what it has not written
+            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread per worker: results do not depend on the machine, and workers do not compete for cores
