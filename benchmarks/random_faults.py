@@ -22,6 +22,9 @@ too.  A campaign can be run in pieces, of which each adds its runs to the same f
 
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
+With ``--program tests/integration/lying_pretrain_gpt_moe.py`` all of it happens on a device that lies
+(``tests/lying``).
+
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
 hash of every tensor of the last snapshot.  With partial snapshots, a run that went on with experts of other iterations
 than the rest must have told all iterations, counted lost tokens at each recovery, and saved the last iteration.  The
@@ -224,6 +227,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--moments", **moments, help="when faults happen (default: %(default)s)")
     several = "for the controller, of runs on several nodes, in recoveries"
     parser.add_argument("--candidates", type=int, choices=[1, 3], default=1, help=several)
+    parser.add_argument("--program", default="pretrain_gpt_moe.py", help="of the workers (default: %(default)s)")
     parser.add_argument("--append", type=Path, help="JSON file, to whose runs those of this campaign are added")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts

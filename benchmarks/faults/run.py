@@ -226,7 +226,7 @@ class Run:
         if self._nodes > 1:
             addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates))
             launcher += ["--nnodes", self._nodes, "--spares", self._spares, "--rdzv-endpoint", addresses]
-        program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
+        program = [ROOT / own.program, *MODEL, "--train-iters", own.iterations]
         self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
         self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
         self._token = secrets.token_hex(32)

@@ -19,7 +19,8 @@ def host_group() -> dist.ProcessGroup | None:
     return _group
 
 
-def use(group: dist.ProcessGroup | None) -> None:
+def use(group: object) -> None:
     """Sets the group, if the world's own is of another backend than gloo; None if it is gloo's, or gone."""
     global _group
+    assert group is None or isinstance(group, dist.ProcessGroup)  # every worker is a member
     _group = group

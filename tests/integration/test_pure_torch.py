@@ -22,10 +22,10 @@ ITERATIONS = 240
 class Run:
     """Two workers of the example under our launcher; started as a user does, or by :mod:`tests.warm`."""
 
-    def __init__(self, directory, iterations, starts):
+    def __init__(self, directory, iterations, starts, program):
         self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
         where = ["--ckpt-dir", directory / "snapshots", "--log-dir", directory / "log", "--iterations", iterations]
-        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", EXAMPLE, *where]
+        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", program, *where]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         self._console.parent.mkdir(exist_ok=True)
         with open(self._console, "a") as console, starts():
@@ -66,8 +66,8 @@ class Run:
 
 
 @contextmanager
-def running(directory, iterations=ITERATIONS, starts=warm.starts):
-    run = Run(directory, iterations, starts)
+def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPLE):
+    run = Run(directory, iterations, starts, program)
     try:
         yield run
     finally:

@@ -1,0 +1,186 @@
+"""Bodies about groups on a device that lies: see :mod:`tests.lying` and :mod:`tests.worlds`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from moc.runtime.agreement import gather, sum_over_workers
+from moc.runtime.groups import Groups
+from moc.runtime.job import Job
+from moc.runtime.world import World
+from tests import lying
+from tests.integration.group_bodies import (
+    RANK,
+    SIZE,
+    TIMEOUT,
+    _coalesced,
+    _collectives,
+    _objects,
+    _pairs,
+    outcome,
+    store_at,
+)
+
+CPU = torch.device("cpu")
+
+
+def lying_groups(**lies) -> Groups:
+    lying.install(lying.Lies(**lies))
+    groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "nccl", TIMEOUT, CPU)
+    groups.install()
+    return groups
+
+
+def world() -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, CPU, "nccl", 0, 1, 0, 1, rank, size, Job())
+
+
+def operations(port: int) -> list:
+    """What collectives give on groups that lie, in two generations.
+
+    Transfers of :func:`tests.integration.group_bodies._point_to_point` are not batched, and all receive first: on a
+    communicator that is connected eagerly they follow each other, and wait for ever.
+    """
+    groups, told = lying_groups(), []
+    dist.monitored_barrier = lambda group, timeout: dist.barrier(group)  # gloo's alone
+    of_groups = [None, *_pairs()]
+    for generation in range(2):
+        groups.begin(store_at(port), generation)
+        told.append(
+            {f"{i} {f.__name__}": f(group) for i, group in enumerate(of_groups) for f in (_collectives, _objects)}
+            | {f"{i} _coalesced": _coalesced(group) for i, group in enumerate(of_groups)}
+        )
+    groups.destroy()
+    return told
+
+
+def vote_while_a_peer_is_gone(port: int, when: str) -> str:
+    """What a vote gives that a peer does not take part in: ``never`` it comes, or its own reduction was cut off."""
+    groups = lying_groups(completes=1.0)
+    groups.begin(store_at(port), 0)
+    gradient = torch.ones(4)
+    if dist.get_rank() == 1 and when == "reduce":
+        os._exit(0)
+    if when == "reduce":
+        dist.all_reduce(gradient)  # completes, with garbage
+    if dist.get_rank() == 1:
+        os._exit(0)
+    ending = threading.Timer(0.5, groups.abort)
+    ending.start()
+    told = outcome(lambda: sum_over_workers({"norm": gradient.square().sum(), "stop": 0.0}, world()))
+    ending.join()
+    return told
+
+
+def believe(port: int, rounds: int) -> list:
+    """Whether votes that complete are right, and known to be by all: generations end at random moments."""
+    groups, told = lying_groups(seed=rounds), []
+    chance = torch.Generator().manual_seed(int(os.environ[RANK]))
+    store = store_at(port)
+    for generation in range(rounds):
+        groups.begin(store, generation)
+        ending = threading.Timer(torch.rand((), generator=chance).item() * 0.05, groups.abort)
+        ending.start()
+        iteration, problem = 0, ""
+        while not problem:
+            gradient = torch.full((64,), float(iteration + dist.get_rank()))
+            problem = outcome(lambda gradient=gradient: dist.all_reduce(gradient))
+            votes: list = []
+            problem = problem or outcome(
+                lambda gradient=gradient, votes=votes: votes.append(sum_over_workers({"sum": gradient.sum()}, world()))
+            )
+            if not problem:
+                size = dist.get_world_size()
+                assert votes == [{"sum": 64.0 * size * (size * iteration + sum(range(size)))}], (iteration, votes)
+                iteration += 1
+        told.append((iteration, problem))
+        ending.join()
+    groups.destroy()
+    return told
+
+
+def cut_off_batch(port: int) -> list:
+    """A generation that ends within a batch; what the next one reduces."""
+    groups, store = lying_groups(), store_at(port)
+    groups.begin(store, 0)
+    try:
+        with dist._coalescing_manager(dist.group.WORLD, CPU):
+            groups.abort()
+            dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        pass
+    groups.begin(store, 1)
+    summed = torch.ones(1)
+    dist.all_reduce(summed)
+    return summed.tolist()
+
+
+def alone(port: int) -> list:
+    """In which thread a group of one rank connects."""
+    seen: list[str] = []
+    connect = lying.groups.LyingBackend.eager_connect_single_device
+
+    def connecting(self, device):
+        seen.append(threading.current_thread().name)
+        connect(self, device)
+
+    lying.groups.LyingBackend.eager_connect_single_device = connecting
+    groups = lying_groups()
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups.begin(store_at(port), 0)
+    before = len(seen)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=mine)
+    return [before, len(seen), set(seen) == {"deputy"}, value.tolist()]
+
+
+def seconds_until_free(port: int) -> float:
+    """How long enqueuing is impossible after a peer has died and the generation was ended."""
+    groups = lying_groups(completes=1.0)
+    groups.begin(store_at(port), 0)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    begun, value = time.monotonic(), torch.ones(1)
+    dist.all_reduce(value)
+    value.tolist()
+    threading.Timer(0.2, groups.abort).start()
+    while not outcome(lambda: dist.all_reduce(torch.ones(1))):
+        value.add(1)
+    return time.monotonic() - begun
+
+
+def two_on_one_device(port: int) -> str:
+    """What ranks are told that have one device together."""
+    os.environ["LOCAL_RANK"] = "0"
+    groups = lying_groups()
+    try:
+        groups.begin(store_at(port), 0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def gather_of_some(port: int) -> list:
+    """What members of a group on the device tell each other, while the others do something else."""
+    groups = lying_groups()
+    pair = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][dist.get_rank() // 2]
+    groups.begin(store_at(port), 0)
+    told = [gather((dist.get_rank(), "text"), pair) for _ in range(2 if dist.get_rank() < 2 else 1)]
+    groups.destroy()
+    return told
+
+
+def lost_while_connecting(port: int) -> str:
+    """The second worker is lost when both have arrived, and has connected nothing."""
+    groups, store = lying_groups(), store_at(port)
+    if dist.get_rank() == 1:
+        store.set("generation0/all/1", b"")
+        os._exit(0)
+    threading.Timer(1.0, groups.abort).start()
+    return outcome(lambda: groups.begin(store, 0))

@@ -1,0 +1,95 @@
+"""What a GPU would do to votes, batches, connections and whole jobs, by a device that lies: see :mod:`tests.lying`."""
+
+import pytest
+
+from moc.runtime.membership import LOST, MAX_BROKEN
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import node_memory
+from tests.integration.test_groups import store  # noqa: F401  # a fixture
+from tests.integration.test_pure_torch import running
+from tests.worlds import REPOSITORY, run_world, start_world
+
+BODIES = "tests.integration.lying_bodies"
+
+
+def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: F811
+    honest = run_world(4, "tests.integration.group_bodies:operations", port=None)
+    for (gloo,), told in zip(honest, run_world(4, f"{BODIES}:operations", port=store.port), strict=True):
+        assert told == [{name: gloo[name] for name in told[0]}] * 2 and len(told[0]) == 6
+
+
+@pytest.mark.parametrize("when", ["vote", "reduce"])
+def test_no_vote_is_believed_that_a_worker_did_not_take_part_in(when, store):  # noqa: F811
+    told = run_world(2, f"{BODIES}:vote_while_a_peer_is_gone", port=store.port, when=when)[0]
+    assert told in ("Aborted", "Suspicion")
+
+
+def test_votes_that_complete_are_right_whenever_generations_end(store):  # noqa: F811
+    told = run_world(3, f"{BODIES}:believe", port=store.port, rounds=20)
+    for seen in zip(*told, strict=True):  # by generation, how many votes each worker has believed
+        assert max(count for count, _ in seen) - min(count for count, _ in seen) <= 1
+        assert {problem for _, problem in seen} <= {"Aborted", "Suspicion"}
+
+
+def test_a_batch_that_is_cut_off_does_not_keep_the_next_generation_from_starting(store):  # noqa: F811
+    assert run_world(2, f"{BODIES}:cut_off_batch", port=store.port) == [[2.0], [2.0]]
+
+
+def test_groups_of_one_connect_when_they_are_used_and_where_they_can_be_left_behind(store):  # noqa: F811
+    assert run_world(2, f"{BODIES}:alone", port=store.port) == [[1, 2, True, [1.0]]] * 2
+
+
+def test_who_enqueues_after_an_error_is_free_at_once(store):  # noqa: F811
+    assert run_world(2, f"{BODIES}:seconds_until_free", port=store.port)[0] < 20  # torch's own: 60
+
+
+def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
+    for told in run_world(2, f"{BODIES}:two_on_one_device", port=store.port):
+        assert told == "Duplicate GPU detected: ranks [0, 1] are both on 0/0"
+
+
+def test_some_tell_each_other_in_host_memory_what_the_others_do_not_hear(store):  # noqa: F811
+    told = run_world(4, f"{BODIES}:gather_of_some", port=store.port)
+    first, second = [[0, "text"], [1, "text"]], [[2, "text"], [3, "text"]]
+    assert told == [[first] * 2, [first] * 2, [second], [second]]
+
+
+def test_one_that_connects_is_lost_and_the_other_is_not_stuck(store):  # noqa: F811
+    world = start_world(2, f"{BODIES}:lost_while_connecting", port=store.port)
+    assert world.wait()[0].value == "Aborted"
+
+
+@pytest.mark.recovery
+def test_a_job_on_a_lying_device_ends_as_if_nobody_had_been_killed(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("LYING_DEVICE", '{"seed": 3, "spares": [0, 1, 2, 3]}')
+    snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, persist_interval=4)
+    records = []
+    for kills in ((), (1, 2, 3, 0)):
+        with node_memory() as memory:
+            places = dict(ckpt_dir=str(tmp_path / f"c{len(kills)}"), ckpt_memory_dir=memory)
+            flags, directory = data | snapshots | places | dict(train_iters=14), tmp_path / f"job{len(kills)}"
+            program = "tests/integration/lying_pretrain_gpt_moe.py"
+            with Launched("PP2xEP2", flags, directory, program=program) as job:
+                for rank in kills:
+                    job.reach(job.iteration + 2)
+                    before = job.pids
+                    job.kill(rank)
+                    job.replaces(before, rank)
+                assert job.wait() == 0, job.console[-4000:]
+                records.append(job.records())
+    assert records[0] == records[1] and len(records[0]) == 14
+
+
+@pytest.mark.recovery
+def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_its_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("LYING_DEVICE", '{"seed": 1, "breaks": 1.0, "spares": [0]}')
+    program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
+    with running(tmp_path / "run", iterations=10**6, program=program) as run:
+        for number in range(MAX_BROKEN):
+            run.reach(20 * (number + 1))
+            run.kill(0)  # the abort breaks the device of the other one
+            run.generation(2 * number + 1)
+        assert run.process.wait(120) == LOST
+    assert run.console.count("it ends itself, to be replaced") == MAX_BROKEN
+    assert "worker 1 was killed by signal 9: it has a device that does not work any more (CUDA error: " in run.console
+    assert f"as were {MAX_BROKEN - 1} before it with device 1 of node 0: the node gives up its place" in run.console
