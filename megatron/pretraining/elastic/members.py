@@ -34,16 +34,16 @@ class Told(NamedTuple):
         place: of its node in the job.
         stage: its pipeline stage.
         trained: it has state of the run.
-        plan: of its stage, in force on it.
-        awaited: as :attr:`Replicas.awaited`.
+        plan: digest of that of its stage, in force on it.
+        awaited: digest of :attr:`Replicas.awaited`.
         moves: experts are yet to move to plans of other members.
     """
 
     place: int
     stage: int
     trained: bool
-    plan: dict | None
-    awaited: dict | None
+    plan: str | None
+    awaited: str | None
     moves: bool
 
 
@@ -72,25 +72,27 @@ def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
     stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
     plan = replicas.plans.get(stage)  # None where layers are dense
     moves = replicas.wanted is not None
-    mine = Told(place(), stage, trained, plan and plan.to_json(), awaited and awaited.to_json(), moves)
+    mine = Told(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
     told = [Told(*one) for one in gather(tuple(mine))]
     nodes = nodes_there(config, [one.place for one in told])
     if not any(one.trained for one in told):
         _begin(replicas, nodes)
         return Settled(under_way=False)
-    changed = any(one.moves or (one.trained and not _is_for(nodes, one.plan)) for one in told)
+    known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
+    in_force = [known[one.plan] for one in told if one.trained and one.plan]
+    changed = any(one.moves for one in told) or any(one.members != nodes.members for one in in_force)
     plans = {}
     for number, own in replicas.plans.items():
         of_stage = [one for one in told if one.stage == number]
         as_now = _among(nodes, [one.trained for one in of_stage]) if changed else _unchanged
         plans[number] = decided(
-            [as_now(Plan.from_json(one.plan)) for one in of_stage if one.trained and one.plan],
-            [as_now(Plan.from_json(one.awaited)) for one in of_stage if one.awaited],
+            [as_now(known[one.plan]) for one in of_stage if one.trained and one.plan],
+            [as_now(known[one.awaited]) for one in of_stage if one.awaited],
             own,
         )
         if number == stage and awaited is not None and as_now(awaited) == plans[number]:
             replicas.land(plans[number])
-    wanted = plans_for(config, nodes, _loads(config, replicas, told), plans) if changed else None
+    wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
     lost = tuple(one for plan in plans.values() for one in plan.missing(plan.members)) if changed else ()
     replicas.take(wanted if lost and wanted else plans, nodes)
     replicas.wanted = None if lost else wanted
@@ -151,10 +153,6 @@ def _begin(replicas: Replicas, nodes: Nodes) -> None:
     replicas.take(numbered, nodes)
 
 
-def _is_for(nodes: Nodes, plan: dict | None) -> bool:
-    return plan is None or tuple(plan["members"]) == nodes.members
-
-
 def _unchanged(plan: Plan) -> Plan:
     return plan
 
@@ -163,8 +161,16 @@ def _among(nodes: Nodes, trained: Sequence[bool]) -> Callable[[Plan], Plan]:
     return lambda plan: plan.among(nodes.members, trained)
 
 
-def _loads(config: Config, replicas: Replicas, told: Sequence[Told]) -> Loads:
-    """The load that the first worker has seen which has trained: another may have missed a vote; a collective call."""
-    first = next(rank for rank, one in enumerate(told) if one.trained)
-    loads = gather(dict(replicas.loads) if dist.get_rank() == first else None)[first]
-    return loads or no_loads(config)
+def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
+    """All plans by digest, each from the first worker that has it, and the load; a collective call.
+
+    The load is what the first worker has seen that has trained: another one may have missed a vote.
+    """
+    rank, trained = dist.get_rank(), next(rank for rank, one in enumerate(told) if one.trained)
+    first: dict[str | None, int] = {}
+    for number, one in enumerate(told):
+        first.setdefault(one.plan, number)
+        first.setdefault(one.awaited, number)
+    plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
+    shared = gather((plans, dict(loads) if rank == trained else {}))
+    return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]

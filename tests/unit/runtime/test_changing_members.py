@@ -2,7 +2,7 @@
 
 import json
 
-from moc.runtime.membership import SAVED, USAGE, Abort, End, Go, Kill, Leave, Membership, StartWorker, Worker
+from moc.runtime.membership import SAVED, USAGE, Abort, End, Go, Kill, Leave, Membership, Seat, StartWorker, Worker
 
 PLACES, LEAST, PER_NODE = 4, 2, 2
 
@@ -175,3 +175,53 @@ def test_who_waits_in_the_same_generation_is_told_to_go():
     membership, _ = begun()
     workers = names(membership.left(1))
     assert [order for name in workers for order in membership.here(name, 1)] == [Go(1)]
+
+
+def staying(nodes=PLACES):
+    """A job whose workers stay, and their names by rank."""
+    membership, workers = begun(nodes)
+    for name in workers:
+        membership.built(name, stays=True)
+    return membership, workers
+
+
+def test_workers_that_stay_get_other_ranks_and_nobody_is_started():
+    membership, workers = staying()
+    *seats, abort = membership.left(1)
+    assert seats == [Seat(n // 2, workers[n], rank, 1, 6) for rank, n in enumerate((0, 1, 4, 5, 6, 7))]
+    assert abort == Abort(1, "node 1 is lost: training continues on 3 of 4 nodes")
+    assert [order for name in (*workers[:2], *workers[4:]) for order in membership.here(name, 1)] == [Go(1)]
+
+
+def test_workers_of_a_node_that_comes_build_beside_the_others_and_are_seated_when_all_are_ready():
+    membership, workers = staying()
+    membership.left(1)
+    for name in (*workers[:2], *workers[4:]):
+        membership.here(name, 1)
+    membership.joined(1)
+    guests = membership.grow()
+    assert [(order.node, order.rank, order.size, order.guest) for order in guests] == [(1, 2, 8, True), (1, 3, 8, True)]
+    assert membership.grow() == [] and membership.is_growing and membership.running
+    membership.built(guests[0].worker, stays=True)
+    assert not membership.guests_are_ready
+    membership.built(guests[1].worker, stays=True)
+    *seats, abort = membership.grow()
+    assert sorted((seat.rank, seat.node) for seat in seats) == [(rank, rank // 2) for rank in range(8)]
+    assert abort.reason == "nodes have come: training continues on 4 of 4 nodes" and not membership.guests
+
+
+def test_a_guest_that_dies_disturbs_nobody_and_is_started_again():
+    membership, workers = staying(3)
+    membership.joined(3)
+    first, second = names(membership.grow())
+    assert membership.ended(first, 1) == [Kill(3, second)]
+    assert membership.running and len(names(membership.grow())) == 2
+
+
+def test_a_loss_while_guests_build_does_not_wait_for_them():
+    membership, workers = staying(3)
+    membership.joined(3)
+    guests = names(membership.grow())
+    *seats, abort = membership.left(1)
+    assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:6]} and set(membership.guests) == set(guests)
+    assert abort.reason == "node 1 is lost: training continues on 2 of 4 nodes"

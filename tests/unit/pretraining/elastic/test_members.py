@@ -41,9 +41,10 @@ def settled(members, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 3),
     """Replicas of the first worker after it has settled, and what it has told; the others tell plans, or None."""
     held = Held(plans={0: mine}, awaited=awaited, wanted=None, loads={}, landed=None)
     others = [one if isinstance(one, tuple) else (one, None) for one in told]
-    answers = iter([lambda own: [own, *words], lambda own: [own, *[{}] * len(told)]])
+    known = {plan.digest: plan.to_json() for plan in [mine, awaited, *(one for pair in others for one in pair)] if plan}
+    answers = iter([lambda own: [own, *words], lambda own: [(known, {})] * (len(told) + 1)])
     words = [
-        (place, 0, plan is not None, (plan or mine).to_json(), waits and waits.to_json(), False)
+        (place, 0, plan is not None, (plan or mine).digest, waits and waits.digest, False)
         for place, (plan, waits) in zip(places[1:], others, strict=False)
     ]
     monkeypatch.setattr(members, "gather", lambda own: next(answers)(own))
