@@ -1,6 +1,7 @@
 """For all tests."""
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import settings
 
 from tests import shared
+
+gc.disable()  # until all tests are collected
 
 if not os.environ.get("CI"):  # there, hypothesis' own profile does it, and takes the same examples each time
     settings.register_profile("patient", deadline=None)  # a busy machine is no defect
@@ -27,6 +30,12 @@ def pytest_unconfigure(config):
     """Removes it."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(shared.VARIABLE))
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays: garbage collection in tests need not walk through all of it each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -49,7 +49,7 @@ def newest_published(flags: dict) -> int:
 @pytest.mark.recovery
 @pytest.mark.parametrize(
     ("tier", "layout", "times"),
-    [("disk", "plain DP2", 30 if ALL else 6), ("memory", "plain DP2", 30 if ALL else 6), ("memory", "EP2", 6)],
+    [("disk", "plain DP2", 30 if ALL else 6), ("memory", "plain DP2", 30 if ALL else 6), ("memory", "EP2", 3)],
 )
 def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
     chance, reached = random.Random(tier), [0]
@@ -115,10 +115,10 @@ class Scene:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("tier", "layout", "rank", "every"),  # some; with MOC_TESTS_ALL, all
-    [("disk", "plain", 0, 5), ("memory", "plain", 0, 4)]
-    + [("disk", "plain DP2", 0, 9), ("memory", "plain DP2", 0, 12)]
-    + [("disk", "plain DP2", 1, 8), ("memory", "plain DP2", 1, 7)]
-    + [("disk", "EP2", 1, 15), ("memory", "EP2", 0, 20)],
+    [("disk", "plain", 0, 7), ("memory", "plain", 0, 6)]
+    + [("disk", "plain DP2", 0, 13), ("memory", "plain DP2", 0, 17)]
+    + [("disk", "plain DP2", 1, 11), ("memory", "plain DP2", 1, 10)]
+    + [("disk", "EP2", 1, 25), ("memory", "EP2", 0, 35)],
 )
 def test_killed_before_calls_that_change_something(tier, layout, rank, every, flags, data, tmp_path):
     undisturbed, every = straight(layout, data, 4), 1 if ALL else every
