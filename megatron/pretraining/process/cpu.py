@@ -61,6 +61,8 @@ def install() -> None:
             raise RuntimeError(
                 "megatron.core was imported before megatron.pretraining.process.cpu.install(): call that first"
             )
+        # torch's CUDA build says on import that there is no GPU, if it finds a compiler for one
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _redirect_torch_cuda()
         _import_megatron_core()
     _repair_router_without_te()

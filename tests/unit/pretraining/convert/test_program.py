@@ -404,5 +404,6 @@ def test_memory_holds_a_few_tensors(tmp_path):
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert told.returncode == 0, told.stderr
-    for way, peak in zip(ways, told.stderr.split(), strict=True):
+    peaks = [line for line in told.stderr.splitlines() if line.lstrip("-").isdigit()]  # a CUDA build may warn, too
+    for way, peak in zip(ways, peaks, strict=True):
         assert int(peak) < size / 8, way
