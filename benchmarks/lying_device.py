@@ -133,7 +133,7 @@ class Run:
         told = len(self._lines("log/events.jsonl"))
         goes_on = told > self._told + 3
         self._told = told if goes_on else self._told
-        return goes_on or (told > 3 and self._chance.random() < 0.002)
+        return goes_on or (told > 3 and self._chance.random() < 0.0003)
 
     def _kill(self) -> int:
         pids = {int(rank): int(pid) for rank, pid in WORKER.findall(self._console)}

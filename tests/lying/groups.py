@@ -50,8 +50,10 @@ class LyingWork(dist.Work):
         ]
 
     def wait(self, timeout=None) -> bool:
-        """Lets the stream wait."""
+        """Lets the stream wait; after a barrier, the thread waits for the stream."""
         DEVICE.wait_for(self)
+        if "barrier" in self.names:
+            DEVICE.drain()
         return True
 
     synchronize = wait
