@@ -104,3 +104,13 @@ def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_p
     assert_as_of_fixed_members(job, data, again=True)
     assert "no worker that is left holds expert" in job.events("fallback")[-1]["reason"]
     assert job.events("resume")[-1]["tier"] == "storage"
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses all of a run")
+def test_where_experts_are_lost_and_there_is_no_checkpoint_the_run_begins_again(data, tmp_path):
+    tight = dict(elastic_everywhere="0", elastic_slots=2, elastic_rebalance_interval=0)
+    with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **tight) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, again=True)
+    assert sum(event["iteration"] == 1 for event in job.events("iteration")) == 2
+    assert "was killed by signal" not in str([event["reason"] for event in job.events("generation")])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.placing import Nodes, no_loads, nodes_there, place, plans_for
+from megatron.pretraining.elastic.placing import Nodes, first_plans, no_loads, nodes_there, place, plans_for
 from megatron.pretraining.elastic.replicas import Replicas, moves
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
@@ -67,7 +67,7 @@ def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
     expert is lost, these are in force at once, and all workers must load their state.
 
     Raises:
-        NoRecoveryPoint: nobody has trained, and this worker has built for another number of workers.
+        NoRecoveryPoint: nobody has trained, and this worker was built with other experts than it is to have.
     """
     stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
     plan = replicas.plans.get(stage)  # None where layers are dense
@@ -76,7 +76,7 @@ def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
     told = [Told(*one) for one in gather(tuple(mine))]
     nodes = nodes_there(config, [one.place for one in told])
     if not any(one.trained for one in told):
-        _begin(replicas, nodes)
+        _begin(config, replicas, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
     in_force = [known[one.plan] for one in told if one.trained and one.plan]
@@ -145,11 +145,15 @@ def migrate(replicas: Replicas, engine: MegatronEngine, session: Session, log: L
     )
 
 
-def _begin(replicas: Replicas, nodes: Nodes) -> None:
-    """Takes over the numbers of the nodes that are there; plans are those that all have built by."""
-    if any(plan.size != len(nodes.members) * nodes.ranks for plan in replicas.plans.values()):
-        raise NoRecoveryPoint
+def _begin(config: Config, replicas: Replicas, nodes: Nodes) -> None:
+    """Takes over the numbers of the nodes that are there.
+
+    A worker has the initial weights of the experts that it was built with: it cannot begin if these are others now,
+    since the number of workers has changed, or since it has taken over plans of workers that are gone.
+    """
     numbered = {stage: replace(plan, members=nodes.members) for stage, plan in replicas.plans.items()}
+    if numbered != first_plans(config, nodes):
+        raise NoRecoveryPoint
     replicas.take(numbered, nodes)
 
 

@@ -111,5 +111,7 @@ def test_whoever_has_not_trained_and_has_built_for_others_starts_over(members, m
     fresh = plan_of(members, 3)
     held, told = settled(members, monkeypatch, fresh, [None, None], places=(0, 2, 5), trained=False)
     assert held.plans[0] == replace(fresh, members=(0, 2, 5)) and not told.under_way
-    with pytest.raises(NoRecoveryPoint):
-        settled(members, monkeypatch, fresh, [None], places=(0, 2), trained=False)
+    taken_over = plan_of(members, 3, [1, 900, *[1] * 6])  # from workers that had trained, and are gone
+    for mine, places in ((fresh, (0, 2)), (taken_over, (0, 2, 5))):
+        with pytest.raises(NoRecoveryPoint):
+            settled(members, monkeypatch, mine, [None] * (len(places) - 1), places=places, trained=False)
