@@ -103,11 +103,16 @@ class Groups:
             ours |= sealed_objects.functions(self._token, self._where)
         self._replaced = {name: getattr(c10d, name) for name in ours}
         _replace(ours)
-        world = self.new_group(group_desc="default_pg")
-        assert isinstance(world, Group)  # every rank is a member
+        world, host = self._groups_of_all()
         c10d._update_default_pg(world)
-        if self._backend != "gloo":
-            host_group.use(self.new_group(backend="gloo", group_desc="host_pg"))
+        host_group.use(host)
+
+    def _groups_of_all(self) -> tuple[Group, Group | None]:
+        """The group of all ranks, and one more in host memory if that is not its own."""
+        world = self.new_group(group_desc="default_pg")
+        host = None if self._backend == "gloo" else self.new_group(backend="gloo", group_desc="host_pg")
+        assert isinstance(world, Group) and (host is None or isinstance(host, Group))  # every rank is a member
+        return world, host
 
     def _where(self, group: Group | None) -> tuple[int, str]:
         asked: Any = group or dist.group.WORLD
@@ -197,7 +202,7 @@ class Groups:
         self._moving, self._groups, self._created = deque(self._present()), [], 0
         for group in self._moving:
             _unregister(group)
-        self.new_group(group_desc="default_pg")
+        self._groups_of_all()
 
     def _moved(self, name: str, members: list[int], description: str | None) -> Group:
         group = self._moving.popleft()

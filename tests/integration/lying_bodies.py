@@ -184,3 +184,15 @@ def lost_while_connecting(port: int) -> str:
         os._exit(0)
     threading.Timer(1.0, groups.abort).start()
     return outcome(lambda: groups.begin(store, 0))
+
+
+def votes_of_other_worlds(port: int) -> list[float]:
+    """A vote of three workers, and then one of two of them."""
+    mine, groups, told = int(os.environ[RANK]), lying_groups(), []
+    for generation, there in enumerate([(0, 1, 2), (0, 2)]):
+        if mine in there:
+            if generation:
+                groups.move(there.index(mine), len(there))
+            groups.begin(store_at(port), generation)
+            told.append(sum_over_workers({"workers": 1.0}, world())["workers"])
+    return told

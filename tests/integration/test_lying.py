@@ -31,6 +31,10 @@ def test_votes_that_complete_are_right_whenever_generations_end(store):  # noqa:
         assert {problem for _, problem in seen} <= {"Aborted", "Suspicion"}
 
 
+def test_the_group_in_host_memory_moves_to_other_members_too(store):  # noqa: F811
+    assert run_world(3, f"{BODIES}:votes_of_other_worlds", port=store.port) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
+
+
 def test_a_batch_that_is_cut_off_does_not_keep_the_next_generation_from_starting(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:cut_off_batch", port=store.port) == [[2.0], [2.0]]
 
