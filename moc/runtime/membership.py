@@ -5,10 +5,10 @@ they are doing, replacements of the lost workers are started, and when all repor
 *go* on.  A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.  Workers belong to
 places, and the node that fills a place may change: see :mod:`moc.runtime.assignment`.
 
-A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces. A
-program whose workers *stay* goes on in the same processes, which get other ranks; when nodes come, their workers
-build as *guests*, and are seated among the others once they are ready. Workers of any other program are all started
-anew, since their number is another one; when nodes come, they are asked to save and to leave first.
+A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A
+program whose workers *stay* goes on in the same processes, which get other ranks.  When nodes come, their workers build
+as *guests*, and are seated among the others once they are ready.  Workers of any other program are all started anew,
+since their number is another one; when nodes come, they are asked to save and to leave first.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
