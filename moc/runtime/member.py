@@ -70,6 +70,7 @@ class JobMember(Job):
         self._together = os.environ[environment.TOGETHER] == "1"
         self._started_for = int(os.environ[environment.GENERATION])
         self._groups: Groups | None = None
+        self._aborting = threading.Lock()
         self._device: torch.device | None = None
         self._real: dict[str, Callable] = {}
         self._built = False
@@ -151,13 +152,19 @@ class JobMember(Job):
     def _settle(self) -> None:
         """Waits until the last generation is aborted and the device is idle, or ends this worker."""
         assert self._groups is not None and self._device is not None  # it is connected
+        self._abort(self._groups, self._wanted - 1)  # the listening thread may be at it: then this waits for that
         try:
-            self._groups.abort(self._wanted - 1)  # the listening thread may be at it: then this waits for that
             compute_device.check_patiently(self._device)
         except compute_device.BrokenDeviceError as error:
             self._end(str(error), error)
-        except RuntimeError as error:
-            self._end(f"cannot go on ({error})", error)
+
+    def _abort(self, groups: Groups, generation: int) -> None:
+        """Ends generations up to this one, or this worker; other threads wait, so that none goes on in between."""
+        with self._aborting:
+            try:
+                groups.abort(generation)
+            except RuntimeError as error:
+                self._end(f"cannot go on ({error})", error)
 
     def _end_if_device_is_broken(self, error: BaseException) -> None:
         if self._device is not None:
@@ -185,7 +192,7 @@ class JobMember(Job):
         """Runs one of the threads without which this worker would be deaf, silent or on its own for ever."""
         try:
             body()
-        except Exception as error:  # such as groups that cannot be aborted
+        except Exception as error:
             self._end(f"cannot go on ({error})", error)
 
     def _suspect(self) -> None:
@@ -271,7 +278,7 @@ class JobMember(Job):
                     self._heard_at = time.monotonic()
                 self._news.notify_all()
             if said["kind"] == "abort" and self._groups is not None:
-                self._groups.abort(said["generation"] - 1)
+                self._abort(self._groups, said["generation"] - 1)
 
 
 def join_job() -> Job:

@@ -47,13 +47,14 @@ def train(flags: dict, vacant: bool = False) -> dict:
 
 
 def with_gaps(plan):
-    """A way of planning that leaves a slot of the first rank of each stage empty, in every other plan."""
+    """A way of planning that leaves a slot of the first rank of each stage empty, at first and in every other plan."""
     made: Counter[tuple[int, ...]] = Counter()
 
-    def planned(*args):
-        found = plan(*args)
-        made[tuple(found.tables)] += 1
-        for layer, table in found.tables.items() if made[tuple(found.tables)] % 2 else ():
+    def planned(members, loads, settings, before):
+        found = plan(members, loads, settings, before)
+        made[tuple(found.tables)] += before is not None
+        gaps = before is None or made[tuple(found.tables)] % 2 == 0
+        for layer, table in found.tables.items() if gaps else ():
             spare = [e for e in found.experts_of(layer, 0) if len(found.holders(layer, e)) > 1]
             rows = table.copy()
             rows[0] = [*(expert for expert in table[0] if expert != spare[0]), EMPTY]

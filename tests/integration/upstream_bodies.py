@@ -33,6 +33,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
                 with upstream.replaying([stage]), bodies._noting_collectives(messages := []):
                     told |= {"alone": _compute(run, record.tokens), "messages": messages}
             else:
+                upstream._log.wait()  # it may be writing what it has logged again
                 upstream.serve(iteration, [stage])
         return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.slot_bytes}
 
