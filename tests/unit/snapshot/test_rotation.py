@@ -218,6 +218,12 @@ def test_a_window_stays_until_another_one_is_whole():
     assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
 
 
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_free_buffers_go_until_those_are_left_that_are_needed(number):
+    rotation = Rotation((Slot(),) * number, spare=2, keep=False)
+    assert len(rotation.trimmed(1).slots) == rotation.needs(1) == 2
+
+
 def test_buffers_that_shorter_windows_do_not_need_go():
     rotation = Rotation.of(2, keep=True)
     assert rotation.needs(4) == rotation.most(4) - 3  # storage holds no window yet

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from moc.inspect.checkpoint import read_checkpoint, read_regions
-from moc.store import dense_files
+from moc.store import boxes, dense_files
 from moc.store.boxes import INDEX, read_boxes
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
@@ -177,3 +177,11 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
     (directory / "rank_00000.safetensors").write_bytes(b"\xff" * 100)
     checkpoint = read_checkpoint(directory)
     assert checkpoint.region_files and read_regions(checkpoint)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("spans", "told"), [([[0, 8], [12, 16]], "byte 8 .* no box"), ([[0, 8], [4, 16]], "byte 4 .* more than one box")]
+)
+def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):
+    with pytest.raises(ValueError, match=told):
+        boxes._check_spans(spans, 16, slack=False)
