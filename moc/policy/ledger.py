@@ -231,7 +231,7 @@ class Ledger:
         return {layer: sum(lost) / total[layer] if total[layer] else 0.0 for layer, lost in self.lost.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger as JSON-compatible values; they are its own, which never change, since all experts are many."""
+        """The ledger as JSON-compatible values: its own, which never change, so none is copied."""
         return vars(self) | {"debt": None if self.debt is None else vars(self.debt)}
 
     @classmethod
