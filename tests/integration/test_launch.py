@@ -130,6 +130,18 @@ def _injected(job: Launched) -> int:
     return len(list((job.log / "injected").iterdir()))
 
 
+def test_a_node_is_lost_with_its_memory_before_anything_is_stored(flags, undisturbed, tmp_path):
+    own = ["--silence-timeout", "5"]
+    with Launched("EP2", flags | dict(persist_interval=ITERATIONS), tmp_path / "job", *own, nodes=2) as job:
+        job.reach(4)
+        (gone,) = Path(flags["ckpt_memory_dir"]).rglob("*-node-1")
+        job.lose(1)
+        shutil.rmtree(gone)  # as the memory of its machine would be
+        job.start(1)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert "has none yet: the run begins again" in job.console
+
+
 def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
     with Launched("EP2", flags | dict(snapshot_interval=ITERATIONS), tmp_path / "job") as job:
         job.reach(4)

@@ -172,7 +172,12 @@ class SnapshotLoader:
             return self.load(self._in_storage(patient=True)[0] + held, oldest, left, mine)
         if oldest is None and (found or self._damage):
             self._check_change(held)
-            self._refuse(held)
+            if not self._nothing_stored_yet(held, left):
+                self._refuse(held)
+            self._log.message(
+                f"WARNING: lost nodes had parts of all snapshots in memory, and {self._storage.place.name} has none "
+                "yet: the run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
+            )
         if self._damage:
             self._forget_moments()
         return None
@@ -190,6 +195,10 @@ class SnapshotLoader:
     def _check_change(self, held: list[AvailableCheckpoint], iteration: int = -1) -> None:
         if self._only is None and (why := refusal(held, self._policy, iteration)):
             raise CheckpointError(why)
+
+    def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
+        """Whether this job lost memory before its first snapshot was in storage: its first iterations are no loss."""
+        return left.again and not self._damage and all(one.tier != STORAGE for one in held)
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
         nothing, only = reason(JobInventory(held), self._policy.operators), self._only
