@@ -12,7 +12,8 @@ for the layout in which both would hold the same (with a memory tier).  In each:
 * the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
 * with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets;
 * with ``selective``, a worker is killed once its gradients are copied and the rest is not, one between the updates of a
-  recovery, and one that leads a node when this has all copies and nobody knows.
+  recovery, and one that leads a node when this has all copies and nobody knows; with ``selective, all, folded``, what
+  folds a node's gradients is killed, too.
 
 With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
 random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
@@ -168,6 +169,8 @@ def from_outside(chance: random.Random, layout: str, tier: str, iterations: int)
     done = [Outside(action, chance.randint(2, last)) for action in actions]  # all experts are in memory alone
     if "peers" in tier and nodes_of(layout, tier) > 1:
         done.append(Outside("replica_server", chance.randint(2, last), chance.choice((0, 1))))
+    if "folded" in tier:
+        done.append(Outside("folder", chance.randint(2, last), chance.choice((0, 1))))
     return tuple(done)
 
 

@@ -9,7 +9,9 @@ between. Meanwhile a worker is killed now and again, so that everything the serv
 must speak to the controller, a new worker to the agent, and both to the others.
 
 It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
-handshake, everybody who attacks is refused in a line, and no server grows or is left with descriptors.
+handshake, everybody who attacks is refused in a line, no server grows or is left with descriptors, and the job ends
+with the losses, gradient norms and bits of one that nobody disturbs.  That one is trained afterwards, to the iteration
+in which the first was asked to stop.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, write_json
-from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PROGRAM, Job, free_ports, launcher, look, running
+from benchmarks.faults.run import End, differences, end_of
+from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
+from moc.runtime.membership import SAVED
 from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
 WORKERS, VICTIM = 2, 1
+TRAINED = [PROGRAM, *MODEL, *EP2, *IN_MEMORY]
 LOITERERS = 40  # at a time; well below the 128 that may be in the handshake
 SAMPLE_S = 5.0
 GROWTH_MB = 8.0
@@ -50,9 +55,9 @@ class Target:
 
     def __init__(self, directory: str):
         self._token, self.refusals, (self._port,) = secrets.token_bytes(32), Counter(), free_ports(1)
-        command = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{self._port}"]
-        command += [PROGRAM, *MODEL, *EP2, *IN_MEMORY]
+        command = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{self._port}", *TRAINED, "--exit-signal-handler"]
         self.job = Job(command, directory, True, self._keep, {"MOC_TOKEN": self._token.hex()})
+        self._snapshots = Path(directory) / "snapshots"
         self._loitering: deque[socket.socket] = deque()
 
     @property
@@ -86,6 +91,13 @@ class Target:
             self._loiter(address)
             return f"{where}, loiterer"
         return f"{where}, {attack(rng, address, self._token)}"
+
+    def end(self) -> End:
+        """Asks the job to save and stop; what it has come to."""
+        self.job.process.send_signal(signal.SIGTERM)
+        if (code := self.job.process.wait(PATIENCE_S)) != SAVED:
+            raise RuntimeError(f"asked to stop, it ended with {code}; its last words:\n{self.job.last_words()}")
+        return end_of(self._snapshots, self.job.iteration, self.job.events)
 
     def leave(self) -> None:
         """No loiterer is left."""
@@ -156,14 +168,29 @@ def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random
     job.wait_for(goes_on, f"an iteration after kill {kills}")
 
 
+def undisturbed(directory: str, iterations: int, limit: float) -> End:
+    """What a job has come to after so many iterations in which nobody disturbs it."""
+    command = [*launcher(WORKERS), *TRAINED, "--exit-interval", iterations]
+    with Job(command, directory, True) as job:
+        job.process.wait(limit)
+        return end_of(Path(directory) / "snapshots", iterations, job.events)
+
+
+def restarts(generations: list[tuple[int, str]]) -> tuple[int, int]:
+    """Generations that began because a worker was killed, and all others: those that attacks have cost."""
+    killed = sum("was killed by signal 9" in reason for _, reason in generations)
+    return killed, len(generations) - killed
+
+
 def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
     """What was to be shown, and whether it was."""
-    killed = [number for number, reason in generations if "was killed by signal 9" in reason]
+    killed, burnt = restarts(generations)
     ends = [((samples[1:2] or samples)[0], samples[-1]) for samples in told["samples"].values()]
     grown = all(last["uss_mb"] - first["uss_mb"] < GROWTH_MB for first, last in ends)
     return {
-        "the job went on after each kill": len(killed) == told["kills"],
-        "no other generation began": [number for number, _ in generations] == list(range(1, told["kills"] + 1)),
+        "the job went on after each kill": killed == told["kills"],
+        "no restart was burnt": not burnt and [number for number, _ in generations] == list(range(1, killed + 1)),
+        "it ended with the bits of an undisturbed job": told["tensors"] > 0 and not told["differences"],
         "the stranger got in nowhere": not told["entered"],
         "no descriptors are left": all(last["descriptors"] <= first["descriptors"] for first, last in ends),
         f"memory grew by less than {GROWTH_MB:g} MB": grown,
@@ -184,8 +211,14 @@ def main() -> int:
             job.reach(2)
             with Stranger(job.process.pid) as outsider:
                 told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed), outsider)
-            held = verdict(told, target.generations)
+            ended = target.end()
             others = [line for _, line in job.said if "Error" in line]
+    print(f"undisturbed, to iteration {job.iteration}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        expected = undisturbed(name, job.iteration, max(PATIENCE_S, 2 * own.seconds))
+    told |= {"iterations": job.iteration, "restarts burnt": restarts(target.generations)[1]}
+    told |= {"tensors": len(expected.hashes), "differences": differences(ended, expected)}
+    held = verdict(told, target.generations)
     told |= {"refusals": dict(target.refusals.most_common()), "errors": others, "held": held}
     for kind, count in [*told["attacks"].items(), *told["refusals"].items()]:
         print(f"{count:9} {kind}")

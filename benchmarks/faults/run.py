@@ -67,6 +67,7 @@ TIERS = {
     "selective, all": f"{EVERY} {IN_MEMORY}",
     "selective, all, peers": f"{EVERY} {IN_PEERS}",
     "selective, all, kept": f"{EVERY} {IN_PEERS} --selective-survivors keep",
+    "selective, all, folded": f"{EVERY} {IN_PEERS} --selective-fold peers",
     "selective, fewer copies": FEWER,
     "selective, fewer copies, states": f"{FEWER} --selective-gradients off",
     "selective, fewer copies, kept": f"{FEWER} --selective-survivors keep",
@@ -156,7 +157,7 @@ class Outside:
     """What is done to a job from outside, as soon as an iteration is complete.
 
     ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it), ``controller``
-    (killed) or ``replica_server`` (stopped for a while).
+    (killed), ``replica_server`` (stopped for a while) or ``folder`` (killed).
     """
 
     action: str
@@ -375,6 +376,13 @@ class Run:
         for process in replica_servers:
             self._pause(process, STOPPED_S)
         return bool(replica_servers)
+
+    def _folder(self, node: int) -> bool:
+        """What folds experts' gradients on a node is killed, whatever it is doing."""
+        folders = [process for process in self._of(node) if "moc.session.folder" in process.cmdline()]
+        for process in folders:
+            process.kill()
+        return bool(folders)
 
     def _let_go_on(self) -> None:
         for until, process in list(self._stopped):

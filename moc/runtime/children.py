@@ -35,6 +35,11 @@ Python has ``-P`` for this from 3.11 on.  Our own root comes last, for a checkou
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command line of ``python -m MODULE`` that imports nothing from where it starts."""
+    return [sys.executable, "-c", _ISOLATED, _ROOT, "-m", module, *arguments]
+
+
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:
     """Starts ``python -m MODULE``, which must first call :func:`belong`; nothing is imported from where it starts.
 
@@ -48,7 +53,7 @@ async def start(module: str, *arguments: str, env: dict[str, str] | None = None,
         how: further arguments of :func:`asyncio.create_subprocess_exec`.
     """
     environment = (os.environ if env is None else env) | {PARENT: str(os.getpid())}
-    command = (sys.executable, "-c", _ISOLATED, _ROOT, "-m", module, *arguments)
+    command = command_of(module, *arguments)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:  # the child is forked before the first suspension, so no other task can unblock the signals earlier
         return await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True, **how)

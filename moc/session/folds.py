@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from moc.recovery.carrying import Carrier
 from moc.recovery.folds import Chain, Outcome
@@ -155,9 +154,6 @@ class Folds:
 
 
 def _start() -> subprocess.Popen:
-    source = str(Path(__file__).resolve().parents[2])  # which may not be installed
-    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
-    ours |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", children.PARENT: str(os.getpid())}
-    command = [sys.executable, "-m", "moc.session.folder"]
-    pipe, environment = subprocess.PIPE, os.environ | ours
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", children.PARENT: str(os.getpid())}
+    pipe, command = subprocess.PIPE, children.command_of("moc.session.folder")
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours, start_new_session=True)

@@ -227,7 +227,7 @@ class Fence:
             return False
 
     def _lock_path(self, claim: Claim) -> Path:
-        return (self._root / f"{_LOCK}.{claim.tag}").resolve()
+        return self._root.resolve() / f"{_LOCK}.{claim.tag}"  # never what a link there leads to
 
 
 def lives(root: Path) -> Holder | None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 
 import psutil
 import pytest
 
+from moc.recovery.carrying import file_of_operator
 from moc.session.folds import Folds
 from moc.state.detail import Detail
 from moc.store.storage import LocalPlace
-from moc.store.store import Store
+from moc.store.store import Store, directory_of
 from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_gradients import CLIPPED, GRADIENTS, WAYS
+from tests.integration.test_pec import saved
 from tests.integration.test_peers import lose, memory_of
-from tests.shared import ALL
+from tests.shared import ALL, once
+from tests.unit.inspect.test_verify import flip
 from tests.unit.recovery.test_folds import Run
 from tests.unit.session.test_folds import go_on, renew
 
 FOLDED = GRADIENTS | dict(selective_fold="peers")
+FOLDED_FILE, LAST = ".folded.safetensors", 60
 FOLDER, PROGRAM = "moc.session.folder", "tests/integration/folding_pretrain_gpt_moe.py"
 
 
@@ -66,7 +71,11 @@ def test_a_run_that_resumes_from_folded_experts_ends_as_without_a_fault(way, dat
     assert resumed.weights == whole.weights and resumed.losses == whole.losses[resumed.start :]
 
 
-def test_a_killed_folder_is_started_again_and_ends_with_its_worker(tmp_path):
+def test_a_killed_folder_is_started_again_and_ends_with_its_worker(tmp_path, monkeypatch):
+    """What is planted in the working directory is not imported."""
+    for name in ("glob", "json", "secrets", "runpy", "signal", "moc"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
     run, folds = Run(tmp_path / "memory"), Folds()
     run.train(e0=Detail.FULL, e1=Detail.FULL, e2=Detail.FULL)
     go_on(folds, run, 2)
@@ -77,27 +86,113 @@ def test_a_killed_folder_is_started_again_and_ends_with_its_worker(tmp_path):
     assert go_on(folds, run, 6) and min(run.comes_back().values()) > max(4, min(before.values()))
     assert (last := folds._process) is not None and last is not killed
     folds.close()
-    assert last.poll() is not None
+    assert last.poll() is not None and not (tmp_path / "ran").exists()
+
+
+def servers(job: Launched) -> list[psutil.Process]:
+    """The replica servers of a job."""
+    nodes = range(len(job.launchers))
+    return [psutil.Process(pid) for node in nodes for pid in job.children("moc.runtime.replica_server", node)]
+
+
+def stop_while_it_folds(job: Launched) -> None:
+    """Stops all folders, and waits until one has an order: then snapshots wait for it, and training for them."""
+    for process in folders(job):
+        process.suspend()
+    seen, since = job.iteration, time.monotonic()
+    while time.monotonic() < since + 2:
+        if job.iteration > seen:
+            seen, since = job.iteration, time.monotonic()
+        time.sleep(0.02)
+
+
+def flags_of(data, tmp_path, memory: str) -> dict:
+    """Of a job whose nodes fold each other's experts."""
+    flags = data | CLIPPED | FOLDED | dict(ckpt_tier="peers", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
+    return flags | dict(selective_max_age=8, max_snapshot_lag=1, train_iters=LAST)
+
+
+def undisturbed(data, directory) -> dict[str, str]:
+    """What a run that folds nothing, and loses nobody, ends with; each worker of the tests has the same data."""
+    plain = dict(ckpt_policy="full", snapshot_interval=LAST, ckpt_dir=str(directory), train_iters=LAST)
+
+    def compute() -> dict[str, str]:
+        assert set(train("EP2", data | CLIPPED | plain).codes) == {0}
+        return contents(Store(LocalPlace(directory)), LAST)
+
+    return once(["nothing is folded", LAST], compute)
+
+
+def assert_nobody_can_tell(job: Launched, data, tmp_path) -> None:
+    assert job.wait() == 0, job.console[-4000:]
+    assert {event["plt"] for event in job.events("lost")} == {0} and job.events("resume")
+    assert not any(event["differing"] for event in job.events("fold")) and job.left() == []
+    assert contents(Store(LocalPlace(tmp_path / "c")), LAST) == undisturbed(data, tmp_path / "plain")
 
 
 @pytest.mark.recovery
-def test_folders_a_node_and_a_worker_are_lost_and_nobody_can_tell(data, tmp_path):
-    """Folders are killed, then a node is lost for good, and a worker dies while it repeats what was not folded yet."""
-    flags = data | CLIPPED | dict(train_iters=60)
-    plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))
-    assert set(train("EP2", plain).codes) == {0}
+def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_tell(data, tmp_path):
+    """A worker dies with gradients copied, one with copies that nobody knows of, one while it repeats updates."""
+    points = {"gradient_staged": 5, "peers_published": 9, "folding": 0}
+    kills = [f"kill rank=1 iteration={iteration} point={point}" for point, iteration in points.items()]
     with node_memory() as memory:
-        flags |= FOLDED | dict(ckpt_tier="peers", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
-        flags |= dict(selective_max_age=8, max_snapshot_lag=1, inject=["kill rank=1 iteration=0 point=folding"])
+        flags = flags_of(data, tmp_path, memory) | dict(inject=kills)
         with Launched("EP2", flags, tmp_path / "job", nodes=2, spares=1, program=PROGRAM) as job:
             folded_until(job, 0)
-            killed = folders(job)
-            for process in killed:
+            for process in [*folders(job), *servers(job)]:
                 process.kill()
             folded_until(job, job.iteration)
+            stop_while_it_folds(job)
             lose(job, 1, memory_of(flags, "1"))
-            assert job.wait() == 0, job.console[-4000:]
-        assert killed and {event["plt"] for event in job.events("lost")} == {0} and job.events("resume")
-        assert not any(event["differing"] for event in job.events("fold"))
-    ends = (contents(Store(LocalPlace(tmp_path / name)), 60) for name in ("plain", "c"))
-    assert next(ends) == next(ends)
+            assert_nobody_can_tell(job, data, tmp_path)
+        assert {event["point"] for event in job.events("inject")} == set(points)
+
+
+@pytest.mark.recovery
+def test_all_workers_are_lost_while_they_fold_with_the_memory_of_a_node_and_nobody_can_tell(data, tmp_path):
+    with node_memory() as memory:
+        flags = flags_of(data, tmp_path, memory)
+        with Launched("EP2", flags, tmp_path / "job", nodes=2, program=PROGRAM) as job:
+            folded_until(job, 0)
+            stop_while_it_folds(job)
+            for node in (0, 1):
+                job.lose(node)
+            shutil.rmtree(memory_of(flags, "1"))
+            for node in (0, 1):
+                job.start(node)
+            assert_nobody_can_tell(job, data, tmp_path)
+        assert {tier for event in job.events("resume") for _, tier in event["sources"]} == {"memory"}
+
+
+@pytest.mark.recovery
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 damages gradients behind folded ones")
+def test_a_damaged_gradient_behind_folded_ones_is_named_and_those_before_it_count(data, tmp_path):
+    flags, last = data | CLIPPED | dict(train_iters=30), 28
+    everything = dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=99, ckpt_dir=str(tmp_path / "full"))
+    assert set(train("EP2", flags | everything | dict(exit_interval=last)).codes) == {0}
+    states = saved(Store(LocalPlace(tmp_path / "full")))
+    with node_memory() as memory:
+        flags |= FOLDED | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), selective_max_age=8)
+        killed = start("EP2", flags, body="pec_bodies:die_after_folding", iteration=last)
+        assert {result.exit for result in killed.wait()} == {-9}
+        place = memory_found(memory, flags["ckpt_dir"])
+        there = {
+            iteration: Store(place, slack=True).manifest(iteration).files for iteration in Store(place).iterations()
+        }
+        bases = {
+            file: i for i, files in sorted(there.items()) for file in files if file.endswith(".folded.safetensors")
+        }
+        folded, base = min(bases.items(), key=lambda item: item[1])
+        expert = folded.removesuffix(".folded.safetensors")
+        assert file_of_operator(expert) in there[base + 1] and file_of_operator(expert) in there[base + 2]
+        flip(place.root / directory_of(base + 2) / file_of_operator(expert), position=-8 * 16)
+        resumed = start("EP2", flags, body="pec_bodies:loaded").wait()
+    begun = resumed[0].value["start"]
+    assert begun >= last - 1 and any(
+        f"iter_{base + 2:07d}" in result.output and "is damaged" in result.output for result in resumed
+    )
+    _, layer, _, number = expert.split(".")
+    for result in resumed:
+        for fragment, digest in result.value["hashes"].items():
+            is_damaged = fragment.startswith(f"decoder.layers.{layer}.mlp.experts.experts.{number}.")
+            assert digest == states[fragment][base + 1 if is_damaged else begun], fragment

@@ -91,6 +91,19 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     assert len(said) == 2 and "can be written again" in said[1]
 
 
+def test_nothing_is_appended_through_a_planted_link(tmp_path):
+    """It is as if it could not be written, until the link is gone."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "events.jsonl").symlink_to(tmp_path / "precious")
+    said = []
+    log = EventLog(tmp_path / "log", said.append)
+    log.write("start")
+    assert len(said) == 1 and (tmp_path / "precious").read_text() == "precious"
+    (tmp_path / "log" / "events.jsonl").unlink()
+    assert told_by(log, tmp_path / "log") == ["start", "log_failed"]
+
+
 def test_no_room_for_a_line_costs_nothing(tmp_path):
     """A line of which a part was written goes on where it ended, when there is room again."""
     said = []

@@ -21,6 +21,7 @@ from megatron.pretraining.config.flag import flags_of
 from moc.inspect.coverage import operators_of
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
+from moc.runtime import children
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -94,7 +95,7 @@ def compute_again(
         name = directory_of(iteration)
         (links / name).symlink_to((window.root / name).resolve(), target_is_directory=True)
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
         raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(links), str(window.root))}")
     told = (Path(log_dir) / "events.jsonl").read_text(encoding="utf-8")

@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy
 from megatron.core.datasets import blended_dataset, gpt_dataset
 
 from moc.store.errors import CheckpointError
+
+_REFUSED = (ValueError, EOFError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError, TokenError)
+"""What numpy raises of files that hold no array, or one that cannot be."""
 
 
 class IndexCacheError(CheckpointError):
@@ -40,6 +44,9 @@ def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
         if one.stat().st_uid not in (os.geteuid(), 0):
             raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read: {remedy}")
     try:
+        with open(path, "rb") as file:
+            numpy.lib.format.read_magic(file)  # of an archive, numpy.load would give something else
         return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise IndexCacheError(f"{path} is no plain array ({error}): {remedy}") from None
+    except _REFUSED as error:
+        why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
+        raise IndexCacheError(f"{path} is no plain array ({why}): {remedy}") from None

@@ -161,18 +161,25 @@ def test_jobs_take_turns_and_none_runs_in_that_of_another(tmp_path):
 SERVER = [{"uss_mb": 9, "descriptors": 9}, {"uss_mb": 10, "descriptors": 12}, {"uss_mb": 10, "descriptors": 12}]
 
 
+KILLED = "worker 1 was killed by signal 9"
+BITS = "it ended with the bits of an undisturbed job"
+
+
 @pytest.mark.parametrize(
-    ("generation", "last", "broken"),
+    ("generation", "last", "told", "broken"),
     [
-        ((2, "worker 1 was killed by signal 9"), {}, set()),
-        ((2, "worker 1 has lost connections"), {}, {"the job went on after each kill"}),
-        ((1_000_000, "worker 1 was killed by signal 9"), {}, {"no other generation began"}),
-        ((2, "worker 1 was killed by signal 9"), {"descriptors": 13}, {"no descriptors are left"}),
-        ((2, "worker 1 was killed by signal 9"), {"uss_mb": 18}, {"memory grew by less than 8 MB"}),
-        ((2, "worker 1 was killed by signal 9"), {"entered": ["a store"]}, {"the stranger got in nowhere"}),
+        ((2, KILLED), {}, {}, set()),
+        ((2, "worker 1 has lost connections"), {}, {}, {"the job went on after each kill", "no restart was burnt"}),
+        ((1_000_000, KILLED), {}, {}, {"no restart was burnt"}),
+        ((2, KILLED), {"descriptors": 13}, {}, {"no descriptors are left"}),
+        ((2, KILLED), {"uss_mb": 18}, {}, {"memory grew by less than 8 MB"}),
+        ((2, KILLED), {}, {"entered": ["a store"]}, {"the stranger got in nowhere"}),
+        ((2, KILLED), {}, {"differences": ["1 of 90 tensors differ"]}, {BITS}),
+        ((2, KILLED), {}, {"tensors": 0}, {BITS}),
     ],
 )
-def test_what_an_attack_must_not_bring_about(generation, last, broken):
-    told = {"kills": 2, "entered": last.pop("entered", []), "samples": {"agent": [*SERVER[:-1], SERVER[-1] | last]}}
-    held = wire_fuzz.verdict(told, [(1, "worker 1 was killed by signal 9"), generation])
+def test_what_an_attack_must_not_bring_about(generation, last, told, broken):
+    well = {"kills": 2, "entered": [], "tensors": 90, "differences": []}
+    well["samples"] = {"agent": [*SERVER[:-1], SERVER[-1] | last]}
+    held = wire_fuzz.verdict(well | told, [(1, KILLED), generation])
     assert {what for what, holds in held.items() if not holds} == broken

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import Every, JobShape
-from moc.policy.chained_risk import replay
-from moc.policy.selection import Given, number_of_experts
+from moc.policy.chained_risk import alike, replay
+from moc.policy.selection import Given, number_of_experts, proportional
 from moc.policy.selective import FLAGS, Selective
 from moc.policy.transfers import chains_of, continuing, renewed
 from moc.state.detail import Detail
 from tests.unit.policy.test_pec import operators, take
+from tests.unit.policy.test_selection import at_risk
 from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
 
 FULL, GRAD = Detail.FULL, Detail.GRAD
@@ -258,3 +259,12 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
     saved, gradients = (sum(one[f"selective_{name}"] for one in shares[10:]) for name in ("experts", "gradients"))
     assert foretold.experts == pytest.approx(saved / len(shares[10:]))
     assert foretold.gradients == pytest.approx(gradients / saved)
+
+
+def test_of_the_last_fifth_of_recorded_loads_too(trace):
+    """A run that begins there: less than 0.3 of what Algorithm 1 leaves at the same bytes."""
+    tail, experts = trace[-(len(trace) // 5) :], 4
+    sizes = alike(dict(enumerate(tail[0])), 1 / 3)
+    limits = [sizes.number(experts * len(tail[0]))]
+    found = replay([dict(enumerate(row)) for row in tail], limits, sizes, 4 * (32 // experts), 10)
+    assert found.risk.mlt_per_layer < 0.3 * at_risk(tail, experts, lambda unsaved, _, most: proportional(unsaved, most))

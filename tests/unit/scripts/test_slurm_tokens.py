@@ -14,13 +14,14 @@ COMMANDS = {
 }
 
 
-def submit(directory: Path, squeue: str, *words: str, **commands: str) -> None:
-    """Runs the batch script, as Slurm does, on one node; ``squeue`` and others are what these commands do."""
-    shutil.copytree(ROOT / "scripts" / "slurm", directory / "scripts" / "slurm")
-    (directory / "commands").mkdir()
+def submit(directory: Path, squeue: str, *words: str, template: str = "mocrun", **commands: str) -> None:
+    """Runs a batch script, as Slurm does, on one node; ``squeue`` and others are what these commands do."""
+    shutil.copytree(ROOT / "scripts", directory / "scripts")
+    own = directory / "commands"
+    own.mkdir()
     for name, text in (COMMANDS | {"squeue": squeue} | commands).items():
-        (directory / "commands" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (directory / "commands" / name).chmod(0o755)
+        (own / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (own / name).chmod(0o755)
     slurm = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "1",
@@ -29,9 +30,9 @@ def submit(directory: Path, squeue: str, *words: str, **commands: str) -> None:
         "BEAT_S": "1",
     }
     subprocess.run(
-        ["bash", "scripts/slurm/mocrun.sbatch", "--max-wait", "9", "train.py", *words],
+        ["bash", f"scripts/slurm/{template}.sbatch", *(words or ["train.py"])],
         cwd=directory,
-        env=os.environ | slurm | {"PATH": f"{directory}/commands:{os.environ['PATH']}"},
+        env=os.environ | slurm | {"PATH": f"{own}:{os.environ['PATH']}"},
         check=True,
         capture_output=True,
         timeout=60,
@@ -75,10 +76,24 @@ def test_what_others_have_made_is_not_removed(tmp_path):
     assert left(tmp_path) == {DEAD}
 
 
-def test_no_name_is_run_on_the_way_to_the_launcher(tmp_path):
-    hostile = ["--data-path", "$(touch ran)", "`touch ran`", "a b; touch ran", "'\"", "*", "--save", "x\n; touch ran"]
-    through_node = 'while [[ $1 != */node.sh ]]; do shift; done; SLURM_NODEID=0 "$@"'
-    submit(tmp_path, "echo 7", *hostile, srun=through_node, python='printf "%s\\0" "$@" >>words')
+HOSTILE = ["--data-path", "`touch ran`", "a b; touch ran", "'\"", "*", "-n", "--save", "x\n; touch ran", "$(touch ran)"]
+WAYS = {  # template: (words before the hostile ones, of which so many are passed on otherwise; the command of a task)
+    "mocrun": (["--max-wait", "9", "train.py"], 0, "node.sh"),
+    "pretrain": (["gpt-125m-8e", "$(touch ran) data", "`touch ran`", "; touch ran"], 2, "bash"),
+    "smoke_cpu": ([], 0, "bash"),
+}
+
+
+@pytest.mark.parametrize("template", WAYS)
+def test_no_name_is_run_on_the_way_to_the_launcher(tmp_path, template):
+    """Neither an argument nor the name of the directory that a job is submitted from."""
+    directory = tmp_path / "it's $(touch ran) & `touch ran`; touch ran"
+    directory.mkdir()
+    (directory / "pretrain_gpt_moe.py").touch()
+    before, otherwise, task = WAYS[template]
+    through = f'while [[ $1 != *{task} ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    python = f'printf "%s\\0" "$@" >>{tmp_path}/words'
+    submit(directory, "echo 7", *before, *HOSTILE, template=template, srun=through, python=python)
     words = (tmp_path / "words").read_text().split("\0")[:-1]
-    assert words[:2] == ["-m", "moc.launch"] and words[words.index("train.py") + 1 :][: len(hostile)] == hostile
+    assert words[-len(HOSTILE) :] == HOSTILE and set(before[otherwise:]) <= set(words)
     assert not list(tmp_path.rglob("ran"))

@@ -270,6 +270,15 @@ def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, 
     assert stale.names("iter_0000001") == []
 
 
+def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
+    root = tmp_path / "place"
+    root.mkdir()
+    (root / f".lock.{OLD.tag}").symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="symbolic link"):
+        LocalPlace(root, patience=0.0, claim=OLD).lock()
+    assert not (tmp_path / "outside").exists()
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"host": "elsewhere"}', '{"job": "a", "term": "b"}'])
 def test_a_fence_that_cannot_be_read_is_named(tmp_path, text):
     (tmp_path / ".fence").write_text(text)

@@ -1,6 +1,9 @@
 """The cache of sample indices: plain arrays of one's own."""
 
+import io
 import os
+import random
+import zipfile
 
 import numpy
 import pytest
@@ -8,6 +11,7 @@ from megatron.core.datasets import gpt_dataset
 
 from megatron.pretraining.data import index_cache
 from megatron.pretraining.data.index_cache import IndexCacheError
+from tests.shared import ALL
 
 
 class Bomb:
@@ -34,13 +38,18 @@ def test_a_plain_array_is_mapped(tmp_path, load):
     assert gpt_dataset.numpy.concatenate is numpy.concatenate
 
 
-@pytest.mark.parametrize("kind", ["object array", "pickle", "nothing", "text"])
+@pytest.mark.parametrize("kind", ["object array", "pickle", "nothing", "text", "archive", "no archive"])
 def test_anything_else_is_refused_and_does_not_run(tmp_path, load, kind):
     path, ran = tmp_path / "index.npy", tmp_path / "ran"
     if kind == "object array":
         numpy.save(path, numpy.array([Bomb(str(ran))], dtype=object), allow_pickle=True)
     elif kind == "pickle":
         numpy.array([Bomb(str(ran))], dtype=object).dump(path)
+    elif kind == "archive":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("array.npy", "text")
+    elif kind == "no archive":
+        path.write_bytes(b"PK\x03\x04 and then no more of one")
     else:
         path.write_text("" if kind == "nothing" else "text")
     with pytest.raises(IndexCacheError, match=f"{path} is no plain array .*: remove it, or pass --data-cache-path"):
@@ -56,3 +65,50 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, load, whose, monkeypa
     os.chown(tmp_path if whose == "directory" else tmp_path / "plain.npy", 1001, 1001)
     with pytest.raises(IndexCacheError, match="belongs to another user, and is not read"):
         load(tmp_path / "plain.npy")
+
+
+DTYPES = ["<i4", "|O", "O", "<U1000000000", "<M8[x]", "", "i" * 5000, "v0", None, -1, [[]], [("a", "|O")]]
+DTYPES += [[("a", "<i4", 1 << 40)]]
+SHAPES = [(6,), (), (-1,), (1 << 62,), (1 << 70,), (1 << 33, 1 << 33), (True,), (0.5,), "a", None, [6], ((6,),)]
+SHAPES += [(1,) * 99]
+TEXTS = ["", "{", "None", "[" * 9000, "(" * 200, "1 + 1", "{'descr': __import__('os').getcwd()}", "\0", "é"]
+TEXTS += ["\n" * 70_000]
+
+
+def described(rng: random.Random) -> bytes:
+    """An array whose header says something else about it."""
+    header = {"descr": "<i4", "fortran_order": False, "shape": (6,)}
+    for _ in range(rng.randrange(3)):
+        key, values = rng.choice([("descr", DTYPES), ("shape", SHAPES), ("fortran_order", SHAPES), ("more", TEXTS)])
+        header[key] = rng.choice(values)
+    if rng.random() < 0.2:
+        del header[rng.choice(list(header))]
+    text = (rng.choice(TEXTS) if rng.random() < 0.1 else repr(header)).encode()
+    version = rng.choice([(1, 0)] * 5 + [(2, 0), (3, 0), (0, 0), (9, 9)])
+    length = len(text) if rng.random() < 0.9 else rng.choice([0, 3, len(text) + 999, (1 << 32) - 1])
+    size = 2 if version < (2, 0) else 4
+    return b"\x93NUMPY" + bytes(version) + (length % (1 << 8 * size)).to_bytes(size, "little") + text + bytes(24)
+
+
+def changed(rng: random.Random, whole: bytes) -> bytes:
+    """A few bytes are others, or the end is missing."""
+    data = bytearray(whole)
+    for _ in range(rng.randrange(1, 5)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+
+
+def test_any_bytes_are_a_plain_array_or_an_error(tmp_path, load):
+    rng, path, whole, read = random.Random(0), tmp_path / "index.npy", io.BytesIO(), 0
+    numpy.save(whole, numpy.arange(12, dtype=numpy.int32).reshape(6, 2))
+    for _ in range(10_000 if ALL else 1000):
+        path.write_bytes(changed(rng, whole.getvalue()) if rng.random() < 0.5 else described(rng))
+        try:
+            array = load(path)
+        except IndexCacheError as error:
+            assert str(error).isprintable() and len(str(error)) < 600
+            continue
+        read += 1
+        assert isinstance(array, numpy.ndarray) and not array.dtype.hasobject
+        assert array.nbytes <= path.stat().st_size
+    assert read > 50

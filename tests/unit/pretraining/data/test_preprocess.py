@@ -94,6 +94,20 @@ def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model,
         assert sorted(os.listdir(name)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
 
+@pytest.mark.parametrize("partial", ["bin", "idx"])
+def test_nothing_is_written_through_a_planted_link(partial, tmp_path, capsys):
+    (tmp_path / "precious").write_text("precious")
+    link = tmp_path / f"out_text_document.{partial}.partial"
+    link.symlink_to(tmp_path / "precious")
+    status = preprocess(
+        "--input", write_json(tmp_path / "in.jsonl", ["1 2"]), "--output-prefix", tmp_path / "out", *NUMBERS
+    )
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert status == (1 if partial == "bin" else 0), (
+        capsys.readouterr().err
+    )  # a lock that another may hold is not removed
+
+
 def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, monkeypatch):
     generator = random.Random(1)
     words = (corpus / "b.txt").read_text().split()
