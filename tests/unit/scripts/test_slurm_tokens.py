@@ -30,7 +30,7 @@ def submit(directory: Path, squeue: str, *words: str, template: str = "mocrun", 
         "BEAT_S": "1",
     }
     subprocess.run(
-        ["bash", f"scripts/slurm/{template}.sbatch", *(words or ["train.py"])],
+        ["bash", f"scripts/slurm/{template}.sbatch", *(words or ["--max-wait", "9", "train.py"])],
         cwd=directory,
         env=os.environ | slurm | {"PATH": f"{own}:{os.environ['PATH']}"},
         check=True,

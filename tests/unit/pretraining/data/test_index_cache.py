@@ -7,11 +7,15 @@ import zipfile
 
 import numpy
 import pytest
-from megatron.core.datasets import gpt_dataset
 
-from megatron.pretraining.data import index_cache
-from megatron.pretraining.data.index_cache import IndexCacheError
+from megatron.pretraining.process import cpu
 from tests.shared import ALL
+
+cpu.install()  # comes before megatron.core
+from megatron.core.datasets import gpt_dataset  # noqa: E402
+
+from megatron.pretraining.data import index_cache  # noqa: E402
+from megatron.pretraining.data.index_cache import IndexCacheError  # noqa: E402
 
 
 class Bomb:
