@@ -56,7 +56,9 @@ def resume(
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
     if left.again and not loaded:  # remains in memory are of no use to the workers that begin again
-        run_on_all(lambda: tidy_memory(parts.tiers, ResumePoint()), "cannot remove snapshots that are not whole")
+        run_on_all(
+            lambda: tidy_memory(parts.tiers, ResumePoint(Position())), "cannot remove snapshots that are not whole"
+        )
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
