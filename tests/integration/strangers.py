@@ -7,7 +7,6 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
@@ -26,8 +25,8 @@ class Stranger(threading.Thread):
         super().__init__(daemon=True)
         self._pid, self._over, self._rng = pid, threading.Event(), random.Random(0)
         self._kept: list[socket.socket] = []
-        self._known: dict[tuple[str, int], Iterator[str]] = {}
-        self.tried = {"number": 0, "short": 0, "idle": 0, "noise": 0, "crowd": 0, "store": 0}
+        self._known: set[tuple[str, int]] = set()
+        self.tried = {"number": 0, "short": 0, "idle": 0, "noise": 0, "store": 0}
         self.entered: list[str] = []
 
     def __enter__(self) -> Stranger:
@@ -47,9 +46,9 @@ class Stranger(threading.Thread):
     def run(self) -> None:
         while not self._over.wait(0.002):
             for address in self._ports():
-                usual = self._rng.choice(["number", "short", "noise", "noise", "number", "idle"])
-                kind = next(self._known.setdefault(address, iter(("crowd", "store"))), usual)
-                if self._rng.random() < 0.01:  # slow, so not often
+                kind = self._rng.choice(["number", "short", "noise", "noise", "number", "idle"])
+                if address not in self._known:  # slow, and one time is enough
+                    self._known.add(address)
                     kind = "store"
                 with contextlib.suppress(OSError, RuntimeError):
                     self.tried[kind] += 1
@@ -73,13 +72,9 @@ class Stranger(threading.Thread):
         self._keep(sock)
         sock.sendall(struct.pack("<q", self._rng.randrange(64)))
 
-    def _short(self, address, number: int = 20) -> None:
-        for _ in range(number):
+    def _short(self, address) -> None:
+        for _ in range(20):
             self._connect(address).close()
-
-    def _crowd(self, address) -> None:
-        """More of them than a process may have descriptors, if nobody has raised that."""
-        self._short(address, 1500)
 
     def _idle(self, address) -> None:
         self._keep(self._connect(address))
