@@ -59,7 +59,7 @@ def test_a_run_that_resumes_from_folded_experts_ends_as_without_a_fault(way, dat
         assert {result.exit for result in killed.wait()} == {-9}
         store = Store(memory_found(memory, snapshots["ckpt_dir"]), slack=True)
         there = {file for iteration in store.iterations() for file in store.manifest(iteration).files}
-        assert any(file.endswith(".folded.safetensors") for file in there)
+        assert any(file.endswith(FOLDED_FILE) for file in there)
         resumed = train(layout, flags | snapshots)
     told = events(flags | snapshots, "fold")
     assert sum(event["equal"] for event in told) >= 4 and not any(event["differing"] for event in told)
@@ -179,11 +179,9 @@ def test_a_damaged_gradient_behind_folded_ones_is_named_and_those_before_it_coun
         there = {
             iteration: Store(place, slack=True).manifest(iteration).files for iteration in Store(place).iterations()
         }
-        bases = {
-            file: i for i, files in sorted(there.items()) for file in files if file.endswith(".folded.safetensors")
-        }
+        bases = {file: i for i, files in sorted(there.items()) for file in files if file.endswith(FOLDED_FILE)}
         folded, base = min(bases.items(), key=lambda item: item[1])
-        expert = folded.removesuffix(".folded.safetensors")
+        expert = folded.removesuffix(FOLDED_FILE)
         assert file_of_operator(expert) in there[base + 1] and file_of_operator(expert) in there[base + 2]
         flip(place.root / directory_of(base + 2) / file_of_operator(expert), position=-8 * 16)
         resumed = start("EP2", flags, body="pec_bodies:loaded").wait()
