@@ -218,12 +218,10 @@ class Election:
         if self.leads or len(promised) < (self.voters if self.needs_all else self.needed):
             return False
         self.leads = True
+        self._lost_at = max(v.silent_since for v in promised) + self.times.lease_s
         if self.needs_all:  # no other candidate can count on any node
-            self._lost_at = now
             for each in promised:
                 each.free_at, each.echoed = now, self._stood_at
-        else:
-            self._lost_at = max(v.silent_since for v in promised) + self.times.lease_s
         return True
 
     def echoed(self, node: int, sent: float) -> None:

@@ -26,7 +26,7 @@ from tests.unit.recovery.test_folds import Run
 from tests.unit.session.test_folds import go_on, renew
 
 FOLDED = GRADIENTS | dict(selective_fold="peers")
-FOLDED_FILE, LAST = ".folded.safetensors", 60
+FOLDED_FILE, LAST, LOWEST = ".folded.safetensors", 60, 19
 FOLDER, PROGRAM = "moc.session.folder", "tests/integration/folding_pretrain_gpt_moe.py"
 
 
@@ -95,15 +95,26 @@ def servers(job: Launched) -> list[psutil.Process]:
     return [psutil.Process(pid) for node in nodes for pid in job.children("moc.runtime.replica_server", node)]
 
 
-def stop_while_it_folds(job: Launched) -> None:
+def stop_while_it_folds(job: Launched) -> list[psutil.Process]:
     """Stops all folders, and waits until one has an order: then snapshots wait for it, and training for them."""
-    for process in folders(job):
+    stopped = folders(job)
+    for process in stopped:
+        while process.nice() != LOWEST:  # earlier, it would not end with its worker
+            time.sleep(0.02)
         process.suspend()
     seen, since = job.iteration, time.monotonic()
     while time.monotonic() < since + 2:
         if job.iteration > seen:
             seen, since = job.iteration, time.monotonic()
         time.sleep(0.02)
+    return stopped
+
+
+def let_go_on(stopped: list[psutil.Process]) -> None:
+    """Those that are not lost."""
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def flags_of(data, tmp_path, memory: str) -> dict:
@@ -142,8 +153,9 @@ def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_t
             for process in [*folders(job), *servers(job)]:
                 process.kill()
             folded_until(job, job.iteration)
-            stop_while_it_folds(job)
+            stopped = stop_while_it_folds(job)
             lose(job, 1, memory_of(flags, "1"))
+            let_go_on(stopped)
             assert_nobody_can_tell(job, data, tmp_path)
         assert {event["point"] for event in job.events("inject")} == set(points)
 

@@ -59,6 +59,16 @@ def test_what_an_earlier_leader_may_have_allowed_is_waited_for():
     assert election.absent_are_lost_at == 10.0 - 5.0 + TIMES.lease_s
 
 
+def test_it_is_waited_for_too_where_all_have_promised_and_one_leaves_before_it_is_admitted():
+    election = elected(there=[])
+    for node in range(3):
+        election.comes(node, 0, 3.0, 1.0, now=10.0)
+    epoch = election.stands(10.0)
+    assert [election.promised(node, epoch, 3.0, 10.0) for node in range(3)] == [False, False, True]
+    election.goes(2)
+    assert election.needs_all and election.absent_are_lost_at == 10.0 - 1.0 + TIMES.lease_s
+
+
 def test_a_leader_that_no_majority_echoes_gives_no_orders_and_then_steps_down():
     election = elected()
     epoch = election.stands(10.0)
@@ -130,6 +140,7 @@ class Partitions(RuleBasedStateMachine):
         now: real time, of which nobody's clock is a part of its own.
         leases: by agent, until when its workers may run.
         follows: by agent, the candidate that it is connected with.
+        came: by candidate, the agents that have promised its last epoch: from then on they are lost to it by silence.
     """
 
     def __init__(self):
@@ -138,6 +149,7 @@ class Partitions(RuleBasedStateMachine):
         self.agents = {node: Allegiance(CANDIDATES, TIMES.promise_s, self.now) for node in VOTERS}
         self.elections = {index: Election(index, CANDIDATES, len(VOTERS), TIMES) for index in range(CANDIDATES)}
         self.follows, self.leases = {}, {}
+        self.came = {index: set() for index in range(CANDIDATES)}
         self.beats = {}  # by agent, the last beat that it has heard of whom it is with, and has not echoed yet
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0]))
@@ -168,10 +180,13 @@ class Partitions(RuleBasedStateMachine):
         epoch, sure = election.stands(self.now), election.sure
         if epoch is None:
             return
+        self.came[index].clear()
         for node in data.draw(st.permutations([node for node, with_ in self.follows.items() if with_ == index])):
             self.now += data.draw(st.sampled_from([0.0, 0.5]))
             free_in = self.agents[node].asked(epoch, sure, self.now)
             election.promised(node, self.agents[node].epoch, free_in or 0.0, self.now)
+            if free_in is not None:
+                self.came[index].add(node)
 
     @rule(
         nodes=st.sets(st.sampled_from(VOTERS), min_size=1),
@@ -201,6 +216,7 @@ class Partitions(RuleBasedStateMachine):
     @rule(index=st.sampled_from(range(CANDIDATES)))
     def candidate_dies_and_is_started_again(self, index):
         self.elections[index] = Election(index, CANDIDATES, len(VOTERS), TIMES)
+        self.came[index].clear()
         for node in [node for node, with_ in self.follows.items() if with_ == index]:
             del self.follows[node]
             self.agents[node].died(index)
@@ -227,7 +243,7 @@ class Partitions(RuleBasedStateMachine):
         for election in self.leading():
             if self.now >= election.absent_are_lost_at:
                 others = (node for node in self.leases if self.agents[node].epoch != election.epoch)
-                absent = [node for node in others if self.follows.get(node) != election.index]
+                absent = [node for node in others if node not in self.came[election.index]]
                 assert all(self.leases[node] <= self.now for node in absent)
 
     @invariant()
