@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, show, table, write_json
 from moc.recovery.carrying import file_of_operator
-from moc.recovery.folds import RULES, Chain, carry_out
+from moc.recovery.chains import Chain
+from moc.recovery.folds import RULES, carry_out
 from moc.state.adam import Rule, Rules, kind_of
 from moc.state.record import StepRecord
 from moc.state.region import Region

@@ -24,15 +24,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from moc.recovery.folds import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
+from moc.recovery.chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
 from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
+from moc.store.blobs import Blob
+from moc.store.boxes import StoredBox, read_boxes
 from moc.store.digest import digest_of
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.layout import FileLayout
 from moc.store.manifest import NAME, FileEntry, Manifest
-from moc.store.regions import FileLayout, MissingRegionError, Source, read_sources
 from moc.store.store import Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
@@ -309,17 +311,14 @@ def _has_both(detail: str, slots: Collection[str]) -> bool:
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
     """Carries operators out; those wanted as gradients with all that the snapshot has of them."""
-    sources: dict[str, list[Source]] = defaultdict(list)
-    try:
-        for file, entry in manifest.files.items():
-            for source in read_sources(store.blob(manifest.iteration, file, entry)):
-                name = operator_of(source.entry.name)
-                if name in wanted and (wanted[name] is Detail.GRAD or wanted[name].holds(source.entry.slot)):
-                    sources[name].append(source)
-    except MissingRegionError as damage:
-        raise CheckpointError(str(damage)) from None
+    parts: dict[str, list[tuple[Blob, StoredBox]]] = defaultdict(list)
+    for file, entry in manifest.files.items():
+        for blob, box in _boxes(store, manifest.iteration, file, entry):
+            name = operator_of(box.name)
+            if name in wanted and (wanted[name] is Detail.GRAD or wanted[name].holds(box.slot)):
+                parts[name].append((blob, box))
     directory, files, operators = directory_of(manifest.iteration), {}, {}
-    for name, its in sources.items():
+    for name, its in parts.items():
         file = file_of_operator(name)
         files[file] = _write(store, f"{directory}/{file}", its)
         entry = manifest.operators[name]
@@ -329,10 +328,19 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
     return carried.bytes
 
 
-def _write(store: Store, path: str, sources: Iterable[Source]) -> FileEntry:
-    by_entry = {source.entry: source for source in sources}
-    layout = FileLayout(by_entry)
-    ordered = [by_entry[entry] for entry in layout.entries]
-    header = layout.header([source.digest or digest_of(source.data()) for source in ordered])
-    store.place.write(path, [header, *(source.data() for source in ordered)], final=False)
+def _boxes(store: Store, iteration: int, file: str, entry: FileEntry) -> list[tuple[Blob, StoredBox]]:
+    try:
+        blob = store.blob(iteration, file, entry)
+        return [(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
+    except (MissingRegionError, ValueError) as damage:
+        raise CheckpointError(f"{file} of iteration {iteration} cannot be read ({damage})") from None
+
+
+def _write(store: Store, path: str, parts: Iterable[tuple[Blob, StoredBox]]) -> FileEntry:
+    blobs = {box: blob for blob, box in parts}
+    layout = FileLayout(blobs)
+    data = [blobs[box].read(box.start, box.start + box.nbytes) for box in layout.entries]
+    digests = (box.digest or digest_of(its) for box, its in zip(layout.entries, data, strict=True))
+    header = layout.header([*digests])
+    store.place.write(path, [header, *data], final=False)
     return FileEntry(layout.nbytes, len(header), digest_of(header))

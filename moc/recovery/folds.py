@@ -10,12 +10,12 @@ folder is killed, the chain is whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from moc.recovery.sources import AvailableCheckpoint
+from moc.recovery.chains import Chain, file_of_folded, is_of_operator, place_of_folded
 from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
 from moc.state.detail import Detail
 from moc.state.region import Region
@@ -24,21 +24,11 @@ from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, MissingRegionError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of
-from moc.store.storage import LocalPlace
-from moc.store.store import SUFFIX, Store, directory_of
+from moc.store.store import Store, directory_of
 
-_FOLDED = f".folded{SUFFIX}"
 _GONE = (CheckpointError, MissingRegionError, OSError)
 RULES = "adam"
 """In the state of a snapshot, the :class:`~moc.state.adam.Rules` of the next update."""
-
-
-class Chain(NamedTuple):
-    """An expert's base, and the last iteration whose gradients follow it without a gap."""
-
-    operator: str
-    base: int
-    until: int
 
 
 class Outcome(NamedTuple):
@@ -59,48 +49,6 @@ class Outcome(NamedTuple):
     differing: list[str]
     superseded: list[str]
     why: str
-
-
-def file_of_operator(name: str) -> str:
-    """Returns the name of the file that holds one operator alone, carried out of a snapshot."""
-    return f"{name}{SUFFIX}"
-
-
-def file_of_folded(name: str) -> str:
-    """Returns the name of the file with what an operator's gradients have led to."""
-    return f"{name}{_FOLDED}"
-
-
-def is_of_operator(file: str, operators: Collection[str]) -> bool:
-    """Whether a file holds one of these operators alone."""
-    return file.removesuffix(_FOLDED if file.endswith(_FOLDED) else SUFFIX) in operators
-
-
-def place_of_folded(store: Store) -> Store:
-    """Returns where the folder of a node publishes what it has folded of the snapshots in a store."""
-    return Store(LocalPlace(f"{store.place.name}/folded", in_memory=True))
-
-
-def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
-    """Returns the chains with at least so many gradients, the longest first.
-
-    Args:
-        held: snapshots, each reduced to the experts that were carried out of it.
-        experts: operators that may be folded.
-        least: number of gradients.
-    """
-    details = {one.iteration: one.operators for one in held}
-    found = []
-    for name in sorted(experts):
-        base = max((i for i, its in details.items() if its.get(name) == Detail.FULL.value), default=None)
-        if base is None:
-            continue
-        until = base
-        while details.get(until + 1, {}).get(name) == Detail.GRAD.value:
-            until += 1
-        if until - base >= least:
-            found.append(Chain(name, base, until))
-    return sorted(found, key=lambda chain: chain.base - chain.until)
 
 
 def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain]) -> Outcome:

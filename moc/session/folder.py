@@ -23,7 +23,8 @@ def main() -> None:
     os.nice(_LOWEST)
     import torch  # takes seconds, in which the worker may end
 
-    from moc.recovery.folds import Chain, carry_out
+    from moc.recovery.chains import Chain
+    from moc.recovery.folds import carry_out
     from moc.store.storage import LocalPlace
     from moc.store.store import Store
 

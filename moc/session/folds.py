@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from moc.recovery.carrying import Carrier
-from moc.recovery.folds import Chain, Outcome
+from moc.recovery.chains import Chain
+from moc.recovery.folds import Outcome
 from moc.runtime import children
 from moc.store.errors import CheckpointError
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.recovery.carrying import CARRIED, Carrier, file_of_operator
+from moc.recovery.carrying import CARRIED, Carrier
+from moc.recovery.chains import file_of_operator
 from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.detail import Detail

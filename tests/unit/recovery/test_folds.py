@@ -8,7 +8,8 @@ import torch
 
 from moc.recovery import folds
 from moc.recovery.carrying import Carrier
-from moc.recovery.folds import RULES, Chain, carry_out, file_of_folded, foldable, place_of_folded
+from moc.recovery.chains import Chain, file_of_folded, foldable, place_of_folded
+from moc.recovery.folds import RULES, carry_out
 from moc.recovery.inventory import in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.adam import Rule, Rules, kind_of

@@ -1,0 +1,67 @@
+"""Chains of gradients in a node's memory, and the files of single operators; without torch.
+
+MoEtion (section 5.2) saves the gradients of an expert in place of its state: a *chain* is a state, its base, and the
+gradients of all iterations since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from moc.recovery.sources import AvailableCheckpoint
+from moc.state.detail import Detail
+from moc.store.storage import LocalPlace
+from moc.store.store import SUFFIX, Store
+
+_FOLDED = f".folded{SUFFIX}"
+
+
+class Chain(NamedTuple):
+    """An expert's base, and the last iteration whose gradients follow it without a gap."""
+
+    operator: str
+    base: int
+    until: int
+
+
+def file_of_operator(name: str) -> str:
+    """Returns the name of the file that holds one operator alone, carried out of a snapshot."""
+    return f"{name}{SUFFIX}"
+
+
+def file_of_folded(name: str) -> str:
+    """Returns the name of the file with what an operator's gradients have led to."""
+    return f"{name}{_FOLDED}"
+
+
+def is_of_operator(file: str, operators: Collection[str]) -> bool:
+    """Whether a file holds one of these operators alone."""
+    return file.removesuffix(_FOLDED if file.endswith(_FOLDED) else SUFFIX) in operators
+
+
+def place_of_folded(store: Store) -> Store:
+    """Returns where the folder of a node publishes what it has folded of the snapshots in a store."""
+    return Store(LocalPlace(f"{store.place.name}/folded", in_memory=True))
+
+
+def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
+    """Returns the chains with at least so many gradients, the longest first.
+
+    Args:
+        held: snapshots, each reduced to the experts that were carried out of it.
+        experts: operators that may be folded.
+        least: number of gradients.
+    """
+    details = {one.iteration: one.operators for one in held}
+    found = []
+    for name in sorted(experts):
+        base = max((i for i, its in details.items() if its.get(name) == Detail.FULL.value), default=None)
+        if base is None:
+            continue
+        until = base
+        while details.get(until + 1, {}).get(name) == Detail.GRAD.value:
+            until += 1
+        if until - base >= least:
+            found.append(Chain(name, base, until))
+    return sorted(found, key=lambda chain: chain.base - chain.until)
