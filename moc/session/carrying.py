@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.session.carriers import Carriers, RemoteCarrier
 from moc.session.folds import Folds
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
@@ -31,10 +32,10 @@ class Carrying:
     With ``folds``, their chains of gradients are folded beside training.
     """
 
-    def __init__(self, tiers: Tiers, policy: Policy, folds: Folds | None = None):
-        self._folds = folds
+    def __init__(self, tiers: Tiers, policy: Policy, carriers: Carriers, folds: Folds | None = None):
+        self._folds, self._carriers = folds, carriers
         memory, self._experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
-        self._carrier = None if memory is None else Carrier(memory, self._experts)
+        self._carrier = None if memory is None else RemoteCarrier(carriers, memory, self._experts)
         self._memory, self._before = memory, None if memory is None else tiers.before
         self._published, self._safe = threading.Condition(), 0
         self._waits_for: int | None = None
@@ -50,6 +51,7 @@ class Carrying:
         """
         if self._carrier is None or not self._experts:
             return None
+        self._carriers.start()
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)

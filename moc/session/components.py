@@ -12,6 +12,7 @@ from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.group import Group
 from moc.runtime.world import World
+from moc.session.carriers import Carriers
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
 from moc.session.meter import Meter
@@ -39,6 +40,7 @@ class Components:
     Attributes:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
         tokens: the token ledger; None if no policy needs it.
+        carriers: carries experts out of older snapshots in memory, if any may be older than the rest.
         folds: folds chains of gradients beside training; None if no policy wants it.
     """
 
@@ -53,6 +55,7 @@ class Components:
     tap: PipelineTap
     meter: Meter
     report: SnapshotReport
+    carriers: Carriers
     folds: Folds | None
 
 
@@ -80,7 +83,9 @@ def build(
     with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all build again
         holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
-        peers = join_peers(settings, tiers, policy, alike, log, again)
+        carriers = Carriers()
+        undo.callback(carriers.close)
+        peers = join_peers(settings, tiers, policy, alike, carriers, log, again)
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
@@ -107,7 +112,7 @@ def build(
         undo.pop_all()
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
-    saving = contents, saver, publisher, tokens, tap, meter, report, folds
+    saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds
     return Components(world, tiers, policy, peers, *saving)
 
 
@@ -124,6 +129,7 @@ def close(parts: Components, patience_s: float) -> None:
         parts.folds.close()
     if parts.peers is not None:
         parts.peers.close()
+    parts.carriers.close()
     parts.saver.close(patience_s)
     parts.publisher.close(patience_s)
     if parts.tokens is not None:

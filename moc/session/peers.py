@@ -30,6 +30,7 @@ from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.pull import Pulled, Wanted, part_of
 from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.wire import PeerGoneError, WireError
+from moc.session.carriers import Carriers, RemoteCarrier
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
 from moc.session.folds import Folds
@@ -62,7 +63,13 @@ class Copied(NamedTuple):
 
 
 def join_peers(
-    settings: Settings, tiers: Tiers, policy: Policy, redundancy: Redundancy, log: Listener, again: bool
+    settings: Settings,
+    tiers: Tiers,
+    policy: Policy,
+    redundancy: Redundancy,
+    carriers: Carriers,
+    log: Listener,
+    again: bool,
 ) -> Peers | None:
     """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
 
@@ -71,6 +78,7 @@ def join_peers(
         tiers: that snapshots go to.
         policy: that plans them.
         redundancy: what nodes hold alike.
+        carriers: carries experts out of older copies.
         log: is told the placement.
         again: this worker was in a generation before, and the placement has been told.
 
@@ -91,7 +99,7 @@ def join_peers(
         return None
     alike = {frozenset(map(nodes.index, of)): amount for of, amount in redundancy.nbytes.items()}
     placement = place(len(nodes), replicas, alike)
-    peers = Peers(tiers, policy, nodes, placement, settings.replication_rate)
+    peers = Peers(tiers, policy, nodes, placement, settings.replication_rate, carriers)
     peers.join()
     if not again:
         _tell(placement, nodes, not_sent(placement, alike), log)
@@ -149,14 +157,23 @@ class Peers:
     Args:
         nodes: names of all nodes, in the order of the placement.
         rate: GB/s that a node copies at, at most; None for no limit.
+        carriers: carries experts out of older copies.
     """
 
-    def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
+    def __init__(
+        self,
+        tiers: Tiers,
+        policy: Policy,
+        nodes: list[str],
+        placement: Placement,
+        rate: float | None,
+        carriers: Carriers,
+    ):
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
-        self._safe = 0
+        self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None
         """Folds chains of gradients in copies, if that is wanted."""
         self._node = tiers.nodes[tiers.node[0]]
@@ -396,7 +413,7 @@ class Peers:
 
     @cached_property
     def _carriers(self) -> dict[str, Carrier]:
-        return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
+        return {node: RemoteCarrier(self._beside, copies, self._experts) for node, copies in self._copies().items()}
 
 
 def _loaded(way: RecoveryPath | None) -> dict[str, set[int]]:

@@ -62,7 +62,7 @@ class Snapshots:
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
         self._folds = parts.folds
-        self._carrying, self._queues = Carrying(parts.tiers, parts.policy, parts.folds), Queues()
+        self._carrying, self._queues = Carrying(parts.tiers, parts.policy, parts.carriers, parts.folds), Queues()
         spare = SPARE + (parts.peers is not None)  # peers copy from one more
         self._rotation = Rotation.of(spare, keep=self._memory is not None, recovered=start.in_memory)
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)

@@ -16,6 +16,7 @@ from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.runtime import environment, job_token
 from moc.runtime.agreement import gather
+from moc.session.carriers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.state.operators import Operator
@@ -79,7 +80,7 @@ class Node:
         names = tuple(map(str, range(self.size)))
         tiers = Tiers(self.store, self.store, names, True, (self.rank,), None, 2)
         policy = Full([Operator("w", "output", None, None, 300)], Every(1))
-        self.peers = Peers(tiers, policy, list(names), place(self.size, self.size - 1), rate=None)
+        self.peers = Peers(tiers, policy, list(names), place(self.size, self.size - 1), rate=None, carriers=Carriers())
         self.peers.join()
 
     def publish(self, iteration: int) -> None:

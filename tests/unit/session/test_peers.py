@@ -8,6 +8,7 @@ from moc.recovery.placement import place
 from moc.recovery.redundancy import Redundancy
 from moc.runtime import environment
 from moc.runtime.pull import Pulled
+from moc.session.carriers import Carriers
 from moc.session.peers import Peers, copies_wanted, join_peers
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
@@ -43,18 +44,18 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
 
 def test_another_tier_has_no_peers():
     in_memory = Settings("nowhere", 1, tier="memory")
-    assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Said(), again=False) is None
+    assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False) is None
 
 
 def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with pytest.raises(SettingsError, match="python -m moc.launch"):
-        join_peers(PEERS, tiers("0", "1"), FULL, Redundancy(), Said(), again=False)
+        join_peers(PEERS, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False)
 
 
 def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_path):
     store = Store(LocalPlace(tmp_path, in_memory=True))
-    peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None)
+    peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None, Carriers())
     names = [f"layers.{number}.attention" for number in range(5)]
     diverged, damaged = peers._trouble("1", 7, Pulled(differs=names, damaged=["output"]))
     assert "silent divergence: nodes 1 and 0 hold layers.0.attention, layers.1.attention" in diverged
@@ -68,6 +69,6 @@ def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
     monkeypatch.setenv(environment.REPLICA_SERVER, "unix:nowhere")
     said = Said()
     for again in (False, True):
-        assert join_peers(PEERS, tiers("0", "0"), FULL, Redundancy(), said, again) is None
+        assert join_peers(PEERS, tiers("0", "0"), FULL, Redundancy(), Carriers(), said, again) is None
     (line,) = said.lines
     assert "with one node there are no peers" in line and "--ckpt-dir" in line

@@ -1,0 +1,60 @@
+"""The carrier of a node: carries experts out of older snapshots in its memory, as a process of its own.
+
+For each snapshot it reads and writes some ten headers and manifests.  A thread of the worker would hold Python's
+interpreter meanwhile, and training would wait for it.  The worker that leads the node starts this process, and sends it
+calls of :class:`~moc.recovery.carrying.Carrier` over a pipe, one line of JSON each; it answers with one.  It imports no
+torch, and dies with the worker: what it leaves then is what a worker leaves that is killed while it carries.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from moc.recovery.carrying import Carrier
+from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.runtime import children
+from moc.state.operators import Operator
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+
+
+def main() -> None:
+    """Carries out calls until the worker ends."""
+    children.belong()
+    carriers: dict[str, Carrier] = {}
+    for line in sys.stdin:
+        try:
+            answer = {"value": _carry_out(carriers, **json.loads(line))}
+        except (CheckpointError, OSError) as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def _carry_out(carriers: dict[str, Carrier], memory: str, compares: bool, does: str, given: Mapping[str, Any]) -> Any:
+    if does == "open":
+        carriers[memory] = _open(memory, **given)
+        return None
+    carrier = carriers[memory]
+    carrier.compares = compares
+    if does == "carry":
+        iteration, operators = given["coming"]
+        coming = AvailableCheckpoint(iteration, MEMORY, operators)
+        return carrier.carry(coming if operators else None, given["copied"], frozenset(given["compared"]))
+    return getattr(carrier, does)(**given)
+
+
+def _open(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[str, Any]]) -> Carrier:
+    place = LocalPlace(memory, in_memory=True)
+    if claim is not None:
+        place = LocalPlace(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
+        place.taken = True  # by the worker, in whose name this process writes
+    return Carrier(Store(place, slack=True), [Operator(**one) for one in experts])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Carriers in a process of their own (:mod:`moc.session.carrier`), and what stands for them in the worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from moc.recovery.carrying import Carrier
+from moc.recovery.chains import Chain
+from moc.recovery.sources import AvailableCheckpoint
+from moc.runtime import children
+from moc.state.operators import Operator
+from moc.store.errors import CheckpointError
+from moc.store.store import Store
+
+
+class Carriers:
+    """The process of this worker that carries experts; started when it is first needed, and again if it has died."""
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._calling, self._closed = threading.Lock(), False
+        self._opened: set[str] = set()
+
+    def start(self) -> None:
+        """Starts the process, unless it runs: best by a thread that lives as long, since it dies with that thread."""
+        with self._calling:
+            self._start()
+
+    def call(self, carrier: RemoteCarrier, does: str, **given: Any) -> Any:
+        """Has a method of a carrier called; returns its result as JSON has it.
+
+        Raises:
+            CheckpointError: it has failed, or the process has died.
+        """
+        with self._calling:
+            self._start()
+            if carrier.name not in self._opened:
+                self._ask(carrier, "open", carrier.described)
+                self._opened.add(carrier.name)
+            return self._ask(carrier, does, given)
+
+    def close(self) -> None:
+        """Ends the process at once."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+        with self._calling:
+            self._process = None
+
+    def _start(self) -> None:
+        if self._closed:
+            raise CheckpointError("nothing is carried any more")
+        if self._process is None or self._process.poll() is not None:
+            self._opened.clear()
+            self._process = _start()
+
+    def _ask(self, carrier: RemoteCarrier, does: str, given: dict[str, Any]) -> Any:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None  # just started
+        call = {"memory": carrier.name, "compares": carrier.compares, "does": does, "given": given}
+        try:
+            print(json.dumps(call), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        if not answer.endswith("\n"):
+            raise CheckpointError("the process that carries them has died")
+        told = json.loads(answer)
+        if "error" in told:
+            raise CheckpointError(told["error"])
+        return told["value"]
+
+
+class RemoteCarrier(Carrier):
+    """A carrier whose work beside training another process does; what is quick it does itself.
+
+    Methods raise CheckpointError as those of :class:`~moc.recovery.carrying.Carrier`, and where the process has died.
+    """
+
+    def __init__(self, carriers: Carriers, store: Store, experts: Iterable[Operator]):
+        experts = list(experts)
+        super().__init__(store, experts)
+        claim = store.place.claim
+        self.described = {"claim": claim and asdict(claim), "experts": [asdict(one) for one in experts]}
+        self._carriers = carriers
+
+    def carry(
+        self,
+        coming: AvailableCheckpoint | None = None,
+        copied: Collection[str] | None = None,
+        compared: frozenset[str] = frozenset(),
+    ) -> int:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        plain = (0, {}) if coming is None else (coming.iteration, dict(coming.operators))
+        names = None if copied is None else sorted(copied)
+        return self._carriers.call(self, "carry", coming=plain, copied=names, compared=sorted(compared))
+
+    def drop(self, upto: int) -> None:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        self._carriers.call(self, "drop", upto=upto)
+
+    def to_compare(self) -> list[Chain]:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        return [Chain(*chain) for chain in self._carriers.call(self, "to_compare")]
+
+    def to_fold(self, least: int) -> list[Chain]:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        return [Chain(*chain) for chain in self._carriers.call(self, "to_fold", least=least)]
+
+    def is_compared(self, experts: Collection[str]) -> None:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        self._carriers.call(self, "is_compared", experts=sorted(experts))
+
+    def compares_no_more(self) -> None:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        if self.compares:
+            self.compares = False
+            self._carriers.call(self, "compares_no_more")
+
+    def adopt(self) -> list[str]:
+        """See :class:`~moc.recovery.carrying.Carrier`."""
+        return self._carriers.call(self, "adopt")
+
+
+def _start() -> subprocess.Popen:
+    ours, pipe = {children.PARENT: str(os.getpid())}, subprocess.PIPE
+    command = children.command_of("moc.session.carrier")
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours, start_new_session=True)
