@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,32 +37,57 @@ class Share:
     stored: frozenset[Entry] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """A fragment as a file has it.
+
+    Attributes:
+        operator: that it belongs to.
+        entry: its description.
+        values: a flat view of its live memory.
+        memory: where that is: slot and storage.
+        order: within these.
+    """
+
+    operator: str
+    entry: Entry
+    values: torch.Tensor
+    memory: tuple[str, int]
+    order: tuple
+
+
 def share(fragments: Iterable[Fragment]) -> Share:
     """Returns the share of these fragments; neighbours in memory are neighbours in the file.
 
     The same state in the same layout gives the same file in every run: nothing depends on addresses.
     """
+    return _share_of(map(_saved, fragments))
+
+
+def _saved(fragment: Fragment) -> _Saved:
+    one, view = fragment, fragment.view
+    entry = Entry(one.name, one.slot, one.global_shape, one.region, view.dtype)
+    memory = one.slot, view.untyped_storage().data_ptr()
+    order = one.slot, view.storage_offset(), one.name, one.region.offset
+    return _Saved(one.operator, entry, view.view(-1), memory, order)
+
+
+def _share_of(saved: Iterable[_Saved]) -> Share:
     elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     views = {}
-    for fragment in _as_in_memory(fragments):
-        entry = Entry(fragment.name, fragment.slot, fragment.global_shape, fragment.region, fragment.view.dtype)
-        views[entry] = fragment.view.view(-1)
-        elements[fragment.operator][fragment.slot] += fragment.region.numel
+    for one in _as_in_memory(saved):
+        views[one.entry] = one.values
+        elements[one.operator][one.entry.slot] += one.values.numel()
     layout = FileLayout(views)
     return Share(layout, tuple(views[entry] for entry in layout.entries), {o: dict(n) for o, n in elements.items()})
 
 
-def _as_in_memory(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """Sorts fragments by slot and by offset in their storage; storages by the first name in each."""
-    fragments = sorted(fragments, key=lambda f: (f.slot, f.view.storage_offset(), f.name, f.region.offset))
-    first: dict[tuple[str, int], tuple] = {}
-    for fragment in fragments:
-        first.setdefault(_memory_of(fragment), (fragment.name, fragment.region.offset))
-    return sorted(fragments, key=lambda f: (f.slot, first[_memory_of(f)]))
-
-
-def _memory_of(fragment: Fragment) -> tuple[str, int]:
-    return fragment.slot, fragment.view.untyped_storage().data_ptr()
+def _as_in_memory(saved: Iterable[_Saved]) -> list[_Saved]:
+    """Sorts by slot and by offset in their storage; storages by the first name in each."""
+    ordered, first = sorted(saved, key=lambda one: one.order), {}
+    for one in ordered:
+        first.setdefault(one.memory, one.order[2:])
+    return sorted(ordered, key=lambda one: (one.memory[0], first[one.memory]))
 
 
 def joined(one: Share, other: Share) -> Share:
@@ -100,6 +125,7 @@ class Contents:
         self.holdings = holdings
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
+        self._saved: dict[tuple[str, Detail], dict[tuple[ByteRange, ...], list[_Saved]]] = defaultdict(dict)
 
     def share(self, operators: Mapping[str, Detail]) -> Share:
         """Returns what this rank saves of operators, each at its detail."""
@@ -111,21 +137,33 @@ class Contents:
         return self._known[key]
 
     def _share(self, operators: Mapping[str, Detail]) -> Share:
-        mine = share(self._mine(operators, shares))
+        mine = _share_of(self._mine(operators, shares))
         if not self._nodes:
             return mine
-        stored = share(self._mine(operators, stored_shares)).layout.entries
+        stored = _share_of(self._mine(operators, stored_shares)).layout.entries
         return mine if len(stored) == len(mine.layout.entries) else dataclasses.replace(mine, stored=frozenset(stored))
 
     def _mine(
         self, operators: Mapping[str, Detail], of_ranks: Callable[..., dict[int, list[ByteRange]]]
-    ) -> list[Fragment]:
-        held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
-        parts = of_ranks(self.holdings, operators, self._scheme, self._nodes).get(self._rank, [])
-        return share_of(held, parts, joins=not self._nodes)
+    ) -> Iterator[_Saved]:
+        parts: dict[str, list[ByteRange]] = defaultdict(list)
+        for part in of_ranks(self.holdings, operators, self._scheme, self._nodes).get(self._rank, []):
+            parts[part.operator].append(part)
+        for operator, detail in operators.items():
+            yield from self._parts(operator, detail, tuple(parts.get(operator, ())))
+
+    def _parts(self, operator: str, detail: Detail, parts: tuple[ByteRange, ...]) -> list[_Saved]:
+        """Returns what this rank saves of an operator; cached, since plans differ in which operators they have."""
+        known = self._saved[operator, detail]
+        if parts not in known:
+            if len(known) == _REMEMBERED:
+                known.pop(next(iter(known)))
+            mine = share_of(self._held(operator, detail), parts, joins=not self._nodes)
+            known[parts] = list(map(_saved, mine))
+        return known[parts]
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
-        """Returns this rank's fragments of an operator; cached, since each iteration may have a new plan."""
+        """Returns this rank's fragments of an operator; all are described at once."""
         if detail not in self._fragments:
             self._fragments[detail] = defaultdict(list)
             for fragment in self._state.fragments(self._state.operators(), detail):

@@ -21,18 +21,36 @@ def nbytes(copies: Iterable[Copy]) -> int:
     return sum(copy.source.nbytes for copy in copies)
 
 
-def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Joins copies that are adjacent in both memories, such as the boxes of a ZeRO range."""
-    pending = None
-    for copy in copies:
-        if not copy.source.numel():
+def coalesced(
+    sources: Iterable[torch.Tensor], spans: Iterable[tuple[int, int]]
+) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Joins what is adjacent in live memory and in the file, such as the boxes of a ZeRO range.
+
+    Args:
+        sources: flat tensors.
+        spans: bytes [start, stop) of the file that each goes to.
+
+    Yields:
+        Sources, and their spans.
+    """
+    first, run = None, (0, 0, 0, 0)  # storage, position after the last byte, first byte and end in the file
+    for source, (start, stop) in zip(sources, spans, strict=True):
+        if start == stop:
             continue
-        joined = _joined(pending, copy) if pending else None
-        if pending and not joined:
-            yield pending
-        pending = joined or copy
-    if pending:
-        yield pending
+        storage, position = source.untyped_storage().data_ptr(), source.data_ptr()
+        if first is not None and run[0] == storage and run[1] == position and run[3] == start:
+            if first.dtype == source.dtype:
+                run = storage, position + stop - start, run[2], stop
+                continue
+        if first is not None:
+            yield _extended(first, run[3] - run[2]), run[2], run[3]
+        first, run = source, (storage, position + stop - start, start, stop)
+    if first is not None:
+        yield _extended(first, run[3] - run[2]), run[2], run[3]
+
+
+def _extended(first: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return first if first.nbytes == nbytes else first.as_strided((nbytes // first.itemsize,), (1,))
 
 
 def pieces(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
@@ -51,18 +69,3 @@ def pieces(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
                 piece, room = [], most
     if piece:
         yield piece
-
-
-def _joined(one: Copy, other: Copy) -> Copy | None:
-    source, target = _longer(one.source, other.source), _longer(one.target, other.target)
-    return Copy(source, target) if source is not None and target is not None else None
-
-
-def _longer(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
-    """Returns one tensor over two, if the second starts in the same storage where the first ends."""
-    follows = (
-        one.dtype == other.dtype
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.storage_offset() + one.numel() == other.storage_offset()
-    )
-    return one.as_strided((one.numel() + other.numel(),), (1,)) if follows else None

@@ -217,11 +217,10 @@ class Saver:
         if share not in known:
             if len(known) == _REMEMBERED:
                 known.pop(next(iter(known)))
-            gradients, others, layout = [], [], share.layout
-            for entry, (start, stop), source in zip(layout.entries, layout.spans, share.sources, strict=True):
-                copies = gradients if entry.slot == _GRAD else others
-                copies.append(Copy(source, buffer.view(start, stop, entry.dtype)))
-            known[share] = list(coalesced(gradients)), list(coalesced(others))
+            layout, kinds = share.layout, ([], [])
+            for entry, span, source in zip(layout.entries, layout.spans, share.sources, strict=True):
+                kinds[entry.slot != _GRAD].append((source, span))
+            known[share] = _copies(buffer, kinds[0]), _copies(buffer, kinds[1])
         return known[share]
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
@@ -385,3 +384,8 @@ class Saver:
 
 def _slot_of(rank: int) -> str:
     return f"rank_{rank:05d}"
+
+
+def _copies(buffer: Buffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[Copy]:
+    joined = coalesced((source for source, _ in parts), (span for _, span in parts))
+    return [Copy(source, buffer.view(start, stop, source.dtype)) for source, start, stop in joined]

@@ -107,8 +107,8 @@ class Manifest:
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
         fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
-        plain = json.loads(json.dumps({"format": FORMAT, **fields, **described, **author}))  # as a reader will see it
-        return json.dumps({**plain, "xxh3_128": _digest(plain)})
+        text = json.dumps({"format": FORMAT, **fields, **described, **author})
+        return f'{text[:-1]}, "xxh3_128": "{_digest(json.loads(text))}"}}'  # the hash is of what a reader will see
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:

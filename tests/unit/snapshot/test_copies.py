@@ -25,15 +25,14 @@ def cut_storages(draw):
 def test_what_follows_in_both_memories_is_joined_and_all_arrives(case):
     sizes, dtype, pieces, gaps = case
     sources = [torch.randint(1, 100, (size,)).to(dtype) for size in sizes]
-    target = torch.zeros(sum(sizes) + len(pieces), dtype=dtype)
-    copies, places, position = [], [], 0
+    width, position, parts, places = dtype.itemsize, 0, [], []
     for (source, start, stop), gap in zip(pieces, gaps, strict=True):
         position += gap
-        copies.append(Copy(sources[source][start:stop], target[position : position + stop - start]))
+        parts.append((sources[source][start:stop], (width * position, width * (position + stop - start))))
         if stop > start:
             places.append((source, start, stop, position))
         position += stop - start
-    joined = list(coalesced(copies))
+    joined = list(coalesced(*zip(*parts, strict=True))) if parts else []
 
     breaks = [
         one[0] != other[0] or one[2] != other[1] or one[3] + one[2] - one[1] != other[3]
@@ -41,36 +40,31 @@ def test_what_follows_in_both_memories_is_joined_and_all_arrives(case):
     ]
     assert len(joined) == (1 + sum(breaks) if places else 0)
 
-    for copy in joined:
-        copy.target.copy_(copy.source)
-    expected = torch.zeros_like(target)
-    for source, start, stop, position in places:
-        expected[position : position + stop - start] = sources[source][start:stop]
+    target, expected = torch.zeros(position, dtype=dtype), torch.zeros(position, dtype=dtype)
+    for source, start, stop in joined:
+        target.view(torch.uint8)[start:stop].view(dtype).copy_(source)
+    for source, start, stop, place in places:
+        expected[place : place + stop - start] = sources[source][start:stop]
     assert torch.equal(target, expected)
 
 
 def test_neighbours_in_one_memory_alone_are_not_joined():
-    source, target, apart = torch.arange(8.0), torch.zeros(8), torch.zeros(4)
-    assert len(list(coalesced([Copy(source[:4], target[:4]), Copy(source[4:], apart)]))) == 2
-    assert len(list(coalesced([Copy(source[:4].clone(), target[:4]), Copy(source[4:], target[4:])]))) == 2
-    assert len(list(coalesced([Copy(source[4:], target[:4]), Copy(source[:4], target[4:])]))) == 2
+    source = torch.arange(8.0)
+    assert len(list(coalesced([source[:4], source[4:]], [(0, 16), (16, 32)]))) == 1
+    assert len(list(coalesced([source[:4], source[4:]], [(0, 16), (20, 36)]))) == 2
+    assert len(list(coalesced([source[:4].clone(), source[4:]], [(0, 16), (16, 32)]))) == 2
+    assert len(list(coalesced([source[4:], source[:4]], [(0, 16), (16, 32)]))) == 2
 
 
 def test_other_dtypes_are_not_joined():
-    source, target = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
-
-    def first(memory):
-        return memory[:4].view(torch.float32)
-
-    def second(memory):
-        return memory[2:6].view(torch.bfloat16)  # begins at element 1, in units of its own
-
-    assert len(list(coalesced([Copy(first(source), first(target)), Copy(second(source), second(target))]))) == 2
+    source = torch.zeros(16, dtype=torch.uint8)
+    parts = [source[:4].view(torch.float32), source[4:8].view(torch.bfloat16)]
+    assert len(list(coalesced(parts, [(0, 4), (4, 8)]))) == 2
 
 
 def test_nothing_to_copy():
-    assert list(coalesced([])) == []
-    assert list(coalesced([Copy(torch.empty(0), torch.empty(0))])) == []
+    assert list(coalesced([], [])) == []
+    assert list(coalesced([torch.empty(0)], [(8, 8)])) == []
 
 
 @given(
