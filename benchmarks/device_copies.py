@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, show, table, write_json
 from moc.snapshot import capture
 from moc.snapshot.capture import Capturer, FromDevice, FromHost, Gate, ThreadCapturer
-from moc.snapshot.copies import Copy, coalesced, nbytes
+from moc.snapshot.copies import Copy, nbytes
 from moc.store.buffers import Buffer
 
 MB = 1 << 20
@@ -95,7 +95,7 @@ def state(device: torch.device, amount: int, tensors: int, buffer: Buffer) -> li
     for number in range(tensors):
         source, start = torch.full((elements,), float(number), device=device), 4 * elements * number
         copies.append(Copy(source, buffer.view(start, start + source.nbytes, torch.float32)))
-    return list(coalesced(copies))
+    return copies
 
 
 class Counted:

@@ -48,11 +48,9 @@ class Carriers:
     def close(self) -> None:
         """Ends the process at once."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
-            process.wait()
-        with self._calling:
+        if self._process is not None:
+            _end(self._process)
+        with self._calling:  # of whoever was waiting for an answer
             self._process = None
 
     def _start(self) -> None:
@@ -72,6 +70,7 @@ class Carriers:
         except OSError:
             answer = ""
         if not answer.endswith("\n"):
+            _end(process)
             raise CheckpointError("the process that carries them has died")
         told = json.loads(answer)
         if "error" in told:
@@ -128,6 +127,11 @@ class RemoteCarrier(Carrier):
     def adopt(self) -> list[str]:
         """See :class:`~moc.recovery.carrying.Carrier`."""
         return self._carriers.call(self, "adopt")
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
 
 
 def _start() -> subprocess.Popen:

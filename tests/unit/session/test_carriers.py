@@ -1,0 +1,88 @@
+"""Carriers in a process of their own do what carriers do, and are started again when they have died."""
+
+import pytest
+
+from moc.recovery.carrying import Carrier
+from moc.session.carriers import Carriers, RemoteCarrier
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, directory_of
+from tests.unit.recovery.test_carrying import ONES, in_full, newest, take
+
+PLANS = [in_full(*range(8)), in_full(0, 1), in_full(2, 3), in_full(1, 4), in_full(0, 5), in_full(6, 7)]
+
+
+@pytest.fixture
+def carriers():
+    carriers = Carriers()
+    yield carriers
+    carriers.close()
+
+
+def store_at(path, claim: Claim | None = None) -> Store:
+    store = Store(LocalPlace(path, in_memory=True, claim=claim), slack=True)
+    store.take()
+    return store
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    """Every file of every snapshot."""
+    directories = [directory_of(iteration) for iteration in store.iterations()]
+    return {f"{d}/{name}": store.place.read(f"{d}/{name}") for d in directories for name in store.place.names(d)}
+
+
+def test_the_same_files_as_without_a_process(carriers, tmp_path):
+    claim = Claim("job", (1, 2), "run")
+    here, there = store_at(tmp_path / "here", claim), store_at(tmp_path / "there", claim)
+    local, remote = Carrier(here, ONES), RemoteCarrier(carriers, there, ONES)
+    for iteration, plan in enumerate(PLANS, 1):
+        assert take(here, local, iteration, plan) == take(there, remote, iteration, plan)
+        assert contents(here) == contents(there)
+    assert newest(there)["layers.0.expert.7"] == (6, 6)
+
+
+def test_one_that_was_killed_is_started_again_and_nothing_is_lost(carriers, tmp_path):
+    store = store_at(tmp_path / "memory")
+    remote = RemoteCarrier(carriers, store, ONES)
+    for iteration, plan in enumerate(PLANS[:3], 1):
+        take(store, remote, iteration, plan)
+    carriers._process.kill()
+    carriers._process.wait()
+    for iteration, plan in enumerate(PLANS[3:], 4):
+        take(store, remote, iteration, plan)
+    assert {name: at[0] for name, at in newest(store).items()} == {
+        **{f"layers.0.expert.{e}": at for e, at in enumerate((5, 4, 3, 3, 4, 5, 6, 6))},
+        "output": 6,
+    }
+
+
+def test_one_that_dies_during_a_call_is_named(carriers, tmp_path):
+    store = store_at(tmp_path / "memory")
+    remote = RemoteCarrier(carriers, store, ONES)
+    take(store, remote, 1, PLANS[0])
+    carriers._process.stdin.close()  # as if it had died after it was looked at
+    carriers._process.stdin = open("/dev/full", "w")
+    with pytest.raises(CheckpointError, match="the process that carries them has died"):
+        remote.drop(1)
+    take(store, remote, 2, PLANS[1])  # by another one
+
+
+def test_what_fails_there_fails_here(carriers, tmp_path):
+    older = store_at(tmp_path / "memory", Claim("job", (1, 1)))
+    remote = RemoteCarrier(carriers, older, ONES)
+    take(older, remote, 1, PLANS[0])
+    take(older, remote, 2, PLANS[1])
+    store_at(tmp_path / "memory", Claim("job", (1, 2)))
+    with pytest.raises(CheckpointError, match="generation 1.2 of this job"):
+        take(older, remote, 3, PLANS[2])
+
+
+def test_nothing_is_carried_after_the_end(carriers, tmp_path):
+    remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
+    carriers.start()
+    process = carriers._process
+    carriers.close()
+    assert process.poll() is not None
+    with pytest.raises(CheckpointError, match="nothing is carried any more"):
+        remote.drop(1)
