@@ -22,6 +22,19 @@ def command_line(description: str | None, output: str = "JSON file") -> argparse
     return parser
 
 
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The order of turns in a round: each is first, second, ... equally often, and comes after others as often as
+    before them.
+
+    Args:
+        names: whose turns they are.
+        number: of the round, from 0; it is even after every ``2 * len(names)`` of them.
+    """
+    cycle, first = divmod(number, len(names))
+    order = [*names[first:], *names[:first]]
+    return order if cycle % 2 == 0 else order[::-1]
+
+
 def machine(load: bool = False) -> dict[str, Any]:
     """What is measured on; with ``load``, also how busy it is before."""
     import torch

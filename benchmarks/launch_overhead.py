@@ -6,7 +6,9 @@ Three jobs: *torchrun* with no policy at all; our launcher with snapshots of eve
 (*ours, interval 1*); and at a long interval (*ours, interval 50*).  They run by turns of a few seconds
 (``benchmarks/live/slices.py``).  Compared are the iterations of the same round: their median, and their mean, which
 also has what few iterations pay.  A ratio of 0.98 says 98 % of torchrun's throughput.  ``--beside`` names another
-checkout, whose launcher and program run as *beside, interval 1*, too.
+checkout, whose launcher and program run as *beside, interval 1*, too.  A job's place makes a difference of percents:
+who comes first, second, ... in a round changes from round to round, and with ``--starts`` all jobs are started again
+now and then, each time in another order.
 
 Flags that are not the benchmark's own are the program's: ``--global-batch-size 64`` makes iterations four times as
 long, and snapshots as large as before.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import command_line, machine, write_json
+from benchmarks.common import command_line, machine, rotated, write_json
 from benchmarks.live.job import IN_MEMORY, KIND, PP2_EP2, ROOT, Job, launcher, torchrun
 from benchmarks.live.slices import ratios, slices, warm_up
 
@@ -40,10 +42,19 @@ GOAL = 0.98
 
 
 def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, list[float]]]:
-    """Starts all jobs, one after the other, and tells what each round took."""
+    """Starts all jobs, one after the other, now and then in another order, and tells what each round took."""
+    cases = CASES | ({} if own.beside is None else {BESIDE: 1})
+    for start in range(own.starts):
+        order = rotated(list(cases), start)
+        yield from _measure({case: cases[case] for case in order}, own.rounds // own.starts, own, flags)
+
+
+def _measure(
+    cases: Mapping[str, int | None], rounds: int, own: argparse.Namespace, flags: Sequence[str]
+) -> Iterator[dict[str, list[float]]]:
     with ExitStack() as stack:
         jobs = {}
-        for case, every in (CASES | ({} if own.beside is None else {BESIDE: 1})).items():
+        for case, every in cases.items():
             checkout = Path(own.beside or "").absolute() if case == BESIDE else ROOT
             start = torchrun(WORKERS) if every is None else launcher(WORKERS)
             saving = [] if every is None else [*IN_MEMORY, "--snapshot-interval", every]
@@ -51,7 +62,7 @@ def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str,
             files, where = stack.enter_context(TemporaryDirectory(prefix="overhead-")), {"PYTHONPATH": str(checkout)}
             jobs[case] = stack.enter_context(Job(command, files, every is not None, environment=where))
             warm_up(jobs[case], own.warm_up)
-        for told in slices(jobs, own.rounds, own.seconds):
+        for told in slices(jobs, rounds, own.seconds):
             yield {case: [event["elapsed_s"] for event in events] for case, events in told.items()}
 
 
@@ -61,6 +72,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="of a turn for each case (default: 30)")
     parser.add_argument("--warm-up", type=int, default=20, help="iterations that do not count (default: 20)")
     parser.add_argument("--seconds", type=float, default=7.0, help="of a turn, at most 10 (default: 7)")
+    parser.add_argument(
+        "--starts", type=int, default=1, help="of all jobs, between which rounds are split (default: 1)"
+    )
     parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout")
     own, flags = parser.parse_known_args()
     here, rounds = machine(load=True), []

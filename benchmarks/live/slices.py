@@ -15,6 +15,7 @@ from statistics import mean, median
 
 import psutil
 
+from benchmarks.common import rotated
 from benchmarks.live.job import Job
 
 
@@ -25,8 +26,8 @@ def warm_up(job: Job, iterations: int) -> None:
 
 
 def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dict[str, list[dict]]]:
-    """Of each round, by job, the events ``iteration`` of those that began and ended in its turn.  Every second round
-    goes backwards.
+    """Of each round, by job, the events ``iteration`` of those that began and ended in its turn.  The order of turns
+    changes from round to round (:func:`benchmarks.common.rotated`).
 
     Args:
         jobs: by name, all of them stopped; they are so again after each turn.  Their launchers must bear to hear
@@ -35,7 +36,7 @@ def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dic
         seconds: of a turn; several iterations.
     """
     for number in range(rounds):
-        told = {name: _turn(jobs[name], seconds) for name in (list(jobs) if number % 2 == 0 else reversed(list(jobs)))}
+        told = {name: _turn(jobs[name], seconds) for name in rotated(list(jobs), number)}
         yield {name: told[name] for name in jobs}
 
 

@@ -60,7 +60,7 @@ def test_what_torch_wrote_is_read(directory):
 @pytest.mark.parametrize(
     "bomb, named",
     [
-        (lambda ran: Bomb(open, ran, "w"), "io.open"),
+        (lambda ran: Bomb(open, ran, "w"), f"{open.__module__}.open"),
         (lambda ran: Bomb(os.system, f"touch {ran}"), "posix.system"),
         (lambda ran: Bomb(builtins.eval, f"open({ran!r}, 'w')"), "builtins.eval"),
         (lambda ran: Bomb(torch.load, ran), "torch.serialization.load"),
