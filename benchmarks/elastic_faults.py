@@ -111,6 +111,11 @@ class Run:
         else:
             self.nodes.lose(happening.node, at_once=happening.action == "node")
 
+    def trains_to_its_end(self) -> None:
+        """Waits for the last iteration, undisturbed."""
+        for iteration in range(1, self._own.iterations + 1):
+            self._wait(lambda at=iteration: self.nodes.iteration >= at, f"iteration {iteration}")
+
     def ends(self) -> None:
         """Waits until all is over, and asks the job to stop."""
         self._wait(self._settled, "the last change")
@@ -190,7 +195,7 @@ def fixed(own: argparse.Namespace, directory: Path) -> list[float]:
     if not known.exists():
         with ExitStack() as stack:
             run = Run(own, directory / "fixed", stack)
-            run._wait(lambda: run.nodes.iteration >= own.iterations, f"iteration {own.iterations}")
+            run.trains_to_its_end()
             losses = [event["loss"] for event in run.nodes.events.of("iteration")]
         known.write_text(json.dumps(losses))
         shutil.rmtree(directory / "fixed")
@@ -259,7 +264,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next one")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--events", type=int, default=15, help="of each run (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=300, help="at most, of a run (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=200, help="at most, of a run (default: %(default)s)")
     parser.add_argument("--silence", type=float, default=20.0, help="seconds after which a silent node is lost")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a change hangs")
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
