@@ -209,7 +209,7 @@ def disturbed(own: argparse.Namespace, directory: Path, expected: list[float]) -
         run = Run(own, directory, stack)
         try:
             for happening in drawn(random.Random(own.seed), own.events, CLUSTER):
-                if run.nodes.iteration > own.iterations - 30:
+                if run.nodes.iteration > own.iterations - 60:
                     break
                 run.meets(happening)
             run.ends()
@@ -255,7 +255,6 @@ def write(own: argparse.Namespace, rows: list[Row]) -> None:
     flags = {name: getattr(own, name) for name in ("events", "iterations", "silence")}
     told = {"machine": machine(), "flags": flags, "job": asdict(CLUSTER), "summary": summary(rows)}
     write_json(own.output, told | {"runs": [asdict(row) for row in rows]})
-    print(json.dumps(summary(rows), indent=1))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -264,7 +263,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next one")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--events", type=int, default=15, help="of each run (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=200, help="at most, of a run (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=400, help="at most, of a run (default: %(default)s)")
     parser.add_argument("--silence", type=float, default=20.0, help="seconds after which a silent node is lost")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a change hangs")
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
@@ -288,7 +287,8 @@ def main() -> int:
         if not wrong:
             shutil.rmtree(place)
         own.seed += 1
-    write(own, rows)
+        write(own, rows)
+    print(json.dumps(summary(rows), indent=1))
     failed = any(row.wrong or row.left for row in rows)
     if own.directory is None and not failed:
         shutil.rmtree(directory)

@@ -1,7 +1,7 @@
 """What happens to the nodes of an elastic job: losses and growths at random, some while an earlier one is under way.
 
 Fewer than f nodes are lost at once, as elastic training promises to survive; *at once* until an iteration of all that
-are there is complete.  Below MIN nodes, the next that happens is that one comes back.
+are there is complete.  At least MIN nodes are there, which are a majority of those with candidates for the controller.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happeni
     held, lost = frozenset(there), set[int]()  # who has experts since all was over, and who of these has lost them
     while len(result) < events:
         when = chance.choices((SETTLED, SOON, MOVE), (4, 3, 3))[0] if result else SETTLED
-        if len(there) < cluster.least and when == SETTLED:
-            when = SOON
         if when == SETTLED:
             held, lost = frozenset(there), set()
         can_be_lost = possible(there, held, lost, cluster)
@@ -79,7 +77,8 @@ def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happeni
         comes = absent and (not can_be_lost or chance.random() < 0.5)
         if not comes and not can_be_lost:
             continue  # nothing may be lost now, and nobody can come: not before all is over
-        action = COMES if comes else chance.choice(LOSSES)
+        losses = LOSSES if len(there) > cluster.least else LOSSES[-1:]
+        action = COMES if comes else chance.choice(losses)
         node = chance.choice(absent if comes else can_be_lost)
         if action == COMES:
             there.add(node)
@@ -92,8 +91,6 @@ def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happeni
 
 def possible(there: Collection[int], held: Collection[int], lost: Collection[int], cluster: Cluster) -> list[int]:
     """Nodes that may be lost, or lose their worker, besides those that were lost already."""
-    if len(there) < cluster.least:
-        return []
     most = cluster.survives(len(held))
     return [node for node in sorted(there) if len({*lost, node} & set(held)) <= most]
 
