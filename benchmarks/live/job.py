@@ -120,6 +120,7 @@ class Job:
         keep: whether a line of the job's output is to be remembered; all of them by default.
         environment: variables beside this process's own.
         python: the interpreter.
+        log: where it writes its events; by default in its directory.
 
     Attributes:
         events: what the job has told.
@@ -136,14 +137,16 @@ class Job:
         keep: Callable[[str], bool] = lambda _: True,
         environment: dict[str, str] | None = None,
         python: str = sys.executable,
+        log: Path | None = None,
     ):
         directory = Path(directory)
-        self.events, self.said = Events(directory / "log" / "events.jsonl"), []
+        log = log or directory / "log"
+        self.events, self.said = Events(log / "events.jsonl"), []
         self.memory, self._saves, self._keep = SHARED / directory.name, saves, keep
         if saves:
             self.memory.mkdir()
             command = [*command, "--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self.memory]
-        command = [*command, "--log-dir", directory / "log"]
+        command = [*command, "--log-dir", log]
         alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [python, "-W", "ignore", *map(str, command)],

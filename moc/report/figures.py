@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from moc.report.clock import Event, RecoveryTimes, Spent, began, history, of_kind, wall_clock
+from moc.report.members import Moves, Period, moves, periods
 from moc.simulate.profile import profile_of
 
 GAUGES = (
@@ -138,6 +139,8 @@ class Report:
         made_up: tokens made up by more capacity, of those to make up since the newest recovery; None without.
         choices: of tuners.
         not_written: number of writes that failed or were too late, by kind.
+        periods: of training, with the number of workers in each.
+        moves: of experts, when nodes were lost or came; None without.
     """
 
     name: str
@@ -165,6 +168,8 @@ class Report:
     made_up: tuple[int, int] | None
     choices: tuple[Choice, ...]
     not_written: Mapping[str, int]
+    periods: tuple[Period, ...] = ()
+    moves: Moves | None = None
 
 
 def report(name: str, events: Sequence[Event]) -> Report:
@@ -208,6 +213,8 @@ def report(name: str, events: Sequence[Event]) -> Report:
         made_up=_made_up(events, in_order[-1]),
         choices=tuple(_choices(events)),
         not_written=_not_written(events),
+        periods=periods(events, began(events)),
+        moves=moves(events),
     )
 
 

@@ -17,7 +17,9 @@ def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [_progress, _parts, *([_skewness] if any("skewness" in run.gauges for run in runs) else [])]
+    varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
+    panels = [_progress, *([_workers] if varies else []), _parts]
+    panels += [_skewness] if any("skewness" in run.gauges for run in runs) else []
     figure, axes = pyplot.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
     for panel, draw in zip(axes[:, 0], panels, strict=True):
         draw(panel, runs, events)
@@ -36,6 +38,17 @@ def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) 
     panel.set(xlabel="seconds since the begin; dotted: after a recovery", ylabel="iteration")
     panel.grid(alpha=0.3)
     panel.legend(loc="upper left")
+
+
+def _workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, run in enumerate(runs):
+        edges = [(edge, one.workers) for one in run.periods for edge in (one.began_s, one.ended_s)]
+        panel.plot(*zip(*edges, strict=True), color=f"C{number}", linewidth=0.8, linestyle=":")
+        for one in run.periods:
+            panel.plot((one.began_s, one.ended_s), (one.workers, one.workers), color=f"C{number}", linewidth=2.5)
+    panel.set(xlabel="seconds since the begin; dotted: nobody trained", ylabel="workers that train", ylim=(0, None))
+    panel.yaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)
 
 
 def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moc.output import human
 from moc.report.figures import Report, Saving, Spread, Trend
+from moc.report.members import seconds_by_workers
 
 PARTS = {
     "useful_s": "useful work",
@@ -101,6 +102,23 @@ def _part(name: str) -> Cell:
 def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str | None:
     """Median and maximum."""
     return spread and f"{text(spread.median)}, {text(spread.most)}"
+
+
+def _by_workers(run: Report) -> str | None:
+    """Seconds and share by number of workers, if it has changed."""
+    found = seconds_by_workers(run.periods)
+    trained_s = sum(found.values())
+    told = (f"{workers}: {seconds(time)}, {_percent(time / trained_s, 1)}" for workers, time in found.items())
+    return "\n".join(told) if len(found) > 1 else None
+
+
+def _moves(run: Report) -> str | None:
+    moved = run.moves
+    return (
+        f"{moved.count:,} of {human(moved.bytes / moved.count)} in {seconds(moved.seconds)}"
+        if moved and moved.count
+        else None
+    )
 
 
 def _mean_and_most(spread: Spread | None) -> str | None:
@@ -205,6 +223,11 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
     "where the time went": {
         "ETTR": lambda run: f"{run.ettr:.3f}",
         **{title: _part(name) for name, title in PARTS.items()},
+    },
+    "members": {
+        "trained on so many workers": _by_workers,
+        "moves of experts, when they changed": _moves,
+        "checkpoints read, since experts were lost": lambda run: f"{run.moves.fallbacks:,}" if run.moves else None,
     },
     "faults and recoveries": {
         "injected": lambda run: _by(run.recoveries.injected, str),

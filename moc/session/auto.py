@@ -32,6 +32,7 @@ from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers
+from moc.simulate.lasting import Lasting
 from moc.simulate.live_costs import NAMES, Running, Saved, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within
@@ -69,6 +70,7 @@ class AutoLimits:
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
         gradients: snapshots may have gradients in place of state.
+        lasting: of a job whose workers go on in the same processes when nodes are lost or come; else None.
     """
 
     tier: str
@@ -80,6 +82,7 @@ class AutoLimits:
     parallel: tuple[int, int, int]
     has_experts: bool
     gradients: bool = False
+    lasting: Lasting | None = None
 
 
 class Choices(Protocol):
@@ -116,8 +119,10 @@ class AutoPolicy:
 
     def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Mapping[str, object]:
         self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)
-        told = [one for one in gather(_newest(tiers, mine, first)) if one is not None]
-        self._take_up(max(told, key=lambda one: one[0])[1] if told else None)
+        told = gather((_newest(tiers, mine, first), 0 if mine is None else mine.workers))
+        more = any(0 < workers < len(told) for _, workers in told)
+        known = [one for one, _ in told if one is not None]
+        self._take_up(max(known, key=lambda one: one[0])[1] if known else None, more)
         if self._flags:
             with contextlib.suppress(ValueError):
                 self._choices.check(self._flags)
@@ -204,11 +209,12 @@ class AutoPolicy:
     def _forget(self) -> None:
         self._measured, self._flags, self._basis, self._looked = Measurements(), {}, {}, 0
 
-    def _take_up(self, state: Mapping[str, Any] | None) -> None:
+    def _take_up(self, state: Mapping[str, Any] | None, more: bool) -> None:
+        """Restores a state; if there are more workers than before, nodes have come, which is no failure."""
         self._forget()
         if state is not None:
             self._measured = Measurements.from_state(state["measured"])
-            self._measured.faults += not state["orderly"]
+            self._measured.faults += not (state["orderly"] or more)
             if state["machine"] != self._machine:
                 self._measured = Measurements(self._measured.trained_s, self._measured.faults)
             elif state["limits"] == self._limits_given:
@@ -218,8 +224,11 @@ class AutoPolicy:
 
     @property
     def _machine(self) -> list:
-        """Identifies parallel layout and workers per node; a change voids all measurements but failures."""
-        return [*self._asked.parallel, *self._ranks]
+        """Identifies parallel layout and workers per node; a change voids all measurements but failures.
+
+        Where workers go on when nodes are lost or come, a choice is made for all numbers of nodes.
+        """
+        return [*self._asked.parallel, *(self._ranks if self._asked.lasting is None else self._ranks[:1])]
 
     @property
     def _limits_given(self) -> list:
@@ -258,14 +267,16 @@ class AutoPolicy:
         measured = {name: figures[name] for name in figures if name != "mtbf_s"}
         return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured, loads=load)
 
-    def _limits(self) -> PlanLimits:
-        asked = self._asked
+    def _limits(self, load: Load | None) -> PlanLimits:
+        asked, lasting = self._asked, self._asked.lasting
+        rarer = 1.0 if lasting is None else lasting.rarer(self._mtbf_s, load)
         return PlanLimits(
             exact_only=asked.exact_only,
             host_bytes=None if asked.host_memory_gb is None else 1e9 * asked.host_memory_gb,
             plt_by_policy=asked.plt,
             policies=tuple(name for name in NAMES if self._may_be(name)),
             replicas=self._replicas,
+            rarer={} if lasting is None else dict.fromkeys(lasting.policies, rarer),
         )
 
     def _may_be(self, policy: str) -> bool:
@@ -280,16 +291,18 @@ class AutoPolicy:
 
     def _choose(self, iteration: int, run: Running, cause: str) -> bool:
         """Chooses; asks for sizes, so all workers call it together."""
-        limits = self._limits()
+        limits = self._limits(run.loads)
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
-        now = (
-            priced(run, str(self._flags["ckpt_policy"]), options_of(self._flags, self._mtbf_s)) if self._flags else None
-        )
+        now = self._in_force(run, limits) if self._flags else None
         stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
         if not stays:
             self._flags = flags_of_candidate(plan.best)
         self._tell(iteration, plan, now if stays else None, cause)
         return not stays
+
+    def _in_force(self, run: Running, limits: PlanLimits) -> Candidate:
+        name = str(self._flags["ckpt_policy"])
+        return priced(run, name, options_of(self._flags, limits.mean_s(name, self._mtbf_s)))
 
     def _tell(self, iteration: int, plan: PolicyChoice, stays: Candidate | None, cause: str) -> None:
         reason = plan.reason

@@ -1,5 +1,6 @@
 """The program, which waits before its last two iterations until a file is there; for tests that kill its workers.
 
+``TEST_HELD_BEFORE`` is the number of these last iterations, if they are more.
 However slow a test is, it finds the job running.  Workers wait in a collective, so they can be lost and woken there.
 """
 
@@ -15,14 +16,14 @@ from pretrain_gpt_moe import warm_up
 
 
 def hold(may_end: Path) -> None:
-    """Makes the training loop wait for a file before its last two iterations."""
+    """Makes the training loop wait for a file before its last iterations."""
     from megatron.pretraining import loop
     from moc.runtime.agreement import run_on_rank0
 
-    iterate = loop.iterate
+    iterate, before = loop.iterate, int(os.environ.get("TEST_HELD_BEFORE", "2"))
 
     def held(run, stop):
-        while run.position.iteration == run.train_iters - 2 and not run_on_rank0(may_end.exists, "waiting"):
+        while run.position.iteration == run.train_iters - before and not run_on_rank0(may_end.exists, "waiting"):
             time.sleep(0.05)
         return iterate(run, stop)
 

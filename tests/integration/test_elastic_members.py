@@ -2,9 +2,12 @@
 
 import pytest
 
+from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE
-from tests.integration.tiny import SHALLOW, known
+from tests.integration.tiny import LAYOUTS, SHALLOW, known
 from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
@@ -34,21 +37,22 @@ MORE = {  # name: faults
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
 
-def job_of(data, tmp_path, faults, least=2, candidates=1, **more):
-    """A job of four nodes, which an injected kill loses as a whole."""
-    saved = dict(ckpt_policy="full", snapshot_interval=100, ckpt_dir=str(tmp_path / "snapshots"))
-    nodes = dict(nodes=4, least=least, candidates=candidates)
+def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", **more):
+    """A job whose nodes have a worker each, which an injected kill loses as a whole."""
+    saved = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
+    saved |= {} if "ckpt_policy" in more else dict(snapshot_interval=100)
+    nodes = dict(nodes=LAYOUTS[layout][0], least=least, candidates=candidates)
     own = ["--silence-timeout", "5", "--grow-wait", "600"]
     program = "tests/integration/losing_pretrain_gpt_moe.py"
     return Launched(
-        "DP4", data | FLAGS | saved | more | dict(inject=faults), tmp_path / "job", *own, **nodes, program=program
+        layout, data | FLAGS | saved | more | dict(inject=faults), tmp_path / "job", *own, **nodes, program=program
     )
 
 
-def assert_as_of_fixed_members(job, data, again=False):
-    """Losses are those of four workers throughout; no iteration was computed twice, unless ``again``."""
-    assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)] or again
-    expected = [record["loss"] for record in known("DP4", data | FLAGS).records]
+def assert_as_of_fixed_members(job, data, again=False, layout="DP4", **more):
+    """Losses are those of all workers throughout; no iteration was computed twice, unless ``again``."""
+    expected = [record["loss"] for record in known(layout, data | FLAGS | more).records]
+    assert [event["iteration"] for event in job.events("iteration")] == [*range(1, len(expected) + 1)] or again
     assert [record[1] for record in job.records()] == pytest.approx(expected, abs=CLOSE)
 
 
@@ -82,6 +86,51 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         records.append(job.records())
     assert records[0] == records[-1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 goes through a longer history, twice")
+def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch):
+    """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
+    monkeypatch.setenv("TEST_HELD_BEFORE", "6")
+    faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=meeting"]
+    three, records = dict(elastic_min_replicas=3), []  # of five nodes, two may be lost
+    for run in ("first", "second"):
+        with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three) as job:
+            job.reach(ITERATIONS - 6)
+            for node in (1, 4, 5):
+                job.start(node)
+            job.tells(f"6 nodes continue from iteration {ITERATIONS - 6}")
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout="DP6", **three)
+        assert [event["world_size"] for event in job.events("start")] == [6, 5, 3, 6]
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        records.append(job.records())
+    assert records[0] == records[1]
+
+
+CHOSEN = WARM_UP + BLOCK * PROFILE_BLOCKS
+LONGER = dict(train_iters=CHOSEN + 24, lr_decay_iters=CHOSEN + 24)
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 measures and chooses a policy")
+def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
+    auto = LONGER | dict(ckpt_policy="auto", mtbf_hours=1.0)
+    with job_of(data, tmp_path, [f"kill node=1 iteration={CHOSEN + 8}"], **auto) as job:
+        job.tells("training continues on 3 of 4 nodes")
+        before = job.pids
+        job.start(1)
+        job.tells("4 nodes continue from iteration")
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, **LONGER)
+    (choice,) = job.events("choice")
+    kept = Store(LocalPlace(tmp_path / "snapshots")).manifest(LONGER["train_iters"]).state["auto"]
+    assert kept["flags"]["ckpt_policy"] == choice["ckpt_policy"]  # it holds for any number of nodes
+    assert kept["measured"]["faults"] == 1  # a node that comes is none
+    assert choice["iteration"] <= CHOSEN + 8 and choice["ckpt_policy"] in ("full", "sparse")
+    assert {job.pids[rank] for rank in (0, 2, 3)} == {before[rank] for rank in (0, 2, 3)}
+    assert {event["tier"] for event in job.events("resume")} == {"live"}
+    assert [event["nodes"] for event in job.events("migration")] == [3, 4]
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that is about to be taken in")

@@ -56,6 +56,7 @@ LAYOUTS = {  # name: (workers, flags)
     "DP2": (2, {}),
     "DP3": (3, {}),
     "DP4": (4, FOUR),
+    "DP6": (6, {}),
     "DP4xEP2": (4, FOUR | dict(expert_model_parallel_size=2)),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
-from moc.policy import AUTO
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -23,15 +22,14 @@ def why_anew(config: Config, per_node: int) -> str:
     With one pipeline stage, a worker has the same part of the model beside any number of others; and it has all of the
     state that goes with it if the optimizer is not sharded.
     """
-    parallel, policy = config.parallel, config.snapshot.ckpt_policy
+    parallel = config.parallel
     reasons = {
         "without --elastic": not config.elastic.elastic,
         "with several pipeline stages": parallel.pipeline_model_parallel_size > 1,
         "with a model on several nodes": per_node % _model_size(config) > 0,
         "with --use-distributed-optimizer": parallel.use_distributed_optimizer,
         "with --deepspeed": config.zero.deepspeed,
-        "without --ckpt-policy": policy is None,
-        f"with --ckpt-policy {AUTO}": policy == AUTO,
+        "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

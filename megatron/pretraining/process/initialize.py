@@ -45,8 +45,14 @@ def initialize(config: Config, job: Job | None = None) -> World:
 
 def fewest_nodes() -> int | None:
     """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
-    least, most = (int(os.environ.get(name, "1")) for name in (environment.LEAST_PLACES, environment.PLACES))
+    least, most = numbers_of_nodes()
     return least if least < most else None
+
+
+def numbers_of_nodes() -> tuple[int, int]:
+    """MIN and MAX of the job's nodes; equal if their number does not vary."""
+    least, most = (int(os.environ.get(name, "1")) for name in (environment.LEAST_PLACES, environment.PLACES))
+    return least, most
 
 
 def world_of(job: Job) -> World:

@@ -1,0 +1,299 @@
+"""Random losses and growths of an elastic job, and whether it ends as if nothing had been.
+
+    python benchmarks/elastic_faults.py --seed 1 --events 15 --output docs/results/elastic_faults_cpu.json --append
+
+A tiny model with dropout trains on MIN to MAX nodes, each a launcher with one worker and temporary files of its own, and
+each with a candidate for the controller.  All that happens is drawn from the seed: all processes of a node are killed at
+once, its launcher, or its worker; nodes come back; half of it while something earlier is under way, of which half as
+soon as experts move, for which moves of layers take longer (``--inject slow``).  Fewer than f nodes are lost at once.
+
+At the end the job is asked to stop.  Then:
+
+* the losses of all iterations are within 1e-5 of those of a job whose members stay;
+* no iteration was computed twice or left out, no checkpoint was read, and no worker was replaced that was not killed;
+* all launchers ended with the code for a job that has saved, the last snapshot is whole, and nothing is left: no
+  process, no shared memory, no temporary file.
+
+The files of a run that failed are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, write_json
+from benchmarks.faults.members import COMES, LOSSES, MOMENTS, MOVE, SETTLED, Cluster, Happening, drawn, moment
+from benchmarks.faults.run import damages, standing
+from benchmarks.live.job import KIND, PROGRAM, SHARED, WORKER
+from benchmarks.live.members import Nodes
+
+CLOSE, SAVED = 1e-5, 75
+MOVES_S = 0.1  # that each layer of a move takes longer, twice
+CHANGE_S = 4.0  # that changes take, about
+CLUSTER = Cluster(nodes=5, least=3, slots=6, experts=8, replicas=3)
+MODEL = f"""--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-experts {CLUSTER.experts} --seq-length 32
+    --max-position-embeddings 32 --vocab-size 255 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3
+    --hidden-dropout 0.1 --attention-dropout 0.1 --calculate-per-token-loss --exit-signal-handler --log-interval 1
+    --elastic --elastic-slots {CLUSTER.slots} --elastic-min-replicas {CLUSTER.replicas}
+    --elastic-rebalance-interval 10 --ckpt-policy full --ckpt-tier disk --snapshot-interval 50""".split()
+
+
+@dataclass
+class Row:
+    """What became of one run."""
+
+    seed: int
+    happened: list[dict] = field(default_factory=list)  # each with what the job did then
+    members: list[int] = field(default_factory=list)  # workers, of each start
+    migrations: int = 0
+    iterations: int = 0
+    difference: float = 0.0  # the largest of a loss
+    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
+    left: list[str] = field(default_factory=list)  # what it has left
+    stand: list[str] = field(default_factory=list)  # if it stood still, what its processes did then
+    seconds: float = 0.0
+
+
+class Run:
+    """One job, and what happens to it.
+
+    Args:
+        own: flags of the benchmark.
+        directory: for its files; made.
+        stack: at whose end the job has ended.
+    """
+
+    def __init__(self, own: argparse.Namespace, directory: Path, stack: ExitStack):
+        directory.mkdir(parents=True)
+        self._own, self._directory, self.row = own, directory, Row(own.seed)
+        self._memory = Path(tempfile.mkdtemp(prefix="elastic-faults-", dir=SHARED))
+        stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
+        counts = [f"{CLUSTER.least}:{CLUSTER.nodes}", "--nproc-per-node", 1]
+        launcher = ["--nnodes", *counts, "--grow-wait", 1, "--silence-timeout", own.silence]
+        places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory]
+        slow = [
+            f"slow node={node} iteration=0 point={point} seconds={MOVES_S} times=100000"
+            for point in ("rebalancing", "landed")
+            for node in range(CLUSTER.nodes)
+            if point == "rebalancing" or node % 2
+        ]
+        ends = ["--train-iters", own.iterations, "--inject", "; ".join(slow)]
+        program = [PROGRAM, *KIND, *MODEL, *places, *ends]
+        self.nodes = Nodes(program, directory, stack, launcher, CLUSTER.nodes, candidates=CLUSTER.nodes)
+        self._last, self._reached = None, 0
+
+    def meets(self, happening: Happening) -> None:
+        """Waits for the moment of a loss or growth, and brings it about."""
+        self._wait(lambda: self._is_time(happening), f"{happening}")
+        did = moment(self.nodes.events.all(), self._last, len(self.nodes.present))
+        told = {"action": happening.action, "node": happening.node, "iteration": self.nodes.iteration, "moment": did}
+        self._last, self._reached = time.time(), self.nodes.iteration
+        self.row.happened.append(told)
+        if happening.action == COMES:
+            self.nodes.start(happening.node)
+        elif happening.action == "worker":
+            worker = self.nodes.worker(happening.node)
+            if worker is not None:
+                worker.kill()
+        else:
+            self.nodes.lose(happening.node, at_once=happening.action == "node")
+
+    def trains_to_its_end(self) -> None:
+        """Waits for the last iteration, undisturbed."""
+        for iteration in range(1, self._own.iterations + 1):
+            self._wait(lambda at=iteration: self.nodes.iteration >= at, f"iteration {iteration}")
+
+    def ends(self) -> None:
+        """Waits until all is over, and asks the job to stop."""
+        self._wait(self._settled, "the last change")
+        self.nodes.jobs[min(self.nodes.present)].process.send_signal(signal.SIGTERM)
+        self._wait(lambda: None not in self.nodes.ended().values(), "the end")
+
+    def _is_time(self, happening: Happening) -> bool:
+        if self._last is None:
+            return self.nodes.iteration >= 2 + 3 * happening.share
+        spent, settled = time.time() - self._last, self._settled()
+        if happening.when == SETTLED:
+            return settled and self.nodes.iteration >= self._reached + 2 + 4 * happening.share
+        if happening.when == MOVE:
+            moves = [e["time"] for e in self.nodes.events.of("inject") if e["time"] > self._last]
+            return settled or bool(moves) and time.time() >= moves[0] + 3 * MOVES_S * happening.share
+        return settled or spent >= happening.share * CHANGE_S
+
+    def _settled(self) -> bool:
+        """Whether all who are there train, and have completed iterations since the last change."""
+        there = len(self.nodes.present)
+        return self.nodes.size == there and self.nodes.iteration >= self._reached + (2 if self._last else 1)
+
+    def _wait(self, ready, what: str) -> None:
+        """Raises TimeoutError if that does not come to pass."""
+        deadline = time.monotonic() + self._own.limit
+        while not ready():
+            codes = self.nodes.ended()
+            if what != "the end" and any(code is not None for code in codes.values()):
+                raise TimeoutError(f"launchers have ended before {what}: {codes}")
+            if time.monotonic() > deadline:
+                self.row.stand = [
+                    line
+                    for node in sorted(self.nodes.present)
+                    for line in standing(_processes(self.nodes.jobs[node].process.pid))
+                ]
+                raise TimeoutError(f"no {what} after {self._own.limit:g} s, at iteration {self.nodes.iteration}")
+            time.sleep(0.01)
+
+    def judged(self, expected: list[float]) -> Row:
+        """What became of it, beside the losses of fixed members."""
+        row, events = self.row, self.nodes.events
+        told = [event["iteration"] for event in events.of("iteration")]
+        losses = [event["loss"] for event in events.of("iteration")]
+        row.iterations, row.members = max(told, default=0), [event["world_size"] for event in events.of("start")]
+        row.migrations = len(events.of("migration"))
+        row.difference = max((abs(a - b) for a, b in zip(losses, expected, strict=False)), default=0.0)
+        row.wrong += [] if told == [*range(1, len(told) + 1)] else ["iterations were computed twice, or left out"]
+        row.wrong += [] if len(told) <= len(expected) else [f"raise --iterations above {len(told)}"]
+        row.wrong += [] if row.difference <= CLOSE else [f"a loss differs by {row.difference:.2g}"]
+        row.wrong += [f"a checkpoint was read: {event['reason']}" for event in events.of("fallback")]
+        row.wrong += [f"state came from {e['tier']}" for e in events.of("resume") if e["tier"] not in ("live", None)]
+        codes = self.nodes.ended()
+        row.wrong += [] if set(codes.values()) == {SAVED} else [f"exit codes {codes}"]
+        row.wrong += damages(self._directory / "snapshots") + self._replaced()
+        row.left = self.nodes.left() + [f"{path} is left" for path in self._memory.rglob("*") if path.is_file()]
+        return row
+
+    def _replaced(self) -> list[str]:
+        """Workers that were started anew although nobody killed them."""
+        console = self.nodes.console().splitlines()
+        started = Counter(int(line.split()[2].rstrip(":")) for line in console if WORKER.search(line))
+        may = Counter(one["node"] for one in self.row.happened if one["action"] in (COMES, "worker"))
+        more = {node: number - 1 - may[node] for node, number in started.items() if number - 1 > may[node]}
+        return [f"node {node} has had {number} workers too many" for node, number in more.items()]
+
+
+def _processes(pid: int):
+    import psutil
+
+    launcher = psutil.Process(pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def fixed(own: argparse.Namespace, directory: Path) -> list[float]:
+    """The losses of a job whose members stay; computed once for a directory."""
+    known = directory / f"fixed-{own.iterations}.json"
+    if not known.exists():
+        with ExitStack() as stack:
+            run = Run(own, directory / "fixed", stack)
+            run.trains_to_its_end()
+            losses = [event["loss"] for event in run.nodes.events.of("iteration")]
+        known.write_text(json.dumps(losses))
+        shutil.rmtree(directory / "fixed")
+    return json.loads(known.read_text())
+
+
+def disturbed(own: argparse.Namespace, directory: Path, expected: list[float]) -> Row:
+    """One run, with all that is drawn from its seed."""
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        run = Run(own, directory, stack)
+        try:
+            for happening in drawn(random.Random(own.seed), own.events, CLUSTER):
+                if run.nodes.iteration > own.iterations - 60:
+                    break
+                run.meets(happening)
+            run.ends()
+        except TimeoutError as late:
+            run.row.wrong.append(str(late))
+        time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+        row = run.judged(expected)
+        (directory / "console").write_text(run.nodes.console())
+    row.seconds = round(time.monotonic() - begun, 1)
+    return row
+
+
+def summary(rows: list[Row]) -> dict:
+    """What all runs come to together."""
+    happened = [one for row in rows for one in row.happened]
+    return {
+        "runs": len(rows),
+        "as fixed members": sum(not row.wrong and not row.left for row in rows),
+        "wrong": sum(bool(row.wrong) for row in rows),
+        "stood still": sum(bool(row.stand) for row in rows),
+        "leftovers": sum(bool(row.left) for row in rows),
+        "events": len(happened),
+        "by kind": {action: counted(happened, action) for action in (*LOSSES, COMES)},
+        "iterations": sum(row.iterations for row in rows),
+        "changes": sum(len(row.members) - 1 for row in rows),
+        "moves of experts": sum(row.migrations for row in rows),
+        "largest difference of a loss": max((row.difference for row in rows), default=0.0),
+    }
+
+
+def counted(happened: list[dict], action: str) -> dict[str, int]:
+    """How often something happened, by what the job did then."""
+    found = Counter(one["moment"] for one in happened if one["action"] == action)
+    return {did: found[did] for did in MOMENTS}
+
+
+def write(own: argparse.Namespace, rows: list[Row]) -> None:
+    """Writes what all runs have come to; with ``--append``, with those that are there already."""
+    if own.append and own.output and own.output.exists():
+        seeds = {row.seed for row in rows}
+        there = [Row(**run) for run in json.loads(own.output.read_text())["runs"]]
+        rows = [row for row in there if row.seed not in seeds] + rows
+    flags = {name: getattr(own, name) for name in ("events", "iterations", "silence")}
+    told = {"machine": machine(), "flags": flags, "job": asdict(CLUSTER), "summary": summary(rows)}
+    write_json(own.output, told | {"runs": [asdict(row) for row in rows]})
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next one")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--events", type=int, default=15, help="of each run (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=400, help="at most, of a run (default: %(default)s)")
+    parser.add_argument("--silence", type=float, default=20.0, help="seconds after which a silent node is lost")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a change hangs")
+    parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
+    parser.add_argument("--append", action="store_true", help="add the runs to those in --output")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Runs the campaign; 1 if a run failed."""
+    own, rows = parse(), []
+    directory = own.directory or Path(tempfile.mkdtemp(prefix="elastic-faults-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    expected = fixed(own, directory)
+    for _ in range(own.runs):
+        place = directory / f"seed-{own.seed}-{time.monotonic_ns()}"
+        row = disturbed(own, place, expected)
+        rows.append(row)
+        wrong = row.wrong + row.left
+        what = f"within {row.difference:.1e} of fixed members" if not wrong else f"FAILED: {wrong} (see {place})"
+        print(f"seed {own.seed}: {len(row.happened)} events, {row.seconds:.0f} s, {row.members}: {what}", flush=True)
+        if not wrong:
+            shutil.rmtree(place)
+        own.seed += 1
+        write(own, rows)
+    print(json.dumps(summary(rows), indent=1))
+    failed = any(row.wrong or row.left for row in rows)
+    if own.directory is None and not failed:
+        shutil.rmtree(directory)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""A job of MIN to MAX nodes on this machine, whose nodes are lost and come back while it trains."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from benchmarks.live.job import WORKER, Events, Job, free_ports
+
+
+class Nodes:
+    """The launchers of a job, a node each, with temporary files of its own; all tell what happens in one place.
+
+    Args:
+        program: of the workers, with its flags.
+        files: directory for what the job writes.
+        stack: at whose end nothing is left of the job but its files.
+        launcher: flags of the launcher, ``--nnodes`` among them.
+        nodes: that are started.
+        candidates: nodes that may have the controller.
+
+    Attributes:
+        events: what the job has told.
+        jobs: by node; those of lost nodes have ended.
+        present: nodes that are not lost.
+        consoles: lines of launchers that have ended.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[object],
+        files: Path,
+        stack: ExitStack,
+        launcher: Sequence[object],
+        nodes: int,
+        candidates: int = 1,
+    ):
+        addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates))
+        self._launcher = ["-m", "moc.launch", *launcher, "--rdzv-endpoint", addresses]
+        self._program, self._files, self._stack = list(program), files, stack
+        self._token = secrets.token_hex(32)
+        self.log = files / "log"
+        self.events = Events(self.log / "events.jsonl")
+        self.present: set[int] = set()
+        self.jobs: dict[int, Job] = {}
+        self.consoles: list[str] = []
+        for node in range(nodes):
+            self.start(node)
+
+    def start(self, node: int) -> None:
+        """Starts a node, the first time or again."""
+        directory = self._files / f"{node}-{time.monotonic_ns()}"
+        self.temporary(node).mkdir(exist_ok=True)
+        directory.mkdir()
+        command = [*self._launcher, "--node-rank", node, *self._program]
+        environment = {"MOC_TOKEN": self._token, "TMPDIR": str(self.temporary(node)), "CUDA_VISIBLE_DEVICES": ""}
+        job = Job(command, directory, environment=environment, log=self.log)
+        self.jobs[node] = self._stack.enter_context(job)
+        self.present.add(node)
+
+    def temporary(self, node: int) -> Path:
+        """For temporary files of a node."""
+        return self._files / f"tmp{node}"
+
+    def lose(self, node: int, at_once: bool = True) -> None:
+        """Kills all processes of a node, or its launcher alone, with which the others end; its files are gone."""
+        job = self.jobs[node]
+        launcher = psutil.Process(job.process.pid)
+        of_node = [launcher, *launcher.children(recursive=True)]
+        for process in of_node if at_once else [launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        job.process.wait()
+        psutil.wait_procs(of_node[1:], timeout=30)
+        self.consoles += [f"{moment:.3f} node {node}: {line}" for moment, line in job.said]
+        shutil.rmtree(self.temporary(node), ignore_errors=True)  # nobody is left who could tidy it up
+        self.present.discard(node)
+
+    def worker(self, node: int, local: int = 0, per_node: int = 1) -> psutil.Process | None:
+        """The newest process of a worker of a node; None if there was none."""
+        told = [found for _, line in list(self.jobs[node].said) if (found := WORKER.search(line))]
+        numbers = [int(one[2]) for one in told if int(one[1]) % per_node == local]
+        with suppress(psutil.NoSuchProcess, IndexError):
+            return psutil.Process(numbers[-1])
+        return None
+
+    def console(self) -> str:
+        """What all launchers have written, in order."""
+        now = [f"{moment:.3f} node {node}: {line}" for node, job in self.jobs.items() for moment, line in job.said]
+        return "\n".join(sorted({*self.consoles, *now}))
+
+    @property
+    def iteration(self) -> int:
+        """The newest that is complete."""
+        return max((event["iteration"] for event in self.events.of("iteration")), default=0)
+
+    @property
+    def size(self) -> int:
+        """Workers that have started to train together last; 0 before."""
+        return next((event["world_size"] for event in reversed(self.events.of("start"))), 0)
+
+    def ended(self) -> dict[int, int | None]:
+        """By node that is there, the exit code of its launcher; None if it has not ended."""
+        return {node: self.jobs[node].process.poll() for node in sorted(self.present)}
+
+    def left(self) -> list[str]:
+        """Processes and temporary files that the job should not have left, a sentence each."""
+        mine = str(self._files)
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid != os.getpid() and f"{mine}/" in " ".join(process.info["cmdline"] or ()):
+                found.append(f"process {process.pid} is left")
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return found + [f"{path} is left" for path in self._files.glob("tmp*/mocrun-*")]
