@@ -30,7 +30,11 @@ MORE = {  # name: faults
     "first": ["kill node=0 iteration=5"],
 }
 
-
+POLICIES = {  # name: flags
+    "pec": dict(pec_k=1, snapshot_interval=3),
+    "selective": dict(selective_experts=1, snapshot_interval=3),
+    "sparse": dict(sparse_window=2, snapshot_interval=1),
+}
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
 
@@ -52,8 +56,9 @@ def assert_as_of_fixed_members(job, data, again=False):
     assert [record[1] for record in job.records()] == pytest.approx(expected, abs=CLOSE)
 
 
-def test_nodes_are_lost_and_come_back(data, tmp_path):
-    with job_of(data, tmp_path, TWO) as job:
+@pytest.mark.parametrize("policy", ["full", *ALL * [*POLICIES]])
+def test_nodes_are_lost_and_come_back(data, tmp_path, policy):
+    with job_of(data, tmp_path, TWO, ckpt_policy=policy, **POLICIES.get(policy, {})) as job:
         job.tells("training continues on 2 of 4 nodes")
         before = job.pids
         job.reach(6)
@@ -67,6 +72,7 @@ def test_nodes_are_lost_and_come_back(data, tmp_path):
     assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
     assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+    assert {event["plt"] for event in job.events("lost")} <= {0.0}  # of policies that count lost tokens
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes at more moments")
