@@ -217,7 +217,7 @@ class Policy(ABC):
 
     @property
     def keeps_live(self) -> bool:
-        """Whether survivors keep live experts after a loss; of no effect if the policy is exact."""
+        """Whether survivors keep live experts after a loss of others; of no effect if the policy is exact."""
         return False
 
     @property

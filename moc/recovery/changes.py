@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moc.policy import POLICIES, Policy
-from moc.recovery.sources import STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
+from moc.recovery.sources import LIVE, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 
 
 def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> str | None:
@@ -29,7 +29,7 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
 
 def is_of(policy: Policy, way: RecoveryPath) -> bool:
     """Whether a policy planned all checkpoints of a path; those of others say nothing of tokens."""
-    return all(one.policy == policy.name for one in way.used())
+    return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
 
 
 def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:

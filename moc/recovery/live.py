@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from moc.recovery.sources import LIVE, AvailableCheckpoint, RecoveryPath, recoveries
+from moc.recovery.sources import LIVE, MASTER, MOMENTS, AvailableCheckpoint, RecoveryPath, ReplayPoint, recoveries
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -29,6 +29,13 @@ def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[Av
         if whole:
             found.append(AvailableCheckpoint(iteration, LIVE, whole, policy))
     return found
+
+
+def path_of_survivors(iteration: int, operators: Sequence[Operator]) -> RecoveryPath:
+    """The path of a run whose survivors have the state of an iteration whole, and that loads nothing."""
+    state = AvailableCheckpoint(iteration, LIVE, {one.name: Detail.FULL.value for one in operators})
+    sources = {(one.name, part): state for one in operators for part in (MASTER, MOMENTS)}
+    return RecoveryPath((ReplayPoint(iteration, sources),))
 
 
 def kept_of(way: RecoveryPath) -> dict[str, int]:

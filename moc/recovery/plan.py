@@ -1,9 +1,9 @@
 """Recovery plan of a job that has lost workers: a pure function of what has survived.
 
-For an exact policy, a rank reaches the state of an iteration in one of three ways: it *keeps* its state, if it is a
-survivor at that iteration; it *copies* the state from a surviving data-parallel replica; or it *loads* a checkpoint of
-that iteration.  The job resumes from the newest iteration that every rank can reach, so that work is lost only where
-state is lost.
+A rank reaches the state of an iteration in one of three ways: it *keeps* its state, if it is a survivor at that
+iteration; it *copies* the state from a surviving data-parallel replica; or it *loads* a checkpoint of that iteration.
+The job resumes from the newest iteration that every rank can reach, so that work is lost only where state is lost.  If
+the policy is not exact, what is loaded may be older in part; where survivors have the whole state, nothing is loaded.
 
 A worker that has seen the vote of an iteration has updated its state; one that has not still has the previous state
 (see ``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: if the newer state can be copied,
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moc.recovery.going_on import Course, goes_on
-from moc.recovery.live import given, whole_ranks
+from moc.recovery.live import given, path_of_survivors, whole_ranks
 from moc.recovery.scope import Logs, scope
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.operators import Operator
@@ -70,7 +70,7 @@ class RecoveryPlan:
         keep: ranks that keep their state.
         copies: from survivors to the others, of what these do not load.
         way: checkpoints that the others load; None if they copy, or if all keep or continue.  Of an inexact policy it
-            may have live state, which holders keep.
+            has the live state, too, which holders keep.
         courses: by pipeline stage, how its workers get here by themselves, for stages that do not keep their state;
             empty if all stages replay together.
         complete: ranks one iteration behind that have the reduced gradients, and complete the iteration.
@@ -115,27 +115,31 @@ def plans(
 ) -> Iterator[RecoveryPlan]:
     """Yields plans, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
 
-    With ``exact`` off, live state counts only where it is among the checkpoints (:mod:`moc.recovery.live`).
+    With ``exact`` off, live state of some operators alone counts only where it is among the checkpoints
+    (:mod:`moc.recovery.live`).
 
     Yields:
         Plans by which every rank reaches its whole state at the plan's iteration.  Memory is preferred to copies from
-        other ranks, these to storage, and these to a replay by some stages.
+        other ranks, these to storage, and these to a replay by some stages; with ``exact`` off, copies to all, since
+        checkpoints of the same iteration may have older experts.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
-    live = {rank: at for rank, at in inventory.live.items() if exact and only is None}
+    live = inventory.live if only is None else {}
     for iteration in sorted({*ways, *live.values()}, reverse=True):
         keep = frozenset(rank for rank, at in live.items() if at == iteration)
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
-        by_stages = _by_stages(iteration, live, ways.values(), inventory, operators)
+        by_stages = _by_stages(iteration, live, ways.values(), inventory, operators) if exact else None
         behind = frozenset(r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r))
         if copies is not None:
             behind = frozenset()  # copying is enough
         elif behind:  # they alone hold some operator
             copies = _copies(keep | behind, inventory.pieces)
-        if copies is not None and (way is None or way.base.tier != MEMORY):
+        if copies is not None and not exact:
+            yield RecoveryPlan(iteration, keep, copies, path_of_survivors(iteration, operators), complete=behind)
+        elif copies is not None and (way is None or way.base.tier != MEMORY):
             yield RecoveryPlan(iteration, keep, copies, complete=behind)
         elif way is not None and len(way.moments) == 1:
-            keep |= whole_ranks(way, inventory.live, inventory.pieces)
+            keep = (keep if exact else frozenset()) | whole_ranks(way, inventory.live, inventory.pieces)
             copies = tuple(RankCopy(*one) for one in given(way, inventory.live, inventory.pieces))
             yield RecoveryPlan(iteration, keep, copies, way)
         elif by_stages is not None:

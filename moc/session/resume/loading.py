@@ -298,7 +298,7 @@ class SnapshotLoader:
         if way.base.tier == LIVE:
             saved = left.states[way.iteration]
             self._restore(saved, left.steps[way.iteration], saved["policy"], "the workers that are left")
-            ledgers[way.base.key] = saved["ledger"]
+            ledgers |= {way.base.key: saved["ledger"]} if saved.get("ledger") else {}
         else:
             base = manifests[way.base.key]
             saved = base.state
