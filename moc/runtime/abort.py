@@ -40,6 +40,10 @@ NCCL_FLAGS = {
 """Environment variables that :func:`abort_nccl` requires; torch and NCCL read them when a group is connected."""
 
 
+class AbortError(RuntimeError):
+    """A group could not be aborted: the CUDA context is broken, and this process can have no other groups."""
+
+
 def open_sockets() -> set[int]:
     """Inodes of all open sockets of this process.  An inode identifies a socket for its whole lifetime."""
     return set(_sockets().values())
@@ -74,7 +78,7 @@ def abort_nccl(backends: list, patience: float) -> None:
         patience: seconds for all of them together.
 
     Raises:
-        RuntimeError: an abort failed or timed out; the CUDA context is broken, and the process must be replaced.
+        AbortError: an abort failed or timed out.
     """
     failures: list[str] = []
     threads = [threading.Thread(target=_abort, args=(backend, failures), daemon=True) for backend in backends]
@@ -86,7 +90,7 @@ def abort_nccl(backends: list, patience: float) -> None:
     failures += [f"no answer within {patience:g} s" for thread in threads if thread.is_alive()]
     if failures:
         count = f"{len(failures)} of {len(backends)}"
-        raise RuntimeError(f"{count} NCCL groups could not be aborted, so this worker must be replaced: {failures[0]}")
+        raise AbortError(f"{count} NCCL groups could not be aborted: {failures[0]}")
 
 
 def _abort(backend, failures: list[str]) -> None:

@@ -120,7 +120,11 @@ class Groups:
         return self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
-        """Frees everything and uninitializes torch.distributed.  No other thread may be using a group."""
+        """Frees everything and uninitializes torch.distributed.  No other thread may be using a group.
+
+        Raises:
+            AbortError: NCCL could not be aborted; torch.distributed is uninitialized all the same.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
         _replace(self._replaced)
@@ -253,7 +257,7 @@ class Groups:
                 raises at once, instead of waiting for ranks that will not join.
 
         Raises:
-            RuntimeError: NCCL could not be aborted: this process must be replaced.
+            AbortError: NCCL could not be aborted: this process can go on no more.
         """
         with self._lock:
             current = self._generation

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from moc.faults import reach
 from moc.runtime import device as compute_device
 from moc.runtime import environment
+from moc.runtime.abort import AbortError
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Interruption, Job
@@ -145,9 +146,12 @@ class JobMember(Job):
         self._say("gives_back", memory=str(memory))
 
     def leave(self) -> None:
-        """As :meth:`Job.leave`."""
+        """As :meth:`Job.leave`.  What cannot be aborted any more ends with this process, whose work is done."""
         assert self._groups is not None  # it is connected
-        self._groups.destroy()
+        try:
+            self._groups.destroy()
+        except AbortError as error:
+            print(f"mocrun: worker {self.rank} has done its work, and leaves ({error})", file=sys.stderr, flush=True)
 
     def _settle(self) -> None:
         """Waits until the last generation is aborted and the device is idle, or ends this worker."""

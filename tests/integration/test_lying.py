@@ -100,3 +100,12 @@ def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_it
     why = r"it (has a device that does not work any more|cannot go on) \(.*(NCCL|CUDA) error: "
     assert re.search(rf"worker 1 was killed by signal 9: {why}", run.console)
     assert f"as were {MAX_BROKEN - 1} before it with device 1 of node 0: the node gives up its place" in run.console
+
+
+@pytest.mark.recovery
+def test_a_device_that_breaks_when_all_is_done_does_not_undo_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LYING_DEVICE", '{"breaks": 1.0, "how": ["fails"]}')
+    program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
+    with running(tmp_path / "run", iterations=20, program=program) as run:
+        assert run.process.wait(120) == 0, run.console
+    assert run.console.count("has done its work, and leaves (1 of 1 NCCL groups could not be aborted") == 2

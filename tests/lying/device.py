@@ -21,20 +21,22 @@ class Lies:
     Attributes:
         seed: of all choices.
         completes: chance that an operation whose peer is gone completes, with garbage, before this worker aborts.
-        breaks: chance that an abort leaves the device broken: half of these aborts fail, the others leave an error.
+        breaks: chance that an abort leaves the device broken.
+        how: what such an abort does, each as often: it fails, or leaves an error that stays.
         spares: ranks whose devices never break.
     """
 
     seed: int = 0
     completes: float = 0.5
     breaks: float = 0.0
+    how: tuple[str, ...] = ("fails", "stays")
     spares: tuple[int, ...] = ()
 
     @classmethod
     def from_environment(cls) -> Lies:
         """As ``LYING_DEVICE`` says."""
         given = json.loads(os.environ.get(VARIABLE, "{}"))
-        return cls(**given | {"spares": tuple(given.get("spares", ()))})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 class Stream:

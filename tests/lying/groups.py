@@ -242,7 +242,7 @@ def _breaks() -> str:
     """Whether and how this abort breaks the device."""
     if DEVICE.broken or int(os.environ["RANK"]) in _lies.spares or _chance.random() >= _lies.breaks:
         return ""
-    return _chance.choice(("fails", "stays"))
+    return _chance.choice(_lies.how)
 
 
 class Connection(generation.GenerationGroup):
