@@ -6,7 +6,8 @@
 ``TRACES`` has Bamboo's ``aws_p3.csv`` (its first 80 minutes, 20 times as fast) and ``gcp_a100.txt`` (4 hours, 60 times
 as fast).  As many nodes are there as the trace has, scaled to six at its most: launchers on this machine with a worker
 each, which are killed with all their processes and started again.  The controller is on none of them.  One after the
-other, with the same losses:
+other, with the same losses; the trace begins when some iterations are done, and for a job of fixed size that has not
+enough nodes then, at once:
 
 * ``in process``: ``--elastic``, on 2 to 6 nodes;
 * ``fixed size``: a job of ``--fixed`` nodes, the others being spares; it waits where fewer are there;
@@ -138,7 +139,8 @@ class Replay:
         """Replays the trace; what the job has done."""
         told, nodes = self._told, self._start(files, stack)
         deadline = time.monotonic() + 180
-        while nodes.iteration < WARM_UP:
+        begins = self._way != "fixed size" or self._of[0].nodes >= self._own.fixed
+        while begins and nodes.iteration < WARM_UP:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self._way} does not begin:\n{nodes.console()[-4000:]}")
             time.sleep(0.05)
@@ -151,9 +153,10 @@ class Replay:
             time.sleep(0.02)
         events = nodes.events.all()
         trained = [e for e in events if e["type"] == "iteration" and e["time"] <= began + self._seconds]
-        told.samples = BATCH * (max(event["iteration"] for event in trained) - before)
+        told.samples = BATCH * (max((event["iteration"] for event in trained), default=before) - before)
         told.again = len(trained) - len({event["iteration"] for event in trained})
-        told.most, told.iteration_s = on_most(events)
+        if trained:
+            told.most, told.iteration_s = on_most(events)
         told.fallbacks = [event["reason"] for event in nodes.events.of("fallback")]
         resumed = [event for event in nodes.events.of("resume") if event["time"] > began]
         told.survived = max(0, told.losses - sum(event["tier"] != "live" for event in resumed))
@@ -270,7 +273,8 @@ def main() -> None:
         for way in own.ways:
             with tempfile.TemporaryDirectory(prefix="spot-replay-") as files, ExitStack() as stack:
                 found = Replay(own, way, of, seconds).run(Path(files), stack)
-                told[name]["ways"][way] = asdict(found) | {"forecast": forecast(own, of, way, found, Path(files))}
+                said = forecast(own, of, way, found, Path(files)) if found.most else None
+                told[name]["ways"][way] = asdict(found) | {"forecast": said}
             print(f"{name}, {way}: {found}", flush=True)
             write_json(own.output, {"machine": machine(), "traces": told})
 
