@@ -2,10 +2,11 @@
 
     python benchmarks/elastic_faults.py --seed 1 --events 15 --output docs/results/elastic_faults_cpu.json --append
 
-A tiny model with dropout trains on MIN to MAX nodes, each a launcher with one worker and temporary files of its own, and
-each with a candidate for the controller.  All that happens is drawn from the seed: all processes of a node are killed at
-once, its launcher, or its worker; nodes come back; half of it while something earlier is under way, of which half as
-soon as experts move, for which moves of layers take longer (``--inject slow``).  Fewer than f nodes are lost at once.
+A tiny model with dropout trains on MIN to MAX nodes, each a launcher with one worker and temporary files of its own,
+and each with a candidate for the controller.  All that happens is drawn from the seed: all processes of a node are
+killed at once, its launcher, or its worker; nodes come back; half of it while something earlier is under way, of which
+half as soon as experts move, for which moves of layers take longer (``--inject slow``).  Fewer than f nodes are lost at
+once.
 
 At the end the job is asked to stop.  Then:
 

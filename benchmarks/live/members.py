@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from benchmarks.live.job import WORKER, Events, Job, free_ports
+from benchmarks.live.job import ROOT, WORKER, Events, Job, free_ports
+
+
+@contextmanager
+def _controller(flags: Sequence[object], token: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "moc.runtime.controller", *map(str, flags)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "MOC_TOKEN": token})
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Nodes:
@@ -22,9 +35,9 @@ class Nodes:
         program: of the workers, with its flags.
         files: directory for what the job writes.
         stack: at whose end nothing is left of the job but its files.
-        launcher: flags of the launcher, ``--nnodes`` among them.
+        launcher: flags of the launcher, ``--nnodes`` among them; without candidates only those that a controller has.
         nodes: that are started.
-        candidates: nodes that may have the controller.
+        candidates: nodes that may have the controller; with 0 it is none of them, as on a machine of its own.
 
     Attributes:
         events: what the job has told.
@@ -42,10 +55,13 @@ class Nodes:
         nodes: int,
         candidates: int = 1,
     ):
-        addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates))
+        addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates or 1))
         self._launcher = ["-m", "moc.launch", *launcher, "--rdzv-endpoint", addresses]
         self._program, self._files, self._stack = list(program), files, stack
         self._token = secrets.token_hex(32)
+        if not candidates:
+            self._launcher.append("--no-controller")
+            stack.enter_context(_controller(["--listen", addresses, *launcher], self._token))
         self.log = files / "log"
         self.events = Events(self.log / "events.jsonl")
         self.present: set[int] = set()

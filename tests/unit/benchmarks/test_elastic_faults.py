@@ -1,0 +1,63 @@
+"""What happens to an elastic job is drawn so that every expert is left, and is counted by what the job did then."""
+
+import random
+
+import pytest
+
+from benchmarks.elastic_faults import CLUSTER, Row, summary
+from benchmarks.faults.members import COMES, MOMENTS, MOVE, SETTLED, Cluster, drawn, moment
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, Cluster(nodes=4, least=2, slots=6, experts=8, replicas=2)])
+def test_fewer_than_f_are_lost_at_once_and_enough_nodes_are_there(cluster):
+    kinds = set()
+    for seed in range(100):
+        there, held, lost = set(range(cluster.nodes)), set(range(cluster.nodes)), set()
+        happenings = drawn(random.Random(seed), 15, cluster)
+        assert len(happenings) == 15 and happenings == drawn(random.Random(seed), 15, cluster)
+        for one in happenings:
+            kinds.add((one.action, one.when))
+            if one.when == SETTLED:
+                held, lost = set(there), set()
+            assert (one.node in there) != (one.action == COMES)
+            if one.action == COMES:
+                there.add(one.node)
+            else:
+                lost |= {one.node} & held
+                there -= {one.node} if one.action != "worker" else set()
+            assert len(lost) <= cluster.survives(len(held)) and len(there) >= cluster.least
+    assert kinds >= {(action, when) for action in ("node", "launcher", "worker", COMES) for when in (SETTLED, MOVE)}
+
+
+def told(*kinds, at=1.0):
+    return [{"type": kind, "time": at + number} | more for number, (kind, more) in enumerate(kinds)]
+
+
+START, ITERATION, SLOW = (("start", {"world_size": n}) for n in (3,)), ("iteration", {}), ("inject", {})
+
+
+def test_what_a_job_did_when_something_happened():
+    (start,) = START
+    trained = told(start, ITERATION, ITERATION)
+    assert moment(trained, None, 3) == "training"
+    assert moment(trained, 1.5, 3) == "training"
+    assert moment(trained, 1.5, 4) == "joining"  # three of four train
+    assert moment(trained, 3.5, 2) == "recovery"  # one is lost, and nobody has gone on
+    moving = told(start, ITERATION, ("generation", {}), SLOW)
+    assert moment(moving, 2.5, 2) == "move"
+    assert moment([*moving, *told(("migration", {}), at=5.0)], 2.5, 2) == "recovery"
+
+
+def test_runs_are_counted_together():
+    happened = [{"action": "node", "moment": "move"}, {"action": COMES, "moment": "training"}]
+    rows = [Row(1, happened, [5, 4, 5], 2, 50, 1e-7), Row(2, happened[:1], [5, 4], 1, 30, 2e-7, wrong=["x"])]
+    found = summary(rows)
+    assert (found["runs"], found["as fixed members"], found["wrong"], found["events"], found["changes"]) == (
+        2,
+        1,
+        1,
+        3,
+        3,
+    )
+    assert found["by kind"]["node"] == dict.fromkeys(MOMENTS, 0) | {"move": 2}
+    assert found["largest difference of a loss"] == 2e-7
