@@ -34,8 +34,8 @@ RECOVERY = {
     "loaded": "a worker has its state again",
 }
 ELASTIC = {
-    "rebalancing": "experts move: what this worker is to hold anew of a layer has arrived, and no slot is filled",
-    "landed": "experts move: all workers have what they will hold of a layer, and this one is about to fill its slots",
+    "rebalancing": "state moves: what this worker is to hold anew (of a layer, or of shards) is here, and not in use",
+    "landed": "state moves: all workers have what they will hold, and this one is about to take it into use",
 }
 POINTS = STEP | SNAPSHOT | RECOVERY | ELASTIC
 """What happens at each point, by name."""

@@ -16,14 +16,16 @@ from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.layer import elastic_layers
-from megatron.pretraining.elastic.members import migrate, settle
+from megatron.pretraining.elastic.members import is_settled, migrate, settle
 from megatron.pretraining.elastic.placing import first_plans, nodes_of
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
+from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.engine.step import Stepper
@@ -74,6 +76,7 @@ class WorkerParts:
         remains: state that this worker keeps when another worker is lost.
         log_memory: of its upstream logs, kept likewise.
         replicas: with ``--elastic``, of experts.
+        shards: with ``--elastic``, of the dense optimizer state, if that is sharded.
         rebalancer: of the current generation; None without ``--elastic``.
     """
 
@@ -93,6 +96,7 @@ class WorkerParts:
     remains: LocalRemains = field(default_factory=LocalRemains)
     log_memory: LogMemory = field(default_factory=LogMemory)
     replicas: Replicas | None = None
+    shards: Shards | None = None
     rebalancer: Rebalancer | None = None
 
     def met(self, loss: Interruption | None) -> None:
@@ -181,6 +185,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     optimizer = build_optimizer(config, chunks)
     dispatch = config.elastic.elastic_dispatch
     replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
+    sharded = sharded_part(optimizer.core)
+    shards = None if sharded is None else Shards(config, sharded, nodes)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
@@ -199,7 +205,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     auto = auto_policy(config, log)
     state = chunks, optimizer, scheduler
     parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
-    parts.replicas = replicas
+    parts.replicas, parts.shards = replicas, shards
     return parts
 
 
@@ -238,8 +244,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.session, parts.checkpoints = session, checkpoints
     if parts.replicas is not None:
         parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
-        if parts.replicas.wanted is not None:
-            migrate(parts.replicas, engine, session, log)
+        if not is_settled(parts.replicas, parts.shards):
+            migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
             parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
@@ -269,15 +275,13 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
 
 def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
-    """Agrees on where experts are; returns whether they are where a run under way has put them.
+    """Agrees on where state is; returns whether it is where a run under way has put it.
 
-    If one is on no worker any more, no state counts that workers still have.
+    If something is on no worker any more, no state counts that workers still have.
     """
-    settled = settle(config, replicas, parts.remains.trained)
+    settled = settle(config, replicas, parts.shards, parts.remains.trained)
     if settled.lost:
-        layer, expert = settled.lost[0]
-        others = f" and {len(settled.lost) - 1} more" if len(settled.lost) > 1 else ""
-        reason = f"no worker that is left holds expert {expert} of layer {layer + 1}{others}"
+        reason = f"no worker that is left holds {settled.lost}"
         parts.log.message(f"{reason}: all go back to the newest checkpoint")
         parts.log.events.write("fallback", reason=reason)
         parts.remains.live = None

@@ -51,6 +51,7 @@ class OwnedSlice:
         sharded: data-parallel peers own other ranges (ZeRO) rather than copies of this one.
         counter: dict whose ``step`` counts the updates of the moments, if counted: the parameter's own (torch), or its
             group's (fused Adam of Transformer Engine and apex).
+        copy: place of this rank among those that hold this very range although it is sharded; the first one's is 0.
     """
 
     parameter: torch.Tensor
@@ -59,6 +60,7 @@ class OwnedSlice:
     slots: dict[str, torch.Tensor]
     sharded: bool
     counter: dict = field(default_factory=dict)
+    copy: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,7 @@ def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
     for piece in pieces:
         start = max(owned.start, piece.start)
         stop = min(owned.stop, piece.start + piece.region.numel)
-        copy = piece.replica[:-1] if owned.sharded else piece.replica
+        copy = (*piece.replica[:-1], owned.copy) if owned.sharded else piece.replica
         for position, box in boxes_of_range(piece.region.shape, start - piece.start, stop - piece.start):
             position += piece.start
             for slot, values in owned.slots.items():

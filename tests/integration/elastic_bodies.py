@@ -19,8 +19,8 @@ def train(flags: dict, vacant: bool = False) -> dict:
     """As ``bodies.train``; any other plan pays.  With ``vacant``, some slots are.
 
     Returns:
-        Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of an
-        expert's master weights, moments and compute weights; and ``steps``, their updates.
+        Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of
+        master weights, moments and compute weights; and ``steps``, their updates.
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
@@ -35,11 +35,10 @@ def train(flags: dict, vacant: bool = False) -> dict:
     def watched_loop(run, stop):
         code = run_loop(run, stop)
         state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
-        experts = [operator for operator in state.operators() if ".expert." in operator]
         for detail in (Detail.FULL, Detail.COMPUTE):
-            for f in state.fragments(experts, detail):
+            for f in state.fragments(state.operators(), detail):
                 more["state"][f"{f.name} {f.slot} {f.region}"] = bodies.digest(f.view)
-        more["steps"] = {operator: steps for operator, steps in state.steps().items() if operator in experts}
+        more["steps"] = state.steps()
         return code
 
     Replicas.move_to, loop.train = watched_move, watched_loop

@@ -30,10 +30,14 @@ MORE = {  # name: faults
     "first": ["kill node=0 iteration=5"],
 }
 
-POLICIES = {  # name: flags
-    "pec": dict(pec_k=1, snapshot_interval=3),
-    "selective": dict(selective_experts=1, snapshot_interval=3),
-    "sparse": dict(sparse_window=2, snapshot_interval=1),
+ZERO = dict(use_distributed_optimizer=True)
+HOW = {  # name: flags
+    "full": {},
+    "full, ZeRO": ZERO,
+    "pec": dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3),
+    "selective": dict(ckpt_policy="selective", selective_experts=1, snapshot_interval=3),
+    "sparse": dict(ckpt_policy="sparse", sparse_window=2, snapshot_interval=1),
+    "pec, ZeRO, bf16": ZERO | dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3, bf16=True),
 }
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
@@ -49,16 +53,16 @@ def job_of(data, tmp_path, faults, least=2, candidates=1, **more):
     )
 
 
-def assert_as_of_fixed_members(job, data, again=False):
+def assert_as_of_fixed_members(job, data, again=False, close=CLOSE, bf16=False, **_):
     """Losses are those of four workers throughout; no iteration was computed twice, unless ``again``."""
     assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)] or again
-    expected = [record["loss"] for record in known("DP4", data | FLAGS).records]
-    assert [record[1] for record in job.records()] == pytest.approx(expected, abs=CLOSE)
+    expected = [record["loss"] for record in known("DP4", data | FLAGS | dict(bf16=bf16)).records]
+    assert [record[1] for record in job.records()] == pytest.approx(expected, abs=close)
 
 
-@pytest.mark.parametrize("policy", ["full", *ALL * [*POLICIES]])
-def test_nodes_are_lost_and_come_back(data, tmp_path, policy):
-    with job_of(data, tmp_path, TWO, ckpt_policy=policy, **POLICIES.get(policy, {})) as job:
+@pytest.mark.parametrize("how", HOW if ALL else ["full", "full, ZeRO"])
+def test_nodes_are_lost_and_come_back(data, tmp_path, how):
+    with job_of(data, tmp_path, TWO, **HOW[how]) as job:
         job.tells("training continues on 2 of 4 nodes")
         before = job.pids
         job.reach(6)
@@ -67,7 +71,7 @@ def test_nodes_are_lost_and_come_back(data, tmp_path, policy):
         job.tells("4 nodes continue from iteration")
         assert job.wait() == 0, job.console[-4000:]
         assert job.left() == []
-    assert_as_of_fixed_members(job, data)
+    assert_as_of_fixed_members(job, data, close=6e-4 if "bf16" in how else CLOSE, **HOW[how])
     assert {job.pids[rank] for rank in (0, 2)} == {before[0], before[2]}  # of the nodes that are left
     assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
     assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
@@ -76,11 +80,13 @@ def test_nodes_are_lost_and_come_back(data, tmp_path, policy):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes at more moments")
+@pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("name", MORE)
-def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp_path, name):
+def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp_path, name, zero):
     records = []
     for run in ("first", "second") if name in AGAIN else ("first",):
-        with job_of(data, tmp_path / run, MORE[name], candidates=3 if name == "first" else 1) as job:
+        candidates = 3 if name == "first" else 1
+        with job_of(data, tmp_path / run, MORE[name], candidates=candidates, use_distributed_optimizer=zero) as job:
             if name == "first":
                 job.is_lost(0)
             assert job.wait() == 0, job.console[-4000:]
@@ -91,11 +97,14 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that is about to be taken in")
-def test_a_newcomer_is_lost_while_experts_move_to_it(data, tmp_path):
-    with job_of(data, tmp_path, ["kill node=1 iteration=4", "kill node=1 iteration=0 point=rebalancing"]) as job:
-        job.tells("training continues on 3 of 4 nodes")
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_newcomer_is_lost_while_state_moves_to_it(data, tmp_path, zero):
+    faults = ["kill node=1 iteration=4", "kill node=1 iteration=0 point=rebalancing"]
+    with job_of(data, tmp_path, faults, use_distributed_optimizer=zero) as job:
+        job.tells("3 nodes continue from iteration")
         job.start(1)
         job.tells("training continues on 4 of 4 nodes")
+        job.launchers[1].wait(120)
         assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data)
     assert [event["nodes"] for event in job.events("migration")] == [3, 3]
@@ -109,6 +118,18 @@ def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_p
         assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, again=True)
     assert "no worker that is left holds expert" in job.events("fallback")[-1]["reason"]
+    assert job.events("resume")[-1]["tier"] == "storage"
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses shards")
+def test_where_shards_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+    """All nodes have all experts, and two hold the same shard."""
+    more = dict(elastic_slots=4, snapshot_interval=3, ckpt_blocking=True) | ZERO
+    with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **more) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, again=True)
+    reasons = [event["reason"] for event in job.events("fallback")]
+    assert reasons == ["no worker that is left holds a shard of the optimizer's state"]
     assert job.events("resume")[-1]["tier"] == "storage"
 
 

@@ -66,6 +66,11 @@ class FlagGroups:
         return self.snapshot.ckpt_dir or (f"{save}/snapshots" if save else None)
 
     @property
+    def shards_by_blocks(self) -> bool:
+        """Whether dense optimizer state is sharded in blocks that several workers hold, and not by megatron-core."""
+        return self.elastic.elastic and self.parallel.use_distributed_optimizer
+
+    @property
     def num_moe_layers(self) -> int:
         """Number of layers with experts."""
         return sum(self.moe.expert_layers(self.network.num_layers))

@@ -28,7 +28,6 @@ def why_anew(config: Config, per_node: int) -> str:
         "without --elastic": not config.elastic.elastic,
         "with several pipeline stages": parallel.pipeline_model_parallel_size > 1,
         "with a model on several nodes": per_node % _model_size(config) > 0,
-        "with --use-distributed-optimizer": parallel.use_distributed_optimizer,
         "with --deepspeed": config.zero.deepspeed,
         "without --ckpt-policy": policy is None,
         f"with --ckpt-policy {AUTO}": policy == AUTO,

@@ -1,4 +1,4 @@
-"""Other members: which experts the workers that are left hold, and where they move to.
+"""Other members: what the workers that are left hold, and where it moves to.
 
 Survivors keep their state.  What they hold by the old plan is a plan of the new members, in which new workers have no
 expert; from there, experts move to the plan that the new members are to have, layer by layer, like in a rebalancing
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.placing import Nodes, first_plans, no_loads, nodes_there, place, plans_for
+from megatron.pretraining.elastic.placing import Nodes, Plans, first_plans, no_loads, nodes_there, place, plans_for
 from megatron.pretraining.elastic.replicas import Replicas, moves
+from megatron.pretraining.elastic.shards import Shards
+from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
 from moc.runtime.agreement import gather
@@ -52,19 +54,20 @@ class Settled(NamedTuple):
 
     Attributes:
         under_way: some have trained, so that plans in force are those of a run under way.
-        lost: layers and experts that no worker holds any more.
+        lost: what no worker holds any more, as the subject of a sentence; empty if nothing is lost.
     """
 
     under_way: bool
-    lost: tuple[tuple[int, int], ...] = ()
+    lost: str = ""
 
 
-def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
-    """Agrees on plans for the workers that are there; a collective call of all workers.
+def settle(config: Config, replicas: Replicas, shards: Shards | None, trained: bool) -> Settled:
+    """Agrees on who holds what among the workers that are there; a collective call of all workers.
 
     A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans of
-    the others, not the state.  If the members have changed, :attr:`Replicas.wanted` are the plans to move to.  If an
-    expert is lost, these are in force at once, and all workers must load their state.
+    the others, not the state.  If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
+    :attr:`Shards.wanted` is the cut.  If something is lost, these are in force at once, and all workers must load their
+    state.
 
     Raises:
         NoRecoveryPoint: nobody has trained, and this worker was built with other experts than it is to have.
@@ -76,7 +79,7 @@ def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
     told = [Told(*one) for one in gather(tuple(mine))]
     nodes = nodes_there(config, [one.place for one in told])
     if not any(one.trained for one in told):
-        _begin(config, replicas, nodes)
+        _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
     in_force = [known[one.plan] for one in told if one.trained and one.plan]
@@ -93,10 +96,21 @@ def settle(config: Config, replicas: Replicas, trained: bool) -> Settled:
         if number == stage and awaited is not None and as_now(awaited) == plans[number]:
             replicas.land(plans[number])
     wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
-    lost = tuple(one for plan in plans.values() for one in plan.missing(plan.members)) if changed else ()
+    lost = _lost(plans) if changed else ""
+    if shards is not None and not settle_shards(shards, nodes, trained):
+        lost = lost or "a shard of the optimizer's state"
     replicas.take(wanted if lost and wanted else plans, nodes)
     replicas.wanted = None if lost else wanted
+    if shards is not None and lost:
+        shards.begin(nodes)
     return Settled(True, lost)
+
+
+def _lost(plans: Plans) -> str:
+    """Which experts no worker holds, as the subject of a sentence; empty if there are none."""
+    lost = [one for plan in plans.values() for one in plan.missing(plan.members)]
+    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
 
 
 def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
@@ -122,12 +136,20 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
     return possible.pop()
 
 
-def migrate(replicas: Replicas, engine: MegatronEngine, session: Session, log: Listener) -> None:
-    """Moves experts to the plans that the members are to have, between two iterations; a collective call."""
-    wanted, before, begun = replicas.wanted, dict(replicas.plans), time.perf_counter()
-    assert wanted is not None  # the members have changed
+def is_settled(replicas: Replicas, shards: Shards | None) -> bool:
+    """Whether state is where the members are to have it."""
+    return replicas.wanted is None and (shards is None or shards.wanted is None)
+
+
+def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, session: Session, log: Listener) -> None:
+    """Moves state to where the members are to have it, between two iterations; a collective call."""
+    before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
+    wanted = before if replicas.wanted is None else replicas.wanted
     with session.moving():
-        taken = replicas.move_to(wanted)
+        if shards is not None and shards.wanted is not None:
+            taken += shards.move_to(shards.wanted)
+        if replicas.wanted is not None:
+            taken += replicas.move_to(wanted)
         engine.state.describe()
     copied = sum(len(moves(before[stage], plan, layer)) for stage, plan in wanted.items() for layer in plan.tables)
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
@@ -145,7 +167,7 @@ def migrate(replicas: Replicas, engine: MegatronEngine, session: Session, log: L
     )
 
 
-def _begin(config: Config, replicas: Replicas, nodes: Nodes) -> None:
+def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: Nodes) -> None:
     """Takes over the numbers of the nodes that are there.
 
     A worker has the initial weights of the experts that it was built with: it cannot begin if these are others now,
@@ -155,6 +177,8 @@ def _begin(config: Config, replicas: Replicas, nodes: Nodes) -> None:
     if numbered != first_plans(config, nodes):
         raise NoRecoveryPoint
     replicas.take(numbered, nodes)
+    if shards is not None:
+        shards.begin(nodes)
 
 
 def _unchanged(plan: Plan) -> Plan:

@@ -82,7 +82,8 @@ class Replicas:
         self._stage, self._dispatch = parallel_state.get_pipeline_model_parallel_rank(), dispatch
         self._optimizer = optimizer
         self._landing: Landing | None = None
-        self._slices = {owned.parameter: owned for owned in owned_slices(optimizer)}
+        of_experts = (owned for owned in owned_slices(optimizer) if not getattr(owned.parameter, "allreduce", True))
+        self._slices = {owned.parameter: owned for owned in of_experts}
         count_once(self.layers.values(), optimizer)
 
     def move_to(self, plans: Plans) -> int:

@@ -24,7 +24,15 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import gradient_groups
-from megatron.pretraining.engine.owned import drop_gradients, is_frozen, is_sharded, members
+from megatron.pretraining.engine.owned import (
+    drop_gradients,
+    is_frozen,
+    is_sharded,
+    members,
+    parameters_and_masters,
+    sharded_part,
+)
+from megatron.pretraining.engine.sharded import ShardedOptimizer
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.engine.zero.build import build_zero_optimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -156,6 +164,8 @@ class VotedOptimizer:
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
+        if (sharded := sharded_part(self.core)) is not None:
+            sharded.gather_weights()
 
     def grad_norm(self, square_norm: float) -> float:
         """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
@@ -223,8 +233,17 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Vo
     if moments := config.mixed_precision.moments:
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
+    if config.shards_by_blocks:
+        _shard(core, chunks)
     chunk.config.grad_scale_func = core.scale_loss
     return VotedOptimizer(core, chunks, config.regularization.clip_grad)
+
+
+def _shard(core: Any, chunks: list[DistributedDataParallel]) -> None:
+    """Puts a sharded optimizer in the place of megatron-core's one of dense parameters."""
+    dense, group = members(core)[0], chunks[0].dp_cp_group
+    sharded = ShardedOptimizer(dense, [*parameters_and_masters(dense)], group)
+    core.chained_optimizers[core.chained_optimizers.index(dense)] = sharded
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
@@ -248,7 +267,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         min_loss_scale=precision.min_loss_scale,
         loss_scale_window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.shards_by_blocks,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
 

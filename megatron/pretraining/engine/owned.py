@@ -2,7 +2,7 @@
 
 One adapter for each way in which it is stored: megatron-core's ZeRO-1 (``DistributedOptimizer``), replicated with fp32
 masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; and DeepSpeed's ZeRO-1
-and 2 (:class:`ZeroOptimizer`).
+and 2 (:class:`ZeroOptimizer`); and in blocks, of which several ranks hold each (:class:`ShardedOptimizer`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron.pretraining.engine.sharded import ShardedOptimizer
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.adam import Rule
 from moc.state.fragments import OwnedSlice
@@ -30,16 +31,21 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [o for o in chained if not o.is_stub_optimizer]
 
 
+def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
+    """The optimizer of dense parameters, if several ranks hold each block of its state."""
+    return next((member for member in members(optimizer) if isinstance(member, ShardedOptimizer)), None)
+
+
 def is_sharded(member: MegatronOptimizer) -> bool:
     """Whether data-parallel ranks own different parts of the state (ZeRO), rather than copies."""
-    return isinstance(member, (DistributedOptimizer, ZeroOptimizer))
+    return isinstance(member, (DistributedOptimizer, ZeroOptimizer, ShardedOptimizer))
 
 
 def _is_cut(member: MegatronOptimizer) -> bool:
     """Whether it is sharded over more than one rank."""
     if isinstance(member, DistributedOptimizer):
         return member.data_parallel_group.size() > 1
-    return isinstance(member, ZeroOptimizer)
+    return isinstance(member, (ZeroOptimizer, ShardedOptimizer))
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
@@ -53,12 +59,11 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
         moments = _MOMENTS[member.config.optimizer]
         sharded = _is_cut(member)
         groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
-        for parameter, main in _of_member(member):
-            state = _primed_state(member.optimizer, main, moments)
-            start = _start(member, parameter)
-            slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
-            counter = _counter(member, state, groups[main])
-            yield OwnedSlice(parameter, start, start + main.numel(), slots, sharded, counter)
+        for part in _parts(member):
+            state = _primed_state(member.optimizer, part.main, moments)
+            slots = {MASTER: part.main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
+            counter = _counter(member, state, groups[part.main])
+            yield OwnedSlice(part.parameter, part.start, part.stop, slots, sharded, counter, part.copy)
 
 
 def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
@@ -69,16 +74,14 @@ def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
                 stop = one.start + one.gradient.numel()
                 yield OwnedSlice(one.parameter, one.start, stop, {GRAD: one.gradient}, sharded=True)
             continue
-        for parameter, main in _of_member(member):
-            whole: Any = parameter  # megatron-core sets main_grad on it
-            start = _start(member, parameter)
-            stop = start + main.numel()
-            values = whole.main_grad.detach().view(-1)[start:stop]
-            yield OwnedSlice(parameter, start, stop, {GRAD: values}, _is_cut(member))
+        for part in _parts(member):
+            whole: Any = part.parameter  # megatron-core sets main_grad on it
+            values = whole.main_grad.detach().view(-1)[part.start : part.stop]
+            yield OwnedSlice(part.parameter, part.start, part.stop, {GRAD: values}, _is_cut(member), copy=part.copy)
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yields the parameters of which this rank owns a slice, with its master weights."""
+    """Yields the parameters of which this rank owns a slice, with its master weights; once for each slice."""
     for member in members(optimizer):
         yield from _of_member(member)
 
@@ -162,6 +165,27 @@ def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
     return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
+class _Part(NamedTuple):
+    """A slice of a flattened parameter that this rank owns, its master weights, and which copy of it that is."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    main: torch.Tensor
+    copy: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.main.numel()
+
+
+def _parts(member: MegatronOptimizer) -> Iterator[_Part]:
+    if isinstance(member, ShardedOptimizer):
+        yield from (_Part(one.parameter, one.start, one.master, one.place) for one in member.held.values())
+        return
+    for parameter, main in _of_member(member):
+        yield _Part(parameter, _start(member, parameter), main)
+
+
 def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
     """Index in the flattened parameter at which the slice of this rank begins."""
     if isinstance(member, ZeroOptimizer):
@@ -174,6 +198,9 @@ def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
 def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     if isinstance(member, ZeroOptimizer):
         yield from ((one.parameter, one.master) for one in member.fragments)
+        return
+    if isinstance(member, ShardedOptimizer):
+        yield from ((one.parameter, one.master) for one in member.held.values())
         return
     if isinstance(member, DistributedOptimizer):
         model_groups = member.model_float16_groups + member.model_fp32_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from megatron.pretraining.engine.owned import (
     adam_groups,
     owned_gradients,
     owned_slices,
+    sharded_part,
     write_step,
 )
 from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
@@ -41,13 +43,16 @@ class MegatronState:
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
         self._chunks, self._optimizer = chunks, optimizer
         self._zero, self._peers = chunks[0].ddp_config.use_distributed_optimizer, chunks[0].dp_cp_group
+        self._sharded = sharded_part(optimizer)
         self.describe()
 
     def describe(self) -> None:
         """Describes the state anew, after experts have moved; nothing may be frozen."""
         self._parameters, self._buffers = parameter_pieces(self._chunks), buffer_pieces(self._chunks)
         self._pieces = self._parameters | self._buffers
-        self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(self._optimizer)}
+        self._masters: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        for owned in owned_slices(self._optimizer):
+            self._masters[owned.parameter].append((owned.start, owned.slots[MASTER]))
         self._counters = list(self._find_counters())
         self._freezer = Freezer(self._chunks, self._optimizer, self._parameters)
 
@@ -116,23 +121,25 @@ class MegatronState:
         view.copy_(values.reshape(-1))
         if fragment.slot == MASTER:
             _flat(fragment.tensor)[fragment.start : fragment.start + view.numel()].copy_(view)
-        elif fragment.slot == PARAM and fragment.tensor in self._masters:
-            first, master = self._masters[fragment.tensor]
-            start, stop = max(first, fragment.start), min(first + master.numel(), fragment.start + view.numel())
-            if start < stop:
-                master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
+        elif fragment.slot == PARAM:
+            for first, master in self._masters.get(fragment.tensor, ()):
+                start, stop = max(first, fragment.start), min(first + master.numel(), fragment.start + view.numel())
+                if start < stop:
+                    master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
 
     def gather_weights(self) -> None:
         """All-gathers, with ZeRO-1, every weight from the data-parallel peers; a collective of them.
 
-        Broadcasts the router biases, too, from the first peer, which owns them.  Required after masters or weights are
-        loaded; does nothing with a replicated optimizer.
+        Broadcasts the router biases, too, from the peer that owns them.  Required after masters or weights are loaded;
+        does nothing with a replicated optimizer.
         """
         if self._zero:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
-            for buffer in self._buffers:
-                dist.broadcast(buffer, group=self._peers, group_src=0)
+        if self._sharded is not None:
+            self._sharded.gather_weights()
+        for buffer in self._buffers if self._is_sharded else ():
+            dist.broadcast(buffer, group=self._peers, group_src=self._first_peer)
 
     def steps(self) -> dict[str, int]:
         """Updates in the moments of each operator that this rank's optimizer owns a slice of (Adam); empty with SGD."""
@@ -178,17 +185,27 @@ class MegatronState:
 
     def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:
         parts = owned_gradients(self._optimizer) if detail is Detail.GRAD else owned_slices(self._optimizer)
-        owned = {part.parameter: part for part in parts}
-        held = [owned[parameter] for parameter in self._parameters if parameter in owned]
+        owned: dict[torch.Tensor, list[OwnedSlice]] = defaultdict(list)
+        for part in parts:
+            owned[part.parameter].append(part)
+        held = [part for parameter in self._parameters for part in owned.get(parameter, ())]
         yield from (_CUT[detail](part) for part in held)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from self._owned_buffers()
 
     def _owned_buffers(self) -> Iterator[OwnedSlice]:
-        # no optimizer shards buffers; with ZeRO-1 the first peer saves them once, and gather_weights broadcasts them
-        if not self._zero or self._peers.rank() == 0:
+        # no optimizer shards buffers; with ZeRO-1 one peer saves them once, and gather_weights broadcasts them
+        if not self._is_sharded or self._peers.rank() == self._first_peer:
             for buffer in self._buffers:
-                yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(buffer)}, sharded=self._zero)
+                yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(buffer)}, sharded=self._is_sharded)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._zero or self._sharded is not None
+
+    @property
+    def _first_peer(self) -> int:
+        return 0 if self._sharded is None else self._sharded.first
 
     def _find_counters(self) -> Iterator[tuple[str, dict]]:
         for part in owned_slices(self._optimizer):

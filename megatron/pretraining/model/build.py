@@ -309,7 +309,7 @@ def data_parallel_config(config: Config) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=config.mixed_precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.use_distributed_optimizer and not config.shards_by_blocks,
         bucket_size=parallel.ddp_bucket_size,
         # the vote detects non-finite gradients, on all ranks at once (step.py)
         check_for_nan_in_grad=False,

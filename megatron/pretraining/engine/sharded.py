@@ -1,0 +1,173 @@
+"""ZeRO stage 1 among any number of ranks: dense optimizer state by blocks, each of which some ranks hold alike.
+
+megatron-core's ``DistributedOptimizer`` cuts its buffers by the number of data-parallel ranks when it is built, and has
+each part once.  Here gradients are all-reduced, a rank has master weights and moments of the blocks that it holds
+(:mod:`moc.elastic.shards`), and updates these alone; all holders of a block get the same bits.  The owner of a block
+then gives its weights to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from moc.elastic.shards import Block, Holders, blocks_of
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A block that this rank holds.
+
+    Attributes:
+        start: index of the first element in the flattened parameter.
+        master: fp32, 1-D: a view of the parameter if that is fp32, too.
+        place: of this rank among the holders: 0 for the owner.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    master: torch.Tensor
+    place: int
+
+    @property
+    def stop(self) -> int:
+        """Index behind the last element."""
+        return self.start + self.master.numel()
+
+
+class ShardedOptimizer(MixedPrecisionOptimizer):
+    """A megatron-core optimizer of the blocks that this rank holds.
+
+    Args:
+        whole: megatron-core's optimizer of all dense parameters, which this one takes the place of.
+        masters: its parameters, each with its master weights, in an order that is the same on all ranks.
+        group: the ranks among which blocks are spread.
+
+    Attributes:
+        blocks: of all parameters.
+        held: by number, the blocks that this rank holds, ascending.
+    """
+
+    is_stub_optimizer = False
+
+    def __init__(
+        self,
+        whole: MegatronOptimizer,
+        masters: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
+        group: dist.ProcessGroup,
+    ):
+        scaler = getattr(whole, "grad_scaler", None)
+        super().__init__(whole.optimizer, whole.config, scaler, lambda *_: None)
+        attributes: Any = whole
+        self.tp_group, self._group = attributes.tp_group, group
+        of_group = {main: number for number, one in enumerate(self.param_groups) for main in one["params"]}
+        self._group_of = {parameter: of_group[main] for parameter, main in masters}
+        self._parameters = [parameter for parameter, _ in masters]
+        self.blocks: tuple[Block, ...] = blocks_of([parameter.numel() for parameter in self._parameters])
+        self.held: dict[int, Shard] = {}
+        self._holders: Holders = ()
+        self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def hold(self, holders: Holders) -> None:
+        """From now on, ranks hold blocks like this: what they held and still hold stays as it is.
+
+        A block that is new to this rank has the parameter's current weights, and no moments yet.
+        """
+        rank, before = dist.get_rank(self._group), self.held
+        mine = {number: of.index(rank) for number, of in enumerate(holders) if rank in of}
+        for number in before.keys() - mine.keys():
+            self.optimizer.state.pop(before[number].master, None)
+        self.held = {number: self._shard(number, place, before.get(number)) for number, place in sorted(mine.items())}
+        for settings in self.param_groups:
+            settings["params"] = []
+        for shard in self.held.values():
+            self.param_groups[self._group_of[shard.parameter]]["params"].append(shard.master)
+        self._holders = holders
+
+    def _shard(self, number: int, place: int, before: Shard | None) -> Shard:
+        block = self.blocks[number]
+        parameter: Any = self._parameters[block.tensor]
+        part = parameter.detach().view(-1)[block.start : block.stop]
+        master: Any = before.master if before else part if part.dtype is torch.float32 else part.float()
+        tensor_parallel.copy_tensor_model_parallel_attributes(master, parameter)
+        # megatron-core's mark of what counts in norms on another rank
+        master.shared = place > 0 or getattr(parameter, "shared", False)
+        return Shard(parameter, block.start, master, place)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._parameters[0].device
+
+    @property
+    def first(self) -> int:
+        """A rank of the group that has state; it gives the others what is not in blocks."""
+        return self._holders[0][0]
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Gives the weights of each block from its owner to all ranks; a collective call, safe to repeat."""
+        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
+            owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
+            for block, holders in zip(self.blocks, self._holders, strict=True):
+                parameter = self._parameters[block.tensor]
+                if parameter.dtype is dtype:
+                    owned[holders[0]].append(parameter.detach().view(-1)[block.start : block.stop])
+            most = max(sum(part.numel() for part in parts) for parts in owned)
+            mine = torch.zeros(most, dtype=dtype, device=self._parameters[0].device)
+            if owned[rank]:
+                own = torch.cat(owned[rank])
+                mine[: own.numel()].copy_(own)
+            everything = mine.new_empty(size * most)
+            dist.all_gather_into_tensor(everything, mine, group=self._group)
+            for parts, arrived in zip(owned, everything.view(size, most), strict=True):
+                lengths = [part.numel() for part in parts]
+                for part, values in zip(parts, arrived[: sum(lengths)].split(lengths), strict=True):
+                    part.copy_(values)
+
+    # a megatron-core optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Takes the gradients from the inner Adam; the reduced ones stay."""
+        for shard in self.held.values():
+            shard.master.grad = None
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for shard in self.held.values():
+            reduced: Any = shard.parameter
+            shard.master.grad = reduced.main_grad.view(-1)[shard.start : shard.stop].to(shard.master.dtype)
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for weights, master in self._apart():
+            weights.copy_(master)
+
+    def _copy_model_params_to_main_params(self, state_dict=None) -> None:
+        for weights, master in self._apart():
+            master.copy_(weights)
+
+    def _apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Weights that are no masters themselves, and their masters."""
+        for shard in self.held.values():
+            if shard.parameter.dtype is not shard.master.dtype:
+                yield shard.parameter.detach().view(-1)[shard.start : shard.stop], shard.master
+
+    def state_dict(self):
+        """Not for saving: see :mod:`megatron.pretraining.engine.state`."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
