@@ -161,8 +161,7 @@ class Shards:
         for slot, part in zip(slots, parts, strict=True):
             slot.view(torch.uint8).copy_(part)
         owned.parameter.view(-1)[owned.start : owned.stop].copy_(owned.slots[MASTER])
-        if "step" in owned.counter:
-            write_step(owned.counter, int.from_bytes(bytes(steps.tolist()), "little"))
+        write_step(owned.counter, int.from_bytes(bytes(steps.tolist()), "little"))
 
     @property
     def _group(self) -> dist.ProcessGroup:
