@@ -42,21 +42,21 @@ HOW = {  # name: flags
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
 
-def job_of(data, tmp_path, faults, least=2, candidates=1, **more):
-    """A job of four nodes, which an injected kill loses as a whole."""
+def job_of(data, tmp_path, faults, layout="DP4", nodes=4, candidates=1, **more):
+    """A job of nodes, each of which an injected kill loses as a whole."""
     saved = dict(ckpt_policy="full", snapshot_interval=100, ckpt_dir=str(tmp_path / "snapshots"))
-    nodes = dict(nodes=4, least=least, candidates=candidates)
+    nodes = dict(nodes=nodes, least=2, candidates=candidates)
     own = ["--silence-timeout", "5", "--grow-wait", "600"]
     program = "tests/integration/losing_pretrain_gpt_moe.py"
     return Launched(
-        "DP4", data | FLAGS | saved | more | dict(inject=faults), tmp_path / "job", *own, **nodes, program=program
+        layout, data | FLAGS | saved | more | dict(inject=faults), tmp_path / "job", *own, **nodes, program=program
     )
 
 
-def assert_as_of_fixed_members(job, data, again=False, close=CLOSE, bf16=False, **_):
-    """Losses are those of four workers throughout; no iteration was computed twice, unless ``again``."""
+def assert_as_of_fixed_members(job, data, again=False, close=CLOSE, bf16=False, layout="DP4", **_):
+    """Losses are those of the same workers throughout; no iteration was computed twice, unless ``again``."""
     assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)] or again
-    expected = [record["loss"] for record in known("DP4", data | FLAGS | dict(bf16=bf16)).records]
+    expected = [record["loss"] for record in known(layout, data | FLAGS | dict(bf16=bf16)).records]
     assert [record[1] for record in job.records()] == pytest.approx(expected, abs=close)
 
 
@@ -85,8 +85,8 @@ def test_nodes_are_lost_and_come_back(data, tmp_path, how):
 def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp_path, name, zero):
     records = []
     for run in ("first", "second") if name in AGAIN else ("first",):
-        candidates = 3 if name == "first" else 1
-        with job_of(data, tmp_path / run, MORE[name], candidates=candidates, use_distributed_optimizer=zero) as job:
+        more = dict(candidates=3 if name == "first" else 1, use_distributed_optimizer=zero)
+        with job_of(data, tmp_path / run, MORE[name], **more) as job:
             if name == "first":
                 job.is_lost(0)
             assert job.wait() == 0, job.console[-4000:]
@@ -94,6 +94,28 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         records.append(job.records())
     assert records[0] == records[-1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes with several pipeline stages")
+@pytest.mark.parametrize("zero", [False, True])
+def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, zero):
+    """The same history twice, and one in which the node comes back."""
+    records = []
+    for run in ("first", "second", "third"):
+        more = dict(layout="PP2xDP3", nodes=3, use_distributed_optimizer=zero)
+        with job_of(data, tmp_path / run, ["kill rank=2 iteration=4"], **more) as job:
+            job.tells("2 nodes continue from iteration")
+            before = job.pids
+            if run == "third":
+                job.start(1)
+                job.tells("3 nodes continue from iteration")
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout="PP2xDP2")
+        assert {job.pids[rank] for rank in (0, 1)} == {before[0], before[1]}
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        records.append(job.records())
+    assert records[0] == records[1]
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that is about to be taken in")
