@@ -45,11 +45,11 @@ HOW = {  # name: flags
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
 
-def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", **more):
-    """A job whose nodes have a worker each, which an injected kill loses as a whole."""
+def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", nodes=None, **more):
+    """A job of nodes, of a worker each unless they are fewer; an injected kill loses one as a whole."""
     saved = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
     saved |= {} if "ckpt_policy" in more else dict(snapshot_interval=100)
-    nodes = dict(nodes=LAYOUTS[layout][0], least=least, candidates=candidates)
+    nodes = dict(nodes=nodes or LAYOUTS[layout][0], least=least, candidates=candidates)
     own = ["--silence-timeout", "5", "--grow-wait", "600"]
     program = "tests/integration/losing_pretrain_gpt_moe.py"
     return Launched(
@@ -117,6 +117,28 @@ def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_pat
             assert job.left() == []
         assert_as_of_fixed_members(job, data, layout="DP6", **three)
         assert [event["world_size"] for event in job.events("start")] == [6, 5, 3, 6]
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        records.append(job.records())
+    assert records[0] == records[1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes with several pipeline stages")
+@pytest.mark.parametrize("zero", [False, True])
+def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, zero):
+    """The same history twice, and one in which the node comes back."""
+    records = []
+    for run in ("first", "second", "third"):
+        more = dict(layout="PP2xDP3", nodes=3, use_distributed_optimizer=zero)
+        with job_of(data, tmp_path / run, ["kill rank=2 iteration=4"], **more) as job:
+            job.tells("2 nodes continue from iteration")
+            before = job.pids
+            if run == "third":
+                job.start(1)
+                job.tells("3 nodes continue from iteration")
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout="PP2xDP2")
+        assert {job.pids[rank] for rank in (0, 1)} == {before[0], before[1]}
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         records.append(job.records())
     assert records[0] == records[1]

@@ -14,6 +14,7 @@ from megatron.pretraining.config.world import (
     layout_sizes,
     num_microbatches,
     stage_size,
+    stages_on_nodes,
     train_iterations,
     why_anew,
 )
@@ -34,5 +35,6 @@ __all__ = [
     "split_blend",
     "stage_size",
     "train_iterations",
+    "stages_on_nodes",
     "why_anew",
 ]

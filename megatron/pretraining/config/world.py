@@ -19,18 +19,23 @@ def stage_size(config: Config, world_size: int) -> int:
 def why_anew(config: Config, per_node: int) -> str:
     """Why workers cannot go on in the same processes when nodes of so many workers are lost or come; empty if they can.
 
-    With one pipeline stage, a worker has the same part of the model beside any number of others; and it has all of the
-    state that goes with it if the optimizer is not sharded.
+    Where each node has whole copies of the model, a worker has the same part of it beside any number of others.
     """
     parallel = config.parallel
     reasons = {
         "without --elastic": not config.elastic.elastic,
-        "with several pipeline stages": parallel.pipeline_model_parallel_size > 1,
         "with a model on several nodes": per_node % _model_size(config) > 0,
+        "with both tensor parallelism and pipeline stages": parallel.pipeline_model_parallel_size > 1
+        and parallel.tensor_model_parallel_size > 1,
         "with --deepspeed": config.zero.deepspeed,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def stages_on_nodes(config: Config, per_node: int) -> int:
+    """Pipeline stages of which each node of so many workers has some: all, if workers go on in process; else one."""
+    return 1 if why_anew(config, per_node) else config.parallel.pipeline_model_parallel_size
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
@@ -84,7 +89,7 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
     """Raises ``ConfigError`` if elastic training cannot go on once so few nodes are left."""
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # the flags require both
-    workers = nodes * per_node
+    workers = stage_size(config, nodes * per_node)
     refuse(
         elastic.elastic_slots * workers < experts,
         f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.pretraining.config import Config, stage_size
+from megatron.pretraining.config import Config, stage_size, stages_on_nodes
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
 from moc.elastic.dispatch import even, level
@@ -66,7 +66,8 @@ def nodes_of(config: Config, workers: int) -> Nodes:
 
     Where one node has all workers, and the job no others, each worker counts as a node.
     """
-    size, here = stage_size(config, workers), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size, here = stage_size(config, workers), per_node // stages_on_nodes(config, per_node)
     ranks = here if (size > here or _by_place(config)) and not size % here else 1
     return Nodes(tuple(range(size // ranks)), ranks)
 
@@ -83,9 +84,9 @@ def place() -> int:
 
 
 def _by_place(config: Config) -> bool:
-    """Whether the job has several nodes, and each of them has workers of the one pipeline stage."""
-    several = int(os.environ.get(environment.PLACES, "1")) > 1
-    return several and config.parallel.pipeline_model_parallel_size == 1
+    """Whether the job has several nodes, and each of them has workers of all pipeline stages."""
+    places, per_node = (int(os.environ.get(name, "1")) for name in (environment.PLACES, "LOCAL_WORLD_SIZE"))
+    return places > 1 and stages_on_nodes(config, per_node) == config.parallel.pipeline_model_parallel_size
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:

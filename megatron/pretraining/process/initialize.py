@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import Config, check_backend, check_fewest, check_world, why_anew
+from megatron.pretraining.config import (
+    Config,
+    check_backend,
+    check_fewest,
+    check_world,
+    stages_on_nodes,
+    why_anew,
+)
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
 from moc.runtime import environment
@@ -125,7 +132,7 @@ def _build_groups_anew(config: Config) -> None:
 
 
 def _build_groups(config: Config) -> None:
-    parallel = config.parallel
+    parallel, per_node = config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -135,4 +142,6 @@ def _build_groups(config: Config) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
         create_gloo_process_groups=False,
+        # stages side by side on each node, so that a lost node takes whole copies of the model with it
+        order="tp-cp-ep-pp-dp" if stages_on_nodes(config, per_node) > 1 else "tp-cp-ep-dp-pp",
     )

@@ -86,7 +86,8 @@ def test_fewest_nodes_that_do_not_suffice(flags, nodes, sentence):
     [
         ("--ckpt-policy full", ""),
         ("", "without --ckpt-policy"),
-        (f"--ckpt-policy full {PP2}", "with several pipeline stages"),
+        (f"--ckpt-policy full {PP2}", ""),
+        (f"--ckpt-policy full {PP2.replace('2', '4')}", "with a model on several nodes"),
         ("--ckpt-policy full --use-distributed-optimizer", ""),
         ("--ckpt-policy full --tensor-model-parallel-size 4 --sequence-parallel", "with a model on several nodes"),
         ("--ckpt-policy auto", ""),
