@@ -107,9 +107,10 @@ class Controller:
     def _tick(self, now: float) -> None:
         """Handles everything that depends on time alone."""
         self._election.stands(time.monotonic())
-        for peer in self._agents.values():  # including those that joined since the candidacy
-            if self._election.epoch not in (None, peer.epoch, peer.asked):
-                self._ask(peer)
+        epoch, sure = self._election.epoch, self._election.sure
+        for peer in self._agents.values():  # those that joined since the candidacy, or were not free to promise then
+            if epoch not in (None, peer.epoch) and peer.asked != (epoch, sure):
+                self._ask(peer, epoch, sure)
         if self._election.leads and self._state is None:
             self._take_over_when_all_are_there(now)
         if not self._may_order:
@@ -279,9 +280,9 @@ class Controller:
 
     # taking over
 
-    def _ask(self, peer: Peer) -> None:
-        peer.asked = self._election.epoch
-        self._post(peer, "elect", epoch=self._election.epoch, sure=self._election.sure)
+    def _ask(self, peer: Peer, epoch: int, sure: bool) -> None:
+        peer.asked = epoch, sure
+        self._post(peer, "elect", epoch=epoch, sure=sure)
 
     def _take_over_when_all_are_there(self, now: float) -> None:
         """Takes over once all nodes that the predecessor knew follow, with their state, or after :data:`GATHER_S`."""

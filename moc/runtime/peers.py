@@ -28,7 +28,7 @@ class Peer:
     state: ControlState | None  # its copy of an earlier controller's
     heard: float  # when it last sent anything, by the controller's clock
     epoch: int  # that it has promised
-    asked: int | None = None  # the epoch in which its promise was last requested
+    asked: tuple[int, bool] | None = None  # the epoch in which its promise was last requested, and whether for sure
     admitted: bool = False  # it belongs to the job; its earlier messages are held
     held: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
     knows_end: bool = False  # it has acknowledged the end of the job

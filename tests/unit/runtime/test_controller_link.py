@@ -129,6 +129,28 @@ def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_a_node_that_was_not_free_to_promise_is_asked_again_by_the_one_that_leads():
+    """It has just started, and whoever ran there before may have promised another candidate something."""
+
+    async def main():
+        async with begun(silence_s=10.0) as job:
+            await job.lose(2)
+            old = max(agent.link._allegiance.born for agent in job.agents.values())
+            await becomes(lambda: time.monotonic() > old + job.times.promise_s)  # the others are free
+            job.start_agent(2)
+            await becomes(lambda: job.agents[2].link.joined)
+            await becomes(lambda: job.agents[2].lease.end < math.inf)
+            _, serving = job.controllers.pop(0)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            end = job.agents[2].lease.end
+            await becomes(lambda: job.agents[2].link._is_led and job.agents[2].link.follows in job.leaders())
+            assert time.monotonic() < end  # or its workers would have ended
+
+    asyncio.run(main())
+
+
 def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
     async def main():
         async with begun(candidates=1) as job:
