@@ -154,6 +154,7 @@ def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
     with job_of(data, tmp_path, [f"kill node=1 iteration={CHOSEN + 8}"], **auto) as job:
         job.tells("training continues on 3 of 4 nodes")
         before = job.pids
+        job.reach(CHOSEN + 9)  # state has moved
         job.start(1)
         job.tells("4 nodes continue from iteration")
         assert job.wait() == 0, job.console[-4000:]

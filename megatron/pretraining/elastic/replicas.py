@@ -174,8 +174,7 @@ class Replicas:
         for parameter, step in zip(mlp.parameters(), steps.tolist(), strict=True):
             owned = self._slices[parameter]
             parameter.view(-1).copy_(owned.slots[MASTER])
-            if "step" in owned.counter:
-                write_step(owned.counter, step)
+            write_step(owned.counter, step)  # a fused Adam's group has none before its first update
 
     def _tensors(self, mlp: torch.nn.Module) -> list[torch.Tensor]:
         slots = [self._slices[parameter].slots for parameter in mlp.parameters()]
