@@ -109,8 +109,7 @@ def _lasting(config: Config) -> Lasting | None:
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
     settings = ElasticSettings(min(elastic.elastic_slots, experts), elastic.elastic_min_replicas, elastic.everywhere)
-    policies = tuple(name for name, kind in POLICIES.items() if kind.exact)
-    return Lasting(least, most, per_node, experts, settings, policies)
+    return Lasting(least, most, per_node, experts, settings)
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:

@@ -276,7 +276,7 @@ class AutoPolicy:
             plt_by_policy=asked.plt,
             policies=tuple(name for name in NAMES if self._may_be(name)),
             replicas=self._replicas,
-            rarer={} if lasting is None else dict.fromkeys(lasting.policies, rarer),
+            rarer=rarer,
         )
 
     def _may_be(self, policy: str) -> bool:
@@ -302,7 +302,7 @@ class AutoPolicy:
 
     def _in_force(self, run: Running, limits: PlanLimits) -> Candidate:
         name = str(self._flags["ckpt_policy"])
-        return priced(run, name, options_of(self._flags, limits.mean_s(name, self._mtbf_s)))
+        return priced(run, name, options_of(self._flags, limits.rarer * self._mtbf_s))
 
     def _tell(self, iteration: int, plan: PolicyChoice, stays: Candidate | None, cause: str) -> None:
         reason = plan.reason

@@ -1,7 +1,7 @@
 """How seldom a loss takes state along in an elastic job: else nodes that are left go on without a checkpoint.
 
-What a policy is good for there is the rare loss after which an expert is on no node any more.  It happens if more nodes
-are lost at once than each expert has holders; and *at once* is what is lost until all have gone on.
+What a checkpoint is good for there is the rare loss after which an expert is on no node any more.  It happens if more
+nodes are lost at once than each expert has holders; and *at once* is what is lost until all have gone on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Lasting:
         ranks: of a node.
         experts: of a layer.
         settings: of the plans.
-        policies: that go on from state that is left; after a loss, others count what it has cost, and load.
     """
 
     least: int
@@ -38,7 +37,6 @@ class Lasting:
     ranks: int
     experts: int
     settings: ElasticSettings
-    policies: tuple[str, ...]
 
     def survivals(self, loads: Tokens | None = None) -> tuple[float, ...]:
         """By nodes lost at once, from 1 on: the probability that every expert is left, with the riskiest members.

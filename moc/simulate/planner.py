@@ -28,7 +28,7 @@ class PlanLimits:
         plt_by_policy: the same for single policies.
         policies: the policies to choose from.
         replicas: the numbers of copies in peers' memory to choose from.
-        rarer: by policy, failures for each one after which it is needed; 1 if it is not named.
+        rarer: failures for each one after which a checkpoint is needed.
     """
 
     exact_only: bool = False
@@ -37,16 +37,12 @@ class PlanLimits:
     plt_by_policy: Mapping[str, float] = field(default_factory=dict)
     policies: tuple[str, ...] = (checkfreq.__name__, *REGISTERED)
     replicas: tuple[int, ...] = (2, 1)
-    rarer: Mapping[str, float] = field(default_factory=dict)
+    rarer: float = 1.0
 
     def __post_init__(self):
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
             raise ValueError(f"there is no policy {', '.join(unknown)!r}: choose from {', '.join(POLICIES)}")
-
-    def mean_s(self, policy: str, mtbf_s: float) -> float:
-        """Seconds between failures after which a policy is needed."""
-        return self.rarer.get(policy, 1.0) * mtbf_s
 
     def plt_of(self, policy: str) -> float:
         """The highest expected proportion of lost tokens of a policy."""
@@ -133,8 +129,7 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
         of_policy = [found for found in every if found.saving.name == name != best.saving.name]
         others += [max(of_policy, key=lambda found: found.ettr)] if of_policy else []
     others.sort(key=lambda found: -found.ettr)
-    mean_s = limits.mean_s(best.saving.name, mtbf_s)
-    return PolicyChoice(best, tuple(others), " ".join(_reasons(iteration_s, mean_s, best, others)))
+    return PolicyChoice(best, tuple(others), " ".join(_reasons(iteration_s, limits.rarer * mtbf_s, best, others)))
 
 
 def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
@@ -143,7 +138,7 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
     Intervals keep to the limit on lost tokens if they can.
     """
     for name in limits.policies:
-        basic = Options(mtbf_s=limits.mean_s(name, mtbf_s), dynamic=False, plt_limit=limits.plt_of(name))
+        basic = Options(mtbf_s=limits.rarer * mtbf_s, dynamic=False, plt_limit=limits.plt_of(name))
         for options in on.offered(name, basic, limits.replicas):
             yield priced(on, name, options)
 

@@ -163,7 +163,7 @@ def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
     kept = Store(LocalPlace(tmp_path / "snapshots")).manifest(LONGER["train_iters"]).state["auto"]
     assert kept["flags"]["ckpt_policy"] == choice["ckpt_policy"]  # it holds for any number of nodes
     assert kept["measured"]["faults"] == 1  # a node that comes is none
-    assert choice["iteration"] <= CHOSEN + 8 and choice["ckpt_policy"] in ("full", "sparse")
+    assert choice["iteration"] <= CHOSEN + 8
     assert {job.pids[rank] for rank in (0, 2, 3)} == {before[rank] for rank in (0, 2, 3)}
     assert {event["tier"] for event in job.events("resume")} == {"live"}
     assert [event["nodes"] for event in job.events("migration")] == [3, 4]

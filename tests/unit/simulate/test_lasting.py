@@ -12,7 +12,7 @@ HOT = {0: [900, 40, 30, 30]}
 
 
 def lasting(least: int, most: int, settings: ElasticSettings = TWO) -> Lasting:
-    return Lasting(least, most, ranks=1, experts=4, settings=settings, policies=("full", "sparse"))
+    return Lasting(least, most, ranks=1, experts=4, settings=settings)
 
 
 def test_fewer_than_f_lost_at_once_are_survived_and_the_riskiest_members_count():
@@ -39,10 +39,8 @@ def test_with_one_holder_each_loss_needs_a_checkpoint():
 def test_a_policy_whose_workers_go_on_is_rarely_needed_and_saves_less_often():
     run = Running("disk", 4, 1, Saved(1e9, {1: 5e8, 4: 1e9}, []), 1.0, 0.8, copy_rate=5e8, write_rate=1e9)
     policies = ("full", "pec")
-    usual, rarely = (
-        PlanLimits(policies=policies, plt=1.0, rarer={"full": rarer}) for rarer in (1.0, lasting(3, 4).rarer(600.0))
-    )
+    usual, rarely = (PlanLimits(policies=policies, plt=1.0, rarer=rarer) for rarer in (1.0, lasting(3, 4).rarer(600.0)))
     before, after = (best_of(every_candidate(run, 600.0, limits), 1.0, 600.0, limits) for limits in (usual, rarely))
-    assert before.best.saving.name == "pec" and after.best.saving.name == "full"
+    assert before.best.saving.name == after.best.saving.name == "pec"
     assert after.best.saving.interval > 2 * before.best.saving.interval
     assert after.best.ettr > before.best.ettr
