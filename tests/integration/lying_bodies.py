@@ -41,6 +41,13 @@ def world() -> World:
     return World(rank, size, CPU, "nccl", 0, 1, 0, 1, rank, size, Job())
 
 
+def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:
+    """Begins a generation, and waits until all have: who ends it then disturbs nobody who still connects."""
+    groups.begin(store, generation)
+    store.set(f"begun {generation} {dist.get_rank()}", "")
+    store.wait([f"begun {generation} {rank}" for rank in range(dist.get_world_size())])
+
+
 def operations(port: int) -> list:
     """What collectives give on groups that lie, in two generations.
 
@@ -84,7 +91,7 @@ def believe(port: int, rounds: int) -> list:
     chance = torch.Generator().manual_seed(int(os.environ[RANK]))
     store = store_at(port)
     for generation in range(rounds):
-        groups.begin(store, generation)
+        begin_together(groups, store, generation)
         ending = threading.Timer(torch.rand((), generator=chance).item() * 0.05, groups.abort)
         ending.start()
         iteration, problem = 0, ""
@@ -108,7 +115,7 @@ def believe(port: int, rounds: int) -> list:
 def cut_off_batch(port: int) -> list:
     """A generation that ends within a batch; what the next one reduces."""
     groups, store = lying_groups(), store_at(port)
-    groups.begin(store, 0)
+    begin_together(groups, store, 0)
     try:
         with dist._coalescing_manager(dist.group.WORLD, CPU):
             groups.abort()

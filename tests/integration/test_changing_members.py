@@ -13,12 +13,10 @@ from tests.shared import ALL
 pytestmark = pytest.mark.recovery
 ITERATIONS = 24
 BATCH = dict(global_batch_size=12, micro_batch_size=2)  # for one, two, and three workers
-ELASTIC = dict(elastic=True, elastic_slots=2, elastic_min_replicas=1, calculate_per_token_loss=True)
 
 
-@pytest.mark.parametrize("more", [pytest.param(ELASTIC, id="elastic"), *ALL * [pytest.param({}, id="plain")]])
-def test_a_lost_node_is_left_behind_and_taken_in_when_it_comes_back(data, tmp_path, more):
-    flags = data | SHALLOW | BATCH | more | dict(train_iters=ITERATIONS, exit_signal_handler=True)
+def test_a_lost_node_is_left_behind_and_taken_in_when_it_comes_back(data, tmp_path):
+    flags = data | SHALLOW | BATCH | dict(train_iters=ITERATIONS, exit_signal_handler=True)
     expected = [record["loss"] for record in train("DP3", flags).records]
     saved = dict(ckpt_policy="full", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
     own = ["--silence-timeout", "5", "--grow-wait", "600"]
