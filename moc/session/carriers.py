@@ -28,7 +28,11 @@ class Carriers:
         self._opened: set[str] = set()
 
     def start(self) -> None:
-        """Starts the process, unless it runs: best by a thread that lives as long, since it dies with that thread."""
+        """Starts the process, unless it runs: best by a thread that lives as long, since it dies with that thread.
+
+        Raises:
+            CheckpointError: it cannot be started.
+        """
         with self._calling:
             self._start()
 
@@ -58,7 +62,10 @@ class Carriers:
             raise CheckpointError("nothing is carried any more")
         if self._process is None or self._process.poll() is not None:
             self._opened.clear()
-            self._process = _start()
+            try:
+                self._process = _start()
+            except OSError as error:
+                raise CheckpointError(f"the process that carries them cannot be started: {error}") from None
 
     def _ask(self, carrier: RemoteCarrier, does: str, given: dict[str, Any]) -> Any:
         process = self._process

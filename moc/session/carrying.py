@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -51,7 +52,8 @@ class Carrying:
         """
         if self._carrier is None or not self._experts:
             return None
-        self._carriers.start()
+        with contextlib.suppress(CheckpointError):  # carry() tells, and tries again
+            self._carriers.start()
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)

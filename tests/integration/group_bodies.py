@@ -347,6 +347,8 @@ def hear_nothing_from_gloo(port: int, operation: str) -> str:
 def end_in_the_middle_of_messages(port: int, limit: float) -> list:
     """Generations that end in the middle of large messages; then, whether their threads end after the timeout."""
     groups, store, told = installed(timedelta(seconds=limit)), store_at(port), []
+    store.set(f"here {_rank()}", "")
+    store.wait([f"here {rank}" for rank in range(int(os.environ[SIZE]))])  # the limit is too short for slow starts
     groups.begin(store, 0)
     before, large = _usage()["threads"], torch.ones(1 << 24)
     for generation in range(1, 5):

@@ -86,3 +86,10 @@ def test_nothing_is_carried_after_the_end(carriers, tmp_path):
     assert process.poll() is not None
     with pytest.raises(CheckpointError, match="nothing is carried any more"):
         remote.drop(1)
+
+
+def test_one_that_cannot_be_started_is_named(carriers, tmp_path, monkeypatch):
+    remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
+    with pytest.raises(CheckpointError, match="the process that carries them cannot be started: .*gone"):
+        remote.drop(1)
