@@ -30,11 +30,14 @@ class Carriers:
     def start(self) -> None:
         """Starts the process, unless it runs: best by a thread that lives as long, since it dies with that thread.
 
+        It does not wait for a call that another thread has under way: training calls it for each snapshot.
+
         Raises:
             CheckpointError: it cannot be started.
         """
-        with self._calling:
-            self._start()
+        if self._closed or not self._runs:
+            with self._calling:
+                self._start()
 
     def call(self, carrier: RemoteCarrier, does: str, **given: Any) -> Any:
         """Has a method of a carrier called; returns its result as JSON has it.
@@ -57,10 +60,14 @@ class Carriers:
         with self._calling:  # of whoever was waiting for an answer
             self._process = None
 
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _start(self) -> None:
         if self._closed:
             raise CheckpointError("nothing is carried any more")
-        if self._process is None or self._process.poll() is not None:
+        if not self._runs:
             self._opened.clear()
             try:
                 self._process = _start()

@@ -1,5 +1,9 @@
 """Carriers in a process of their own do what carriers do, and are started again when they have died."""
 
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from moc.recovery.carrying import Carrier
@@ -93,3 +97,17 @@ def test_one_that_cannot_be_started_is_named(carriers, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
     with pytest.raises(CheckpointError, match="the process that carries them cannot be started: .*gone"):
         remote.drop(1)
+
+
+def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path):
+    carriers.start()
+    carriers._process.send_signal(signal.SIGSTOP)  # a call takes as long as it likes
+    remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
+    with ThreadPoolExecutor(1) as beside:
+        call = beside.submit(remote.drop, 1)
+        while not carriers._calling.locked():
+            time.sleep(0.001)
+        carriers.start()
+        assert not call.done()
+        carriers._process.send_signal(signal.SIGCONT)
+        call.result()
