@@ -3,7 +3,8 @@
     python benchmarks/selective_overhead.py --output docs/results/selective_overhead_cpu.json
 
 The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
-that users run, in one worker with one thread, so that on two cores one is left over for copies and hashes.  Each way of
+that users run, with eight micro batches in an iteration, as many as each replica has in MoEtion's section 7.1, in one
+worker with one thread, so that on two cores one is left over for copies and hashes.  Each way of
 saving is a job of its own, which saves in every second block of iterations and is compared with itself, each block with
 its two neighbours (``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same bytes with
 gradients in their place, and as many experts as budgets allow that the run measures.  Snapshots go to memory, in every
@@ -36,11 +37,12 @@ from benchmarks.live.itself import beside_itself, seconds_of
 from benchmarks.live.job import torchrun
 from benchmarks.overhead.methods import operators_of, parameters
 from benchmarks.papers.equations import pec_size
-from benchmarks.sparse_overhead import MODEL
+from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
 from moc.policy.interval import Every
 from moc.policy.selective import Selective
 from moc.sharding.contents import StateBytes
 
+MODEL = [*SMALL_BATCH, "--global-batch-size", "16"]  # of two samples each
 SELECTIVE = ["--ckpt-policy", "selective", "--ckpt-tier", "memory", "--snapshot-interval", "1"]
 STATES, GRADIENTS, MEASURED = "4 of 16 experts, states", "the same bytes, gradients", "budgets measured, gradients"
 WAYS = {

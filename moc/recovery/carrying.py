@@ -125,14 +125,13 @@ class Carrier:
         Raises:
             CheckpointError, OSError: it cannot be written.
         """
-        for iteration in self._store.iterations():
-            names = self._names(iteration)
+        for iteration, names in self._store.listed():
             if iteration < before and any(map(is_by_rank, names)):
                 self._retire(iteration, names)
 
     def whole(self) -> set[int]:
         """Returns the iterations of the snapshots that are not reduced."""
-        return {iteration for iteration in self._store.iterations() if any(map(is_by_rank, self._names(iteration)))}
+        return {iteration for iteration, names in self._store.listed() if any(map(is_by_rank, names))}
 
     def reduce(self, before: int) -> None:
         """Reduces the snapshots before an iteration whose buffers are in use again; leaves all others as they are.
@@ -229,8 +228,8 @@ class Carrier:
     def _held(self) -> list[Held]:
         """Returns the stored snapshots; reads a manifest if it is new, or was reduced."""
         there = {}
-        for iteration in self._store.iterations():
-            whole = any(map(is_by_rank, self._names(iteration)))
+        for iteration, names in self._store.listed():
+            whole = any(map(is_by_rank, names))
             known = self._known.get(iteration)
             if known is None or known[0] != whole:
                 try:

@@ -3,12 +3,14 @@
 For each snapshot it reads and writes some ten headers and manifests.  A thread of the worker would hold Python's
 interpreter meanwhile, and training would wait for it.  The worker that leads the node starts this process, and sends it
 calls of :class:`~moc.recovery.carrying.Carrier` over a pipe, one line of JSON each; it answers with one.  It imports no
-torch, and dies with the worker: what it leaves then is what a worker leaves that is killed while it carries.
+torch, runs at a low priority, and dies with the worker: what it leaves then is what a worker leaves that is killed
+while it carries.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +24,14 @@ from moc.store.errors import CheckpointError
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
+_LOW = 10
+"""Its niceness: it takes no core from training, and is not starved, since snapshots wait for it in the end."""
+
 
 def main() -> None:
     """Carries out calls until the worker ends."""
     children.belong()
+    os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
     for line in sys.stdin:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moc.state.region import Region
 from moc.store import valid
+from moc.store.described import Described
 
 INDEX = "regions"
 """Metadata key of the index of entries."""
@@ -18,7 +19,7 @@ _ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for 
 
 
 @dataclass(frozen=True)
-class StoredBox:
+class StoredBox(Described):
     """A box of one slot of a tensor, as the header of a file describes it."""
 
     file: str

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moc.state.region import Region
 from moc.store.boxes import INDEX, StoredBox, read_boxes
+from moc.store.described import Texts
 from moc.store.digest import digest_of
 from moc.store.manifest import FileEntry
 
@@ -54,6 +54,11 @@ class Box(Protocol):
         """Bytes of an element."""
         ...
 
+    @property
+    def texts(self) -> Texts:
+        """How a header describes it."""
+        ...
+
 
 B = TypeVar("B", bound=Box)
 
@@ -70,38 +75,31 @@ class FileLayout(Generic[B]):
 
     def __init__(self, entries: Iterable[B]):
         self.entries = tuple(sorted(entries, key=lambda entry: -entry.itemsize))
-        self.header_bytes = 0
+        ends = list(accumulate((entry.nbytes for entry in self.entries), initial=0))
+        self._described, self.header_bytes = _described(self.entries, ends), 0
         unpadded = len(self.header([_NO_DIGEST] * len(self.entries)))
-        self.header_bytes = -(-unpadded // _PAGE) * _PAGE
-        spans, position = [], self.header_bytes
-        for entry in self.entries:
-            spans.append((position, position + entry.nbytes))
-            position += entry.nbytes
-        self.spans, self.nbytes = tuple(spans), position
-
-    @cached_property
-    def _named(self) -> dict[str, list]:
-        """Index rows by entry number, without the hash."""
-        return {
-            str(number): [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
-            for number, entry in enumerate(self.entries)
-        }
-
-    @cached_property
-    def _described(self) -> str:
-        """The safetensors part of the header: dtype, shape and offsets of each entry."""
-        described, position = {}, 0
-        for number, entry in enumerate(self.entries):
-            ends = [position, position := position + entry.nbytes]
-            described[str(number)] = dict(dtype=entry.stored_as, shape=list(entry.region.shape), data_offsets=ends)
-        return f", {json.dumps(described)[1:]}" if described else "}"
+        self.header_bytes = begin = -(-unpadded // _PAGE) * _PAGE
+        self.spans = tuple((begin + start, begin + stop) for start, stop in pairwise(ends))
+        self.nbytes = begin + ends[-1]
 
     def header(self, digests: Sequence[str]) -> bytes:
         """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
-        index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
-        text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
-        text = text.ljust(self.header_bytes - 8)
+        rows = zip(self.entries, digests, strict=True)
+        index = ", ".join(
+            f'\\"{number}\\": {entry.texts.named}, \\"{digest}\\"]' for number, (entry, digest) in enumerate(rows)
+        )
+        header = f'{{"__metadata__": {{"{INDEX}": "{{{index}}}"}}{self._described}}}'
+        text = header.encode().ljust(self.header_bytes - 8)
         return len(text).to_bytes(8, "little") + text
+
+
+def _described(entries: Sequence[Box], ends: Sequence[int]) -> str:
+    """The safetensors part of a header: dtype, shape, and offsets from the first byte of the data."""
+    each = zip(entries, pairwise(ends), strict=True)
+    return "".join(
+        f', "{number}": {{{entry.texts.kind}, "data_offsets": [{start}, {stop}]}}'
+        for number, (entry, (start, stop)) in enumerate(each)
+    )
 
 
 class Extract(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.boxes import read_boxes
+from moc.store.described import Described
 from moc.store.digest import digest_of
 from moc.store.errors import DamagedRegionError, MissingRegionError
 from moc.store.layout import FileLayout
@@ -37,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Described):
     """A box of one slot of a named tensor.
 
     Attributes:

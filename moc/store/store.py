@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from moc.store import manifest as manifests
 from moc.store.blobs import Blob
@@ -99,7 +99,14 @@ class Store:
 
     def iterations(self) -> list[int]:
         """Iterations that have a manifest, ascending."""
-        return [iteration for iteration in self._directories() if self._published(iteration)]
+        return [iteration for iteration, _ in self.listed()]
+
+    def listed(self) -> Iterator[tuple[int, list[str]]]:
+        """Iterations that have a manifest, ascending, and the names of their files."""
+        for iteration in self._directories():
+            names = self.place.names(directory_of(iteration))
+            if self._counts(iteration, names):
+                yield iteration, names
 
     def manifest(self, iteration: int) -> Manifest:
         """The manifest of an iteration's checkpoint.

@@ -137,6 +137,25 @@ def entries(draw):
 
 
 @given(st.lists(entries(), max_size=60))
+def test_a_header_is_the_json_of_its_entries(some):
+    layout = FileLayout(some)
+    digests = [f"{number:032x}" for number in range(len(some))]
+    rows = [
+        [entry.name, "master", list(entry.global_shape), [0] * len(entry.global_shape), digest]
+        for entry, digest in zip(layout.entries, digests, strict=True)
+    ]
+    spans = ([start - layout.header_bytes, stop - layout.header_bytes] for start, stop in layout.spans)
+    described = {
+        str(number): {"dtype": entry.stored_as, "shape": list(entry.region.shape), "data_offsets": span}
+        for number, (entry, span) in enumerate(zip(layout.entries, spans, strict=True))
+    }
+    index = json.dumps({str(number): row for number, row in enumerate(rows)})
+    text = json.dumps({"__metadata__": {"regions": index}, **described}).encode()
+    header = layout.header(digests)
+    assert header[8:].rstrip() == text and header[:8] == (layout.header_bytes - 8).to_bytes(8, "little")
+
+
+@given(st.lists(entries(), max_size=60))
 def test_the_layout_is_known_before_the_data(some):
     layout = FileLayout(some)
     assert sorted(map(repr, layout.entries)) == sorted(map(repr, some))

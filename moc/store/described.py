@@ -1,0 +1,38 @@
+"""How a header describes a box: the texts are made once, since snapshots have the same boxes again and again."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import NamedTuple
+
+from moc.state.region import Region
+
+
+class Texts(NamedTuple):
+    """Parts of a header's JSON.
+
+    Attributes:
+        named: the row of the index up to the hash, escaped, since the index is a string in the header.
+        kind: dtype and shape, as safetensors has them.
+    """
+
+    named: str
+    kind: str
+
+
+class Described:
+    """Makes the texts of a box that has the attributes below."""
+
+    name: str
+    slot: str
+    global_shape: tuple[int, ...]
+    region: Region
+    stored_as: str
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Its parts of a header."""
+        row = json.dumps([self.name, self.slot, self.global_shape, self.region.offset])
+        kind = json.dumps({"dtype": self.stored_as, "shape": self.region.shape})
+        return Texts(json.dumps(row[:-1])[1:-1], kind[1:-1])
