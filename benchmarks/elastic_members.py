@@ -7,8 +7,8 @@ started again later, a few times.  Each way saves every iteration to disk:
 
 * ``in process``: ``--elastic``; workers that are left keep their state, and get from one another what they lack;
 * ``anew``: without it; all workers are started anew from warm processes, and read the newest snapshot;
-* ``restarted``: a job of fixed size, as elsewhere: one of four workers is killed under torchrun, which ends the others and
-  starts all of them again; they import everything, and read the newest snapshot.  Nobody has to come back.
+* ``restarted``: a job of fixed size, as elsewhere: one of four workers is killed under torchrun, which ends the others
+  and starts all of them again; they import everything, and read the newest snapshot.  Nobody has to come back.
 
 *Lost* is the time from the kill to the first new iteration; *still* the same less the time of an iteration, which
 differs between the ways (median of those before the kill); *taken in* the time from the last iteration of fewer nodes
@@ -143,7 +143,8 @@ def main() -> None:
     }
     say(
         {
-            f"after a loss, a job {ours} has its first new iteration in half the time of one {other}": of["lost_s"] <= 0.5
+            f"after a loss, a job {ours} has its first new iteration in half the time of one {other}": of["lost_s"]
+            <= 0.5
             for other, of in zip(others, ratios.values(), strict=True)
         }
     )

@@ -4,8 +4,8 @@
 
 A job of six nodes, each a launcher with one worker, loses one after the other until three are left, and goes on in
 process.  Workers share the cores of this machine, so that the same batch would take as long with three as with six.
-Therefore each real micro batch sleeps (``--sleep``), as if a device computed it, and ghosts do not; the model is so small
-that the rest hardly counts.
+Therefore each real micro batch sleeps (``--sleep``), as if a device computed it, and ghosts do not; the model is so
+small that the rest hardly counts.
 
 The global batch of B micro batches takes ceil(B / D) rounds on D workers.  *Speed* is the median iteration's of six
 workers by that of D, and is compared with ceil(B / 6) / ceil(B / D).  The first iteration with other members does not

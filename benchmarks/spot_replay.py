@@ -5,9 +5,9 @@
 
 ``TRACES`` has Bamboo's ``aws_p3.csv`` (its first 80 minutes, 20 times as fast) and ``gcp_a100.txt`` (4 hours, 60 times
 as fast).  As many nodes are there as the trace has, scaled to six at its most: launchers on this machine with a worker
-each, which are killed with all their processes and started again.  The controller is on none of them.  One after the
-other, with the same losses; the trace begins when some iterations are done, and for a job of fixed size that has not
-enough nodes then, at once:
+each, which are killed with all their processes and started again.  The controller is on none of them.  Side by side, so
+that whatever else the machine does meets all alike, and with the same losses; the trace begins when some iterations are
+done, and for a job of fixed size that has not enough nodes then, at once:
 
 * ``in process``: ``--elastic``, on 2 to 6 nodes;
 * ``fixed size``: a job of ``--fixed`` nodes, the others being spares; it waits where fewer are there;
@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -77,8 +78,10 @@ WAYS = {  # by name, flags of the program
 FORECAST = {"in process": "elastic", "fixed size": "full", "multiples": "full+shrink"}
 """The simulator's policy of each way."""
 SHAPE = f"--global-batch-size {GPUS * BATCH} --micro-batch 1"
-SHAPES = {"multiples": f"--global-batch-size {BATCH} --micro-batch 2 --ep {2 * GPUS} --num-experts {2 * GPUS}"}
+SHAPES = {"multiples": f"--global-batch-size {BATCH} --micro-batch 2 --ep {2 * GPUS}"}
 """Batches for the simulator's nodes of eight: as many rounds as here, and experts on two nodes where they are here."""
+EXPERTS = f"--num-experts {2 * GPUS} --elastic-slots 2"
+"""Two for each of eight, so that all have equally much to do."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,7 @@ class Told:
     pauses: Pauses = Pauses()
 
 
-def changes(
-    trace: Trace, length_s: float, scale: float, begin_s: float = 0.0, most: int = NODES
-) -> tuple[Change, ...]:
+def changes(trace: Trace, length_s: float, scale: float, begin_s: float = 0.0, most: int = NODES) -> tuple[Change, ...]:
     """The nodes of a trace that are there, scaled to ``most``; the first is at 0.
 
     Args:
@@ -270,7 +271,7 @@ def forecast(
     flags = f"""--model micro --cluster a100-80gb:{GPUS * nodes} --trace {trace} --trace-nodes --json --runs {own.runs}
         --hours {told.seconds / 3600} --iteration-s {iteration_s:.4f}s --detect 0.001s --restart {still}
         --elastic-regroup {still} --snapshot-overhead 0 --policy {FORECAST[way]} --min-nodes {min(LEAST, nodes)}
-        --grow-wait {own.grow_wait}s {SHAPES.get(way, SHAPE)}"""
+        --grow-wait {own.grow_wait}s {SHAPES.get(way, SHAPE)} {EXPERTS}"""
     flags += f" --interval {own.interval}" if way != "in process" else ""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -292,6 +293,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="how many times as fast; by default 20 and 60")
     parser.add_argument("--fixed", type=int, default=4, help="nodes of the job of fixed size (default: %(default)s)")
     parser.add_argument("--sleep", type=float, default=0.5, help="seconds of a micro batch (default: %(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the traces and ways in --output, but those run now")
     parser.add_argument("--keep", type=Path, help="directory for what the jobs have told")
     parser.add_argument("--interval", type=int, default=5, help="iterations between snapshots (default: %(default)s)")
     parser.add_argument(
@@ -310,31 +312,46 @@ def replay(own: argparse.Namespace, name: str, way: str, of: Sequence[Change], s
         if own.keep is not None:
             own.keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(files) / "log" / "events.jsonl", own.keep / f"{name}, {way}.jsonl")
+    print(f"{name}, {way}: {found}", flush=True)
     return found
 
 
 def main() -> int:
     """Replays the traces with each way, and writes what came of it; 1 if that is not as it should be."""
-    own, told, known = parse(), {}, dict[str, Pauses]()
+    own = parse()
     os.environ["DEVICE_TIME_S"] = str(own.sleep)
+    told = json.loads(own.output.read_text())["traces"] if own.append and own.output.exists() else {}
     for name in own.only or TRACES:
         file, begin_s, length_s, scale = TRACES[name]
         scale = own.scale or scale
         seconds = own.seconds or length_s / scale
         of = changes(read_trace(own.directory / file), seconds * scale, scale, begin_s)
-        told[name] = {"scale": scale, "seconds": seconds, "changes": [asdict(change) for change in of], "ways": {}}
-        for way in own.ways:
-            found = replay(own, name, way, of, seconds)
-            figures = asdict(found) | {"ettr": ettr(own, way, found) if found.most else 0.0}
-            if found.most:
-                with tempfile.TemporaryDirectory(prefix="spot-replay-") as files:
-                    stood = known.setdefault(way, found.pauses)
-                    figures["forecast"] = forecast(own, of, way, found, stood, Path(files))
-            told[name]["ways"][way] = figures
-            print(f"{name}, {way}: {figures}", flush=True)
-            flags = {flag: getattr(own, flag) for flag in ("sleep", "interval", "fixed", "grow_wait", "silence", "seed")}
-            write_json(own.output, {"machine": machine(load=True), "flags": flags, "traces": told})
-    return int(not say({what: holds for name, of in told.items() for what, holds in claims(name, of["ways"]).items()}))
+        beside = told.get(name, {}).get("ways", {})
+        told[name] = {"scale": scale, "seconds": seconds, "changes": [asdict(one) for one in of], "ways": beside}
+        with multiprocessing.Pool(len(own.ways)) as pool:  # a job hears signals in the main thread of a process alone
+            jobs = {way: pool.apply_async(replay, (own, name, way, of, seconds)) for way in own.ways}
+            told[name]["ways"] |= {way: asdict(job.get()) for way, job in jobs.items()}
+        flags = {flag: getattr(own, flag) for flag in ("sleep", "interval", "fixed", "grow_wait", "silence", "seed")}
+        write_json(own.output, {"machine": machine(load=True), "flags": flags, "traces": forecasts(own, told)})
+    held = {what: holds for name, of in told.items() for what, holds in claims(name, of["ways"]).items()}
+    return int(not say(held))
+
+
+def forecasts(own: argparse.Namespace, told: dict[str, dict]) -> dict[str, dict]:
+    """The traces with ETTR and forecast of each way, by how long changes took in the first trace, which are medians."""
+    first = next(iter(told.values()))["ways"]
+    building_s = max(one["pauses"]["building_s"] for one in first.values())  # a node builds alike for each way
+    for of in told.values():
+        for way, figures in of["ways"].items():
+            known = Told(**{name: figures[name] for name in ("samples", "seconds", "iteration_s", "most")})
+            if not known.most or way not in first:
+                continue
+            figures["ettr"] = ettr(own, way, known)
+            stood = Pauses(first[way]["pauses"]["still_s"], building_s)
+            with tempfile.TemporaryDirectory(prefix="spot-replay-") as files:
+                changed = [Change(**one) for one in of["changes"]]
+                figures["forecast"] = forecast(own, changed, way, known, stood, Path(files))
+    return told
 
 
 def claims(name: str, ways: dict[str, dict]) -> dict[str, bool]:
@@ -352,7 +369,7 @@ def claims(name: str, ways: dict[str, dict]) -> dict[str, bool]:
         ours["survived"] + len(ours["fallbacks"]) >= ours["losses"]
     )
     for way, one in ways.items():
-        if "forecast" in one:
+        if "forecast" in one:  # there was an iteration
             predicted = one["forecast"]["ettr"]
             text = f"{name}, {way}: ETTR {one['ettr']:.3f}, predicted {predicted:.3f}"
             held[f"{text}, within {NEAR:.0%}"] = abs(one["ettr"] - predicted) <= NEAR

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds, on average; 0 if nothing of the kind happened.
+    """Seconds, medians; 0 if nothing of the kind happened.
 
     Attributes:
         still_s: from the last iteration with former members to the begin of the first with others, less half an
-            iteration, which a change costs on average since it comes at any moment of one.
+            iteration, which a change costs on average since it comes at any moment of one.  It may include a wait for
+            nodes that are missing, which is rare.
         building_s: from the start of a node until the others stop to take it in, less what they wait for more nodes.
     """
 
@@ -39,7 +40,7 @@ def pauses(events: Sequence[dict], came: Sequence[float], grow_wait_s: float, mo
             if start["world_size"] > workers and waited:
                 building.append(min(waited) - (grow_wait_s if start["world_size"] < most else 0.0))
         before, workers = began, start["world_size"]
-    return Pauses(*(max(0.0, fmean(values)) if values else 0.0 for values in (still, building)))
+    return Pauses(*(max(0.0, median(values)) if values else 0.0 for values in (still, building)))
 
 
 def _changes(events: Sequence[dict]):
