@@ -18,7 +18,8 @@ Six workers on two cores are no faster than four: therefore each real micro batc
 computed it, and what a cluster takes counts.  All save every ``--interval`` iterations to disk.  *Samples* are those of
 iterations that count, once each; ETTR is their share of what as many nodes as the job has at most would compute in this
 time undisturbed.  The simulator's forecast is that of ``tools/simulate.py`` for the same losses, with the job's own
-iterations, and with how long the job stood still at changes in the first of the traces: the others are held back.
+iterations, and with how long the job stood still at changes in the first of the traces: the others are held back.  It
+knows other ways as papers have them: all go back to the newest snapshot, also where survivors have the state.
 ``aws_p3, later`` and ``gcp_a100, later`` are later parts of the same traces.
 """
 
@@ -368,11 +369,9 @@ def claims(name: str, ways: dict[str, dict]) -> dict[str, bool]:
     held[f"{name}: {ours['survived']} of {ours['losses']} losses are survived, the others fell back with a reason"] = (
         ours["survived"] + len(ours["fallbacks"]) >= ours["losses"]
     )
-    for way, one in ways.items():
-        if "forecast" in one:  # there was an iteration
-            predicted = one["forecast"]["ettr"]
-            text = f"{name}, {way}: ETTR {one['ettr']:.3f}, predicted {predicted:.3f}"
-            held[f"{text}, within {NEAR:.0%}"] = abs(one["ettr"] - predicted) <= NEAR
+    predicted = ours["forecast"]["ettr"]
+    text = f"{name}: ETTR in process is {ours['ettr']:.3f}, and was predicted as {predicted:.3f}, within {NEAR:.0%}"
+    held[text] = abs(ours["ettr"] - predicted) <= NEAR
     return held
 
 
