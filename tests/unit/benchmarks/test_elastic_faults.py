@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.elastic_faults import CLUSTER, Row, nearest, summary
+from benchmarks.elastic_faults import CLUSTER, Row, summary
 from benchmarks.faults.members import COMES, MOMENTS, MOVE, SETTLED, Cluster, drawn, moment
 
 
@@ -61,7 +61,3 @@ def test_runs_are_counted_together():
     )
     assert found["by kind"]["node"] == dict.fromkeys(MOMENTS, 0) | {"move": 2}
     assert found["largest difference of a loss"] == 2e-7
-
-
-def test_a_loss_is_compared_with_the_nearest_of_fixed_members():
-    assert nearest(0.25, (0.5, 0.125)) == 0.125
