@@ -3,6 +3,7 @@
     python benchmarks/cluster_faults.py --list
     python benchmarks/cluster_faults.py --only "first lost" --keep /tmp/there     # one row; consoles and events stay
     python benchmarks/cluster_faults.py --output docs/results/cluster_faults_cpu.json
+    python benchmarks/cluster_faults.py --layout elastic --tiers disk --iterations 200 --patience 90
 
 The machines are namespaces of this one (benchmarks/cluster/hosts.py): each has its own network, memory and processes;
 loss of power is the end of all its processes, of which nobody hears, and a cut link loses packets without a word.  All
@@ -14,6 +15,10 @@ than the rest, and has counted what they lost); if a host ended with another cod
 off says nothing of it; if a console has a traceback; if processes, temporary files or memory are left where a job has
 ended well; and if there were two worlds at any moment: an iteration told by two, a rank that lived on two hosts while
 something was told or published, or a manifest of an older generation after one of a newer one.
+
+With ``--layout elastic``, five hosts train, and at least three go on in process when others fail.  Then losses must be
+within 1e-5 of those without faults, no iteration computed twice, and no checkpoint read; ranks are others after each
+change, so that none of them tells of two worlds.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.cluster import elastic
 from benchmarks.cluster.hosts import Cluster, Storage, unusable
 from benchmarks.cluster.job import PORT, ClusterJob
 from benchmarks.cluster.judge import overlaps, two_worlds
@@ -43,7 +49,7 @@ from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, end_of,
 
 AGAIN = 75
 _ALONE = "MOC_CLUSTER_FAULTS_ALONE"
-HERE = {"EP2": (2, f"{ZERO} {EP2}"), **LAYOUTS}
+HERE = {"EP2": (2, f"{ZERO} {EP2}"), **LAYOUTS, "elastic": (elastic.HOSTS, elastic.FLAGS)}
 
 
 @dataclass
@@ -61,6 +67,7 @@ class Row:
     stand: dict[str, list[str]] = field(default_factory=dict)  # if it did not end, what its processes did
     stale: list[int] = field(default_factory=list)  # experts of other iterations than the rest, by recovery
     plt: float = 0.0  # most lost tokens, as a share of those so far
+    members: list[int] = field(default_factory=list)  # workers of each generation
 
 
 class Trial:
@@ -70,9 +77,10 @@ class Trial:
         workers, parallel = HERE[own.layout]
         hosts = own.nnodes + own.spares
         candidates = ",".join(f"h{i}:{PORT}" for i in range(min(own.candidates, hosts)))
-        launcher = ["--nnodes", own.nnodes, "--nproc-per-node", workers // own.nnodes, "--spares", own.spares]
+        nnodes = f"{own.least}:{own.nnodes}" if own.layout == "elastic" else own.nnodes
+        launcher = ["--nnodes", nnodes, "--nproc-per-node", workers // own.nnodes, "--spares", own.spares]
         launcher += ["--rdzv-endpoint", candidates, "--silence-timeout", own.silence]
-        launcher += ["--max-wait", own.max_wait, "--patience", own.patience]
+        launcher += ["--max-wait", own.max_wait, "--patience", own.patience, "--grow-wait", own.grow_wait]
         program = [*MODEL, "--train-iters", own.iterations, *parallel.split(), *TIERS[tier].split()]
         self._own, self._cluster, self._storage, self._directory = own, cluster, storage, directory
         self._snapshots = storage.path / "snapshots"
@@ -212,15 +220,20 @@ def trial(
             row.stand = {host.name: standing(host.processes()) for host in cluster.hosts}
         row.wrong += tried.codes()
         row.wrong += [f"{host.name} prints a traceback" for host in cluster.hosts if tried.job.traceback(host.number)]
-        row.wrong += two_worlds(tried.job.events.all(), watch.lives, watch.publications)
+        lives = [] if own.layout == "elastic" else watch.lives
+        row.wrong += two_worlds(tried.job.events.all(), lives, watch.publications)
         row.wrong += [] if row.stand else _leftovers(cluster, row.codes, directory)
         ended = _plain(tried.end())
-    row.wrong += [] if expected is None else judge(tier, ended, expected, tried.job.events)
-    row.stale = [event["stale"] for event in tried.job.events.of("resume")]
-    row.plt = max((event["plt"] for event in tried.job.events.of("lost")), default=0.0)
-    row.generations = len(tried.job.events.of("generation"))
-    row.lived_twice_s = round(sum(end - begin for _, begin, end in overlaps(watch.lives)), 2)
-    moments = [event["time"] for event in tried.job.events.of("iteration")]
+    events, row.members = tried.job.events, elastic.members(tried.job.events.all())
+    if expected is not None and own.layout == "elastic":
+        row.wrong += elastic.as_of_fixed_members(ended, expected, events.all())
+    elif expected is not None:
+        row.wrong += judge(tier, ended, expected, events)
+    row.stale = [event["stale"] for event in events.of("resume")]
+    row.plt = max((event["plt"] for event in events.of("lost")), default=0.0)
+    row.generations = len(events.of("generation"))
+    row.lived_twice_s = round(sum(end - begin for _, begin, end in overlaps(lives)), 2)
+    moments = [event["time"] for event in events.of("iteration")]
     row.stood_still_s = round(max((b - a for a, b in zip(moments, moments[1:], strict=False)), default=0.0), 2)
     row.seconds = round(time.monotonic() - begun, 1)
     return row, ended
@@ -245,8 +258,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=["peers"], metavar="TIER")
     parser.add_argument("--layout", choices=HERE, default="EP2")
-    parser.add_argument("--nnodes", type=int, default=2, help="hosts that train")
-    parser.add_argument("--spares", type=int, default=3, help="hosts that wait")
+    parser.add_argument("--nnodes", type=int, help="hosts that train; by default 2, and 5 of an elastic job")
+    parser.add_argument("--least", type=int, default=elastic.LEAST, help="hosts that an elastic job goes on with")
+    parser.add_argument("--spares", type=int, help="hosts that wait; by default 3, and none for an elastic job")
+    parser.add_argument("--grow-wait", type=float, default=1.0, help="--grow-wait of the launcher")
     parser.add_argument("--candidates", type=int, default=3, help="hosts that the controller may be on, the first ones")
     parser.add_argument("--iterations", type=int, default=80, help="of each run")
     parser.add_argument("--silence", type=float, default=15.0, help="--silence-timeout of the launcher")
@@ -257,6 +272,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="directory for the files of runs; by default a temporary one")
     parser.add_argument("--append", action="store_true", help="keep the rows that --output has, but those run now")
     own = parser.parse_args(arguments)
+    usual = (elastic.HOSTS, 0) if own.layout == "elastic" else (2, 3)
+    own.nnodes, own.spares = own.nnodes or usual[0], usual[1] if own.spares is None else own.spares
     rows = scenarios(own.nnodes, own.nnodes + own.spares, own.silence)
     if unknown := set(own.only or ()) - rows.keys():
         parser.error(f"--only: no row {', '.join(sorted(unknown))}; see --list")

@@ -1,4 +1,4 @@
-"""How long a job of 2 to 4 nodes stands still when a node is lost and when it comes back: in process, and started anew.
+"""How long a job stands still when a node is lost and when it comes back: in process, anew, and restarted from disk.
 
     python benchmarks/elastic_members.py --output docs/results/elastic_members_cpu.json
 
@@ -6,7 +6,9 @@ Four launchers on this machine are the nodes, each with one worker.  One of them
 started again later, a few times.  Each way saves every iteration to disk:
 
 * ``in process``: ``--elastic``; workers that are left keep their state, and get from one another what they lack;
-* ``anew``: without it; all workers are started anew from warm processes, and read the newest snapshot.
+* ``anew``: without it; all workers are started anew from warm processes, and read the newest snapshot;
+* ``restarted``: a job of fixed size, as elsewhere: one of four workers is killed under torchrun, which ends the others
+  and starts all of them again; they import everything, and read the newest snapshot.  Nobody has to come back.
 
 *Lost* is the time from the kill to the first new iteration; *still* the same less the time of an iteration, which
 differs between the ways (median of those before the kill); *taken in* the time from the last iteration of fewer nodes
@@ -15,7 +17,10 @@ to the first of all.
 
 from __future__ import annotations
 
+import os
+import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -27,12 +32,12 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, write_json
-from benchmarks.live.job import KIND, PROGRAM, Job, free_ports
+from benchmarks.live.job import KIND, PROGRAM, Job, free_ports, torchrun
 
 NODES, LOST, ROUNDS, SETTLE = 4, 2, 4, 4
 MODEL = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 64 --max-position-embeddings 64
     --vocab-size 255 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --train-iters 100000
-    --calculate-per-token-loss --exit-signal-handler
+    --calculate-per-token-loss
     --ckpt-policy full --ckpt-tier disk --snapshot-interval 1""".split()
 WAYS = {"in process": ["--elastic", "--elastic-slots", "6"], "anew": []}
 
@@ -44,7 +49,8 @@ class Nodes:
         address, self._token = f"127.0.0.1:{free_ports(1)[0]}", {"MOC_TOKEN": secrets.token_hex(32)}
         own = ["--nnodes", f"2:{NODES}", "--nproc-per-node", 1, "--rdzv-endpoint", address, "--grow-wait", 600]
         self._launcher, self._files, self._stack = ["-m", "moc.launch", *own], files, stack
-        self._program = [PROGRAM, *KIND, *MODEL, *WAYS[way], "--ckpt-dir", files / "snapshots"]
+        places = ["--ckpt-dir", files / "snapshots", "--exit-signal-handler"]
+        self._program = [PROGRAM, *KIND, *MODEL, *WAYS[way], *places]
         self.jobs = [self.start(node) for node in range(NODES)]
 
     def start(self, node: int) -> Job:
@@ -61,23 +67,24 @@ class Nodes:
 
     def starts(self, size: int, after: float) -> float:
         """When so many workers have started to train together, after a moment."""
-        return self._first("start", lambda one: one["time"] > after and one["world_size"] == size)["time"]
+        fits = lambda one: one["time"] > after and one["world_size"] == size  # noqa: E731
+        return first_of(self.jobs[0], "start", fits)["time"]
 
-    def last_before(self, moment: float) -> dict:
-        """The newest iteration that was complete by then."""
-        return max(
-            (one for one in self.jobs[0].events.of("iteration") if one["time"] < moment),
-            key=lambda one: one["iteration"],
-        )
 
-    def new_after(self, moment: float) -> float:
-        """When the first iteration is complete that had not been by then; those computed again do not count."""
-        last = self.last_before(moment)["iteration"]
-        return self._first("iteration", lambda one: one["iteration"] > last)["time"]
+def last_before(job: Job, moment: float) -> dict:
+    """The newest iteration that was complete by then."""
+    return max((one for one in job.events.of("iteration") if one["time"] < moment), key=lambda one: one["iteration"])
 
-    def _first(self, kind: str, fits: Callable[[dict], bool]) -> dict:
-        watched = self.jobs[0]
-        return watched.wait_for(lambda: next(filter(fits, watched.events.of(kind)), None), f"an event {kind}")
+
+def new_after(job: Job, moment: float) -> float:
+    """When the first iteration is complete that had not been by then; those computed again do not count."""
+    last = last_before(job, moment)["iteration"]
+    return first_of(job, "iteration", lambda one: one["iteration"] > last)["time"]
+
+
+def first_of(job: Job, kind: str, fits: Callable[[dict], bool]) -> dict:
+    """The first event of a kind that fits, as soon as it is told."""
+    return job.wait_for(lambda: next(filter(fits, job.events.of(kind)), None), f"an event {kind}")
 
 
 def measure(way: str) -> dict[str, list[float]]:
@@ -93,26 +100,55 @@ def measure(way: str) -> dict[str, list[float]]:
             found["iteration_s"].append(median(one["elapsed_s"] for one in recent))
             killed = time.time()
             nodes.lose()
-            found["lost_s"].append(nodes.new_after(nodes.starts(NODES - 1, after=killed)) - killed)
+            found["lost_s"].append(new_after(first, nodes.starts(NODES - 1, after=killed)) - killed)
             found["still_s"].append(found["lost_s"][-1] - found["iteration_s"][-1])
             first.reach(first.iteration + SETTLE)
             came = time.time()
             nodes.jobs[LOST] = nodes.start(LOST)
             grown = nodes.starts(NODES, after=came)
-            found["taken_in_s"].append(nodes.new_after(grown) - nodes.last_before(grown)["time"])
+            found["taken_in_s"].append(new_after(first, grown) - last_before(first, grown)["time"])
             print(f"{way}: " + ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items()), flush=True)
     return {name: [round(value, 4) for value in values] for name, values in found.items()}
 
 
+def measure_restarts() -> dict[str, list[float]]:
+    """Seconds, of each round, of the job that torchrun starts again."""
+    found: dict[str, list[float]] = {"lost_s": [], "still_s": [], "iteration_s": []}
+    with tempfile.TemporaryDirectory(prefix="members-") as files:
+        program = [PROGRAM, *KIND, *MODEL, "--ckpt-dir", Path(files) / "snapshots"]
+        with Job([*torchrun(NODES), *program], files) as job:
+            job.reach(SETTLE)
+            for number in range(ROUNDS):
+                job.reach(job.iteration + SETTLE)
+                usual = median(one["elapsed_s"] for one in job.events.of("iteration")[-SETTLE:])
+                killed = time.time()
+                os.kill(random.Random(number).choice(sorted(job.workers().values())), signal.SIGKILL)
+                again = first_of(job, "start", lambda one, at=killed: one["time"] > at)["time"]
+                found["lost_s"].append(new_after(job, again) - killed)
+                found["still_s"].append(found["lost_s"][-1] - usual)
+                found["iteration_s"].append(usual)
+                print("restarted: " + ", ".join(f"{name} {of[-1]:.3f}" for name, of in found.items()), flush=True)
+    return {name: [round(value, 4) for value in values] for name, values in found.items()}
+
+
 def main() -> None:
-    """Measures both ways, and writes medians and their ratios."""
+    """Measures all ways, and writes medians and the ratios of the first to each of the others."""
     given = command_line(__doc__).parse_args()
-    rounds = {way: measure(way) for way in WAYS}
+    rounds = {way: measure(way) for way in WAYS} | {"restarted": measure_restarts()}
     medians = {way: {name: round(median(values), 4) for name, values in of.items()} for way, of in rounds.items()}
-    ours, other = (medians[way] for way in WAYS)
-    ratios = {name: round(ours[name] / other[name], 3) for name in ours}
-    say({"after a loss, a job in process stands still at most half as long": ratios["still_s"] <= 0.5})
-    write_json(given.output, {"machine": machine(), "median": medians, "in process by anew": ratios, "rounds": rounds})
+    ours, *others = medians
+    ratios = {
+        f"{ours} by {other}": {name: round(medians[ours][name] / value, 3) for name, value in medians[other].items()}
+        for other in others
+    }
+    anew, restarted = (ratios[f"{ours} by {other}"] for other in others)
+    say(
+        {
+            "after a loss, a job in process stands still at most half as long as one anew": anew["still_s"] <= 0.5,
+            "it has its first new iteration in at most half the time of one restarted": restarted["lost_s"] <= 0.5,
+        }
+    )
+    write_json(given.output, {"machine": machine(load=True), "median": medians} | ratios | {"rounds": rounds})
 
 
 if __name__ == "__main__":

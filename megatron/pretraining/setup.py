@@ -198,7 +198,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
         log.message(line)
     why = why_anew(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if config.elastic.elastic and why and fewest_nodes() is not None:
-        log.message(f"{why}, all workers are started anew when nodes are lost or come: they resume from --ckpt-dir")
+        log.message(f"{why}, all workers are started anew when nodes are lost or come: they {_goes_on_from(config)}")
     streams = _streams(config, datasets)
     stop.check_set_up(world)
     phases.done("data")
@@ -207,6 +207,15 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
     parts.replicas, parts.shards = replicas, shards
     return parts
+
+
+def _goes_on_from(config: Config) -> str:
+    """What workers that are started anew begin with."""
+    if config.snapshot.ckpt_policy is not None:
+        return "resume from --ckpt-dir"
+    return (
+        "resume from --load" if config.checkpoint.load else "begin again, since neither --ckpt-dir nor --load is given"
+    )
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:

@@ -63,7 +63,7 @@ class Log:
         first, logging = self._world.rank == 0, self._config.logging
         self.events = EventLog(logging.log_dir if first else None, self.message)
         self._tensorboard = self._board() if first and logging.tensorboard_dir is not None else None
-        self._reported: int | None = self.events.newest("iteration").get("iteration")
+        self._reported: int | None = None  # by this worker, since it has opened the files
 
     def move(self, world: World) -> None:
         """Reports another generation; the files move with rank 0."""
@@ -102,7 +102,10 @@ class Log:
 
     def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         """Reports the iteration that the run resumes from, if its reporter was lost before reporting it."""
-        if record is not None and self._reported == record.iteration - 1:
+        reported = self._reported
+        if reported is None:  # others may have reported until now: a worker that comes is built while they train
+            reported = self.events.newest("iteration").get("iteration")
+        if record is not None and reported == record.iteration - 1:
             self.skip_time()
             self.iteration(record, consumed_samples, gauges)
 

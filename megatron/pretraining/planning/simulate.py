@@ -129,6 +129,7 @@ def _model_flags(group) -> None:
         help="of its iteration that a snapshot costs though its copy hides, as you measured it (default: "
         f"{SNAPSHOT_OVERHEAD}, MoEvement's at most)",
     )
+    group.add_argument("--detect", type=duration, metavar="TIME", help="from a fault until all workers have stopped")
     group.add_argument("--restart", type=duration, metavar="TIME", help="that a rollback of everybody takes to begin")
 
 
@@ -348,7 +349,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         changes |= {"host_bandwidth": measured.host_bandwidth, "storage_bandwidth": measured.storage_bandwidth}
     given = {field: getattr(args, f"{name}_gbs") for name, (field, _) in _RATES.items()}
     changes |= {field: 1e9 * gbs for field, gbs in given.items() if gbs is not None}
-    changes |= {"restart_s": args.restart}
+    changes |= {"detect_s": args.detect, "restart_s": args.restart}
     return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
 
 

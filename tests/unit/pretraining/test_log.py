@@ -1,5 +1,6 @@
 """The files of a run are open on rank 0 alone, whoever that is."""
 
+import json
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from megatron.pretraining.process import cpu
 from moc.runtime.job import Job
 from moc.runtime.world import World
+from moc.state.record import StepRecord
 from tests.unit.pretraining.flags import parse
 
 cpu.install()
@@ -27,3 +29,24 @@ def test_the_files_move_with_rank_0(tmp_path, capsys):
     written = (tmp_path / "events.jsonl").read_text().splitlines()
     assert ['"rank": 0, "size": 1}' in line for line in written] == [True, False] and '"size": 2}' in written[1]
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["rank 0 of 1", "rank 0 of 2"]
+
+
+def test_what_the_reporter_before_has_told_is_not_told_again(tmp_path):
+    """A worker that comes opens the files when it is built; the others train on until they take it in."""
+    first = World(0, 2, torch.device("cpu"), "gloo", 0, 1, 0, 1, 1, 2, Job())
+    before, comes = (Log(parse(f"--log-dir {tmp_path}"), first, 128, 10, Timers(0, "minmax")) for _ in range(2))
+    records = {i: StepRecord(i, 2.0, 1.0, 1.0, False, 4, 1e-3, 4) for i in (1, 2, 3)}
+    before.iteration(records[1], 4, {})
+    before.iteration(records[2], 8, {})
+    comes.catch_up(records[2], 8, {})
+    assert told(tmp_path) == [1, 2]
+    comes.catch_up(records[3], 12, {})  # which its reporter was lost before it told
+    comes.catch_up(records[3], 12, {})
+    assert told(tmp_path) == [1, 2, 3]
+    before.close()
+    comes.close()
+
+
+def told(directory):
+    events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    return [event["iteration"] for event in events if event["type"] == "iteration"]
