@@ -16,9 +16,10 @@ import xxhash
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placing import Plans, fit, plans_for
-from megatron.pretraining.elastic.replicas import Replicas, moves
+from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
+from moc.elastic.boxes import copies
 from moc.elastic.dispatch import level
 from moc.elastic.plan import Loads
 from moc.events import EventLog
@@ -164,7 +165,7 @@ class Rebalancer(VoteParticipant):
         begun, before = time.perf_counter(), dict(self._replicas.plans)
         taken = self._replicas.move_to(plans)
         self._engine.state.describe()
-        experts = sum(len(moves(before[stage], plan, layer)) for stage, plan in plans.items() for layer in plan.tables)
+        experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
         self._voted_at = time.perf_counter()  # an iteration's time has no move in it
         events.write(
             "rebalance",
