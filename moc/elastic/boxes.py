@@ -180,10 +180,7 @@ def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def copies(before: Plan, after: Plan) -> int:
     """Replicas of experts that ranks hold by a plan, and not by another one of the same ranks."""
-    return sum(
-        int(((after.held(layer) > 0) & ~(before.held(layer) > 0)).sum())
-        for layer in after.tables.keys() & before.tables
-    )
+    return sum(int((after.held(layer) > before.held(layer)).sum()) for layer in after.tables)
 
 
 def expert_transfers(

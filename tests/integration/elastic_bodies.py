@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.pretraining import loop
 from megatron.pretraining.elastic import placing
 from megatron.pretraining.elastic.placing import plans_to_json
-from megatron.pretraining.elastic.rebalancing import Prospect
+from megatron.pretraining.elastic.rebalancing import PlansDiffer, Prospect, Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
 from moc.elastic.placement import EMPTY
@@ -24,8 +24,8 @@ def train(flags: dict, vacant: bool = False) -> dict:
 
     Returns:
         Also ``moved``, the bytes that arrived here in each rebalancing; ``flows``, of each, the plans before and after
-        it, the bytes of an expert by layer, and those that went from here to each rank; ``state``, the digest of each fragment
-        of master weights, moments and compute weights; and ``steps``, their updates.
+        it, the bytes of an expert by layer, and those that went from here to each rank; ``state``, the digest of each
+        fragment of master weights, moments and compute weights; and ``steps``, their updates.
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
@@ -80,3 +80,26 @@ def with_gaps(plan):
         return found
 
     return planned
+
+
+def cuts_that_differ(flags: dict) -> dict:
+    """Trains; from the second look on, the last worker takes the cut of its shards to be another one.
+
+    Returns:
+        ``error``, the message with which training ends, and ``iterations`` that were completed.
+    """
+    told: dict = {"iterations": 0}
+    on_vote = Rebalancer.on_vote
+
+    def watched(self, tally) -> None:
+        on_vote(self, tally)
+        told["iterations"] += 1
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self._shards.cut = dataclasses.replace(self._shards.cut, holders=self._shards.cut.holders[::-1])
+
+    Rebalancer.on_vote = watched
+    try:
+        bodies.train(flags)
+    except PlansDiffer as error:
+        told["error"] = str(error)
+    return told

@@ -113,6 +113,15 @@ def test_workers_send_what_is_planned(data):
     assert_replicas_alike(found)
 
 
+@pytest.mark.parametrize("layout", ["DP2", *ALL * ["PP2xDP2", "TP2xDP2"]])
+def test_cuts_that_differ_stop_all_workers(layout, data):
+    """Also those of other stages, and of other tensor-parallel ranks."""
+    size, parallel = LAYOUTS[layout]
+    flags = FLAGS | parallel | ELASTIC | data | PLAIN | dict(elastic_slots=4)
+    for told in run_world(size, "tests.integration.elastic_bodies:cuts_that_differ", flags=flags):
+        assert "hold optimizer state by different cuts" in told["error"] and told["iterations"] == 1
+
+
 @pytest.mark.parametrize("layout", ["PP2xDP2", *ALL * ["DP4", "TP2xDP2"]])
 def test_recomputed_ghosts_and_vacant_slots(layout, data):
     """Layers that are computed again in the backward pass know which micro batches are ghosts."""
