@@ -31,11 +31,10 @@ from benchmarks.papers.lazarus import aligned
 from benchmarks.papers.moetion import read_loads
 from moc.elastic import choose
 from moc.elastic.allocation import allocate
-from moc.elastic.boxes import Tensor, expert_operator, experts_held, experts_left, transfers
+from moc.elastic.boxes import expert_transfers, experts_held, experts_left
 from moc.elastic.dispatch import even
 from moc.elastic.placement import holders
 from moc.elastic.plan import Plan, Settings, held_before, plan
-from moc.state.region import Region
 
 NODES, SLOTS, LAYERS, LEAST, EXPERTS = 10, 6, 12, 2, (8, 12, 16)
 OLD = 20  # rows of the recording that are 200 steps
@@ -45,8 +44,7 @@ CHANGES = {  # nodes before, and then: lost and new ones
     "6 nodes, 4 new": (6, 0, 4),
     "8 nodes, rebalanced": (8, 0, 0),
 }
-SHAPES, STATE = {"fc1": (4096, 1024), "fc2": (1024, 4096)}, ("master", "exp_avg", "exp_avg_sq")  # GPT-L, Table 1
-EXPERT_BYTES = 4 * len(STATE) * sum(rows * columns for rows, columns in SHAPES.values())
+EXPERT_BYTES = 3 * 4 * 2 * 4096 * 1024  # GPT-L, Table 1: masters and two moments of two matrices
 SMALL, LARGE = 1024, 16384
 
 
@@ -134,11 +132,6 @@ def assignment(cost: numpy.ndarray) -> int:
 def changes(tokens: numpy.ndarray) -> Iterator[dict]:
     """What moves when nodes are lost or come, and who sends it; means over the trace."""
     loads = hottest(tokens, EXPERTS[-1])
-    tensors = [
-        Tensor(expert_operator(layer, expert), name, slot, Region((0, 0), SHAPES[name]), 4)
-        for layer, expert in itertools.product(range(LAYERS), range(EXPERTS[-1]))
-        for name, slot in itertools.product(SHAPES, STATE)
-    ]
     rng = numpy.random.default_rng(0)
     for name, (nodes, lost, new) in CHANGES.items():
         moved, busiest = [], []
@@ -153,7 +146,8 @@ def changes(tokens: numpy.ndarray) -> Iterator[dict]:
             replicas = sum(len({*wanted[one]} - {*left[one]}) for one in wanted)
             moved.append((replicas, fewest_moved(before, after)))
             sent = numpy.zeros(len(members))
-            for one in transfers(tensors, left, wanted):
+            flow = expert_transfers(left, after, dict.fromkeys(after.tables, EXPERT_BYTES))
+            for one in itertools.chain.from_iterable(flow.values()):
                 sent[one.source] += one.piece.nbytes
             alone = numpy.zeros(len(members))
             for one in wanted:

@@ -252,7 +252,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints
     if parts.replicas is not None:
-        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
+        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocab_size)
         if not is_settled(parts.replicas, parts.shards):
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:

@@ -20,6 +20,9 @@ from moc.state.region import Region
 PIECE = 64 << 20
 """Bytes of the largest piece: staging memory is as large, and a loss ends no longer transfer."""
 
+PARTS = 16
+"""Pieces of an expert at least, so that what one rank holds goes to several, which pass it on."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -173,6 +176,36 @@ def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
         expert_operator(layer, expert): plan.holders(layer, expert)
         for layer, expert in itertools.product(sorted(plan.tables), range(plan.experts))
     }
+
+
+def copies(before: Plan, after: Plan) -> int:
+    """Replicas of experts that ranks hold by a plan, and not by another one of the same ranks."""
+    return sum(int((after.held(layer) > before.held(layer)).sum()) for layer in after.tables)
+
+
+def expert_transfers(
+    before: Mapping[str, Collection[int]], after: Plan, nbytes: Mapping[int, int]
+) -> dict[int, list[Transfer]]:
+    """The transfers that bring experts to where a plan has them, levelled over all layers.
+
+    Args:
+        before: ranks that hold each expert now, as :func:`experts_held` tells it.
+        after: the plan.
+        nbytes: by layer, bytes of the state of one of its experts, which is one range of bytes.
+
+    Returns:
+        By layer, so that layers can be moved one by one; each as :func:`transfers` returns it.
+
+    Raises:
+        NoSourceError: an expert is needed, and held by no rank.
+    """
+    layer_of = {expert_operator(layer, expert): layer for layer in nbytes for expert in range(after.experts)}
+    tensors = [Tensor(name, "", "", Region((0,), (nbytes[layer],)), 1) for name, layer in layer_of.items()]
+    most = min(PIECE, max(1, -(-max(nbytes.values(), default=1) // PARTS)))
+    found: dict[int, list[Transfer]] = {layer: [] for layer in nbytes}
+    for one in transfers(tensors, before, experts_held(after), most):
+        found[layer_of[one.piece.operator]].append(one)
+    return found
 
 
 def experts_left(previous: Plan, members: Sequence[int]) -> dict[str, tuple[int, ...]]:

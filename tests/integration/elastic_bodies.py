@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from unittest import mock
+
+import torch.distributed as dist
 
 from megatron.pretraining import loop
 from megatron.pretraining.elastic import placing
-from megatron.pretraining.elastic.rebalancing import Prospect
+from megatron.pretraining.elastic.placing import plans_to_json
+from megatron.pretraining.elastic.rebalancing import PlansDiffer, Prospect, Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
 from moc.elastic.placement import EMPTY
@@ -19,17 +23,21 @@ def train(flags: dict, vacant: bool = False) -> dict:
     """As ``bodies.train``; any other plan pays.  With ``vacant``, some slots are.
 
     Returns:
-        Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of
-        master weights, moments and compute weights; and ``steps``, their updates.
+        Also ``moved``, the bytes that arrived here in each rebalancing; ``flows``, of each, the plans before and after
+        it, the bytes of an expert by layer, and those that went from here to each rank; ``state``, the digest of each
+        fragment of master weights, moments and compute weights; and ``steps``, their updates.
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
         placing.plan = with_gaps(placing.plan)
-    more: dict = {"moved": [], "state": {}, "steps": {}}
+    more: dict = {"moved": [], "flows": [], "state": {}, "steps": {}}
     move, run_loop = Replicas.move_to, loop.train
 
     def watched_move(self, plans) -> int:
-        more["moved"].append(move(self, plans))
+        before, sent = plans_to_json(self.plans), Counter()
+        with mock.patch.object(dist, "all_to_all_single", counting(sent)):
+            more["moved"].append(move(self, plans))
+        more["flows"].append((before, plans_to_json(plans), self.sizes, dict(sent)))
         return more["moved"][-1]
 
     def watched_loop(run, stop):
@@ -43,6 +51,17 @@ def train(flags: dict, vacant: bool = False) -> dict:
 
     Replicas.move_to, loop.train = watched_move, watched_loop
     return bodies.train(flags) | more
+
+
+def counting(sent: Counter):
+    """An all-to-all that counts the bytes that go to each rank of its group."""
+    exchange = dist.all_to_all_single
+
+    def counted(output, tensor, output_sizes=None, input_sizes=None, **options):
+        sent.update({rank: size * tensor.itemsize for rank, size in enumerate(input_sizes) if size})
+        return exchange(output, tensor, output_sizes, input_sizes, **options)
+
+    return counted
 
 
 def with_gaps(plan):
@@ -61,3 +80,26 @@ def with_gaps(plan):
         return found
 
     return planned
+
+
+def cuts_that_differ(flags: dict) -> dict:
+    """Trains; from the second look on, the last worker takes the cut of its shards to be another one.
+
+    Returns:
+        ``error``, the message with which training ends, and ``iterations`` that were completed.
+    """
+    told: dict = {"iterations": 0}
+    on_vote = Rebalancer.on_vote
+
+    def watched(self, tally) -> None:
+        on_vote(self, tally)
+        told["iterations"] += 1
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self._shards.cut = dataclasses.replace(self._shards.cut, holders=self._shards.cut.holders[::-1])
+
+    Rebalancer.on_vote = watched
+    try:
+        bodies.train(flags)
+    except PlansDiffer as error:
+        told["error"] = str(error)
+    return told

@@ -1,9 +1,12 @@
 """Elastic training with the same workers throughout: results do not depend on their number, nor on who holds what."""
 
+import itertools
 from collections import Counter
 
 import pytest
 
+from moc.elastic.boxes import copies, expert_transfers, experts_held
+from moc.elastic.plan import Plan
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE, assert_alike
 from tests.integration.test_precision import BF16
@@ -87,6 +90,36 @@ def test_with_dropout_and_moves_as_with_one_worker(layout, data):
     assert moved(found)
     assert_replicas_alike(found)
     assert_alike(found, known(alone, flags | ELASTIC | ALONE))
+
+
+def test_workers_send_what_is_planned(data):
+    """Bytes between any two workers are those of the plan of transfers, in which new holders pass on what they get."""
+    few = dict(num_experts=8, elastic_slots=3, elastic_min_replicas=1)  # some experts have a holder, and get more
+    found = elastic("DP4", data | PLAIN | few | REPLICATED | dict(train_iters=9, elastic_rebalance_interval=2))
+    rounds, flows = Counter(), list(zip(*(worker["flows"] for worker in found.workers), strict=True))
+    for of_workers in flows:
+        before, after, sizes, _ = of_workers[0]
+        old, new = (Plan.from_json(told["0"]) for told in (before, after))
+        planned, came = Counter(), [0] * len(of_workers)
+        flow = expert_transfers(experts_held(old), new, {int(layer): n for layer, n in sizes.items()})
+        for one in itertools.chain.from_iterable(flow.values()):
+            planned[one.source, one.target] += one.piece.nbytes
+            came[one.target] += one.piece.nbytes
+            rounds[one.round] += 1
+        sent = {(rank, int(to)): n for rank, worker in enumerate(of_workers) for to, n in worker[3].items()}
+        assert sent == planned
+        assert sum(came) == copies(old, new) * max(sizes.values())  # and no byte more than must move
+    assert flows and set(rounds) == {0, 1}
+    assert_replicas_alike(found)
+
+
+@pytest.mark.parametrize("layout", ["DP2", *ALL * ["PP2xDP2", "TP2xDP2"]])
+def test_cuts_that_differ_stop_all_workers(layout, data):
+    """Also those of other stages, and of other tensor-parallel ranks."""
+    size, parallel = LAYOUTS[layout]
+    flags = FLAGS | parallel | ELASTIC | data | PLAIN | dict(elastic_slots=4)
+    for told in run_world(size, "tests.integration.elastic_bodies:cuts_that_differ", flags=flags):
+        assert "hold optimizer state by different cuts" in told["error"] and told["iterations"] == 1
 
 
 @pytest.mark.parametrize("layout", ["PP2xDP2", *ALL * ["DP4", "TP2xDP2"]])

@@ -18,10 +18,11 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.placing import Nodes, Plans, first_plans, no_loads, nodes_there, place, plans_for
-from megatron.pretraining.elastic.replicas import Replicas, moves
+from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
+from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
 from moc.runtime.agreement import gather
 from moc.session.engine import Listener
@@ -151,7 +152,7 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
         if replicas.wanted is not None:
             taken += replicas.move_to(wanted)
         engine.state.describe()
-    copied = sum(len(moves(before[stage], plan, layer)) for stage, plan in wanted.items() for layer in plan.tables)
+    copied = sum(copies(before[stage], plan) for stage, plan in wanted.items())
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
     log.events.write(
         "migration",

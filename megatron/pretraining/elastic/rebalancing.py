@@ -16,20 +16,23 @@ import xxhash
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placing import Plans, fit, plans_for
-from megatron.pretraining.elastic.replicas import Replicas, moves
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
+from moc.elastic.boxes import copies
 from moc.elastic.dispatch import level
 from moc.elastic.plan import Loads
 from moc.events import EventLog
 from moc.runtime.agreement import gather
 from moc.session.engine import VoteParticipant
 
+_BITS = 32  # of a hash in a vote
 _PROBE = 1 << 20  # bytes that each worker sends to each other one, to measure how fast state travels
 
 
 class PlansDiffer(RuntimeError):
-    """Workers hold experts by different plans."""
+    """Workers hold experts by different plans, or optimizer state by different cuts."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,21 @@ def imbalance(plans: Plans, loads: Loads) -> float:
 
 def hash_of(plans: Plans) -> int:
     """A hash of 32 bits, of which a vote adds up exactly."""
-    return xxhash.xxh32_intdigest(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}).encode())
+    return _short(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
+
+
+def _short(text: str) -> int:
+    return xxhash.xxh32_intdigest(text.encode())
 
 
 class Rebalancer(VoteParticipant):
-    """Counts the load of experts in the vote, compares plans there, and moves replicas between iterations."""
+    """Counts the load of experts in the vote, compares plans and cuts there, and moves replicas between iterations."""
 
-    def __init__(self, config: Config, engine: MegatronEngine, replicas: Replicas, vocab_size: int):
-        self._config, self._world, self._engine, self._replicas = config, engine.world, engine, replicas
+    def __init__(
+        self, config: Config, engine: MegatronEngine, replicas: Replicas, shards: Shards | None, vocab_size: int
+    ):
+        self._config, self._world, self._engine = config, engine.world, engine
+        self._replicas, self._shards = replicas, shards
         self._tally = engine.router_tally(
             sorted(layer for plan in replicas.plans.values() for layer in plan.tables), with_probabilities=False
         )
@@ -102,7 +112,7 @@ class Rebalancer(VoteParticipant):
         self._tally.close()
 
     def ballot(self) -> dict:
-        """This worker's tokens, time since the last vote, and plan."""
+        """This worker's tokens, time since the last vote, plan, and cut."""
         seconds = time.perf_counter() - self._voted_at
         tokens = self._tally.take()
         return {
@@ -110,7 +120,22 @@ class Rebalancer(VoteParticipant):
             "elastic_sent": tokens["sent_tokens"],
             "elastic_seconds": seconds,
             "elastic_plan": float(hash_of(self._replicas.plans)),
+            "elastic_cuts": self._cuts(),
         }
+
+    def _cuts(self) -> torch.Tensor:
+        """Bits of a hash of the cut in force, float64[stages * tensor-parallel ranks * 32].
+
+        Cuts are alike on workers with the same parameters, and 0 for all others: so all workers see in the sums
+        whether each bit is that of all or of none.
+        """
+        world = self._world
+        found = torch.zeros(world.pipeline_size, world.tensor_size, _BITS, dtype=torch.float64)
+        if self._shards is not None:
+            told = _short(self._shards.cut.digest)
+            bits = [float(told >> bit & 1) for bit in range(_BITS)]
+            found[world.pipeline_rank, world.tensor_rank] = torch.tensor(bits, dtype=torch.float64)
+        return found.view(-1)
 
     def on_vote(self, tally: dict) -> None:
         """Adds up the load.
@@ -122,6 +147,12 @@ class Rebalancer(VoteParticipant):
             raise PlansDiffer(
                 "workers hold experts by different plans, so their gradients do not belong together: restart the job "
                 "from its last checkpoint, and report this as an error of the program"
+            )
+        alike = self._world.size // (self._world.pipeline_size * self._world.tensor_size)
+        if any(count not in (0.0, alike) for count in tally["elastic_cuts"]):
+            raise PlansDiffer(
+                "workers hold optimizer state by different cuts, so some updates would be lost: restart the job from "
+                "its last checkpoint, and report this as an error of the program"
             )
         told = {"expert_tokens": tally["elastic_tokens"], "sent_tokens": tally["elastic_sent"]}
         for layer, tokens in self._tally.by_layer(told)[0].items():
@@ -164,7 +195,7 @@ class Rebalancer(VoteParticipant):
         begun, before = time.perf_counter(), dict(self._replicas.plans)
         taken = self._replicas.move_to(plans)
         self._engine.state.describe()
-        experts = sum(len(moves(before[stage], plan, layer)) for stage, plan in plans.items() for layer in plan.tables)
+        experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
         self._voted_at = time.perf_counter()  # an iteration's time has no move in it
         events.write(
             "rebalance",

@@ -4,14 +4,18 @@ A move goes layer by layer: what a worker is to hold anew arrives beside its slo
 tell that it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer whole; a
 worker that misses the news, while others fill their slots, has what it needs to do so later
 (:mod:`megatron.pretraining.elastic.members`).
+
+Who sends what is planned for all layers at once (:func:`moc.elastic.boxes.expert_transfers`): new holders get a part of
+an expert each, and pass it on to one another.  Staging memory is a layer's new experts, and the pieces under way
+(:mod:`megatron.pretraining.elastic.sending`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,29 +26,11 @@ from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
 from megatron.pretraining.elastic.placing import Nodes, Plans, adopt
+from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
+from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
 from moc.faults import reach
-
-
-class Move(NamedTuple):
-    """A copy of an expert's state, from one rank of the exchange group to another."""
-
-    expert: int
-    source: int
-    target: int
-
-
-def moves(before: Plan, after: Plan, layer: int) -> list[Move]:
-    """The copies that lead from one placement of a layer to another; the work is spread over all old holders."""
-    busy, found = Counter(), []
-    for expert in range(after.experts):
-        old = before.holders(layer, expert)
-        for target in sorted(set(after.holders(layer, expert)) - set(old)):
-            source = min(old, key=lambda rank: (busy[rank], rank))
-            busy[source] += 1
-            found.append(Move(expert, source, target))
-    return found
 
 
 @dataclass(frozen=True)
@@ -92,11 +78,11 @@ class Replicas:
         Returns:
             Bytes that arrived at this worker.
         """
-        taken = 0
+        taken, flow = 0, self._flow(plans)
         for layer in sorted(self.layers):
             before, after = self.plans[self._stage], plans[self._stage]
             mixed = replace(after, tables={**before.tables, layer: after.tables[layer]})
-            landing = Landing(layer, mixed, self._exchanged(layer, before, after))
+            landing = Landing(layer, mixed, self._exchanged(layer, flow[layer]))
             reach("rebalancing")
             self._landing = landing
             landed = torch.zeros(1, device=_device(self.layers[layer]))
@@ -126,15 +112,25 @@ class Replicas:
             adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
         count_once(self.layers.values(), self._optimizer)
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """By layer, bytes of the state of an expert."""
+        of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
+        return {number: sum(map(len, parts)) for number, parts in of_layer.items()}
+
     def bytes_moved(self, plans: Plans) -> int:
         """The most bytes of state that one worker of this stage sends and receives on the way to other plans."""
         amounts: Counter[int] = Counter()
-        for number, layer in self.layers.items():
-            size = self._packed(layer.experts.local_experts[0]).nbytes
-            for move in moves(self.plans[self._stage], plans[self._stage], number):
-                amounts[move.source] += size
-                amounts[move.target] += size
+        for one in itertools.chain.from_iterable(self._flow(plans).values()):
+            amounts[one.source] += one.piece.nbytes
+            amounts[one.target] += one.piece.nbytes
         return max(amounts.values(), default=0)
+
+    def _flow(self, plans: Plans) -> Mapping[int, Sequence[Transfer]]:
+        """By layer, the transfers that lead to other plans."""
+        if not self.layers:
+            return {}
+        return expert_transfers(experts_held(self.plans[self._stage]), plans[self._stage], self.sizes)
 
     def _land(self, landing: Landing) -> None:
         """Fills the slots of a layer with what has arrived."""
@@ -145,25 +141,26 @@ class Replicas:
                 self._unpack(mlp, landing.arrived[expert])
         self.plans[self._stage], self._landing = landing.plan, None
 
-    def _exchanged(self, number: int, before: Plan, after: Plan) -> dict[int, torch.Tensor]:
+    def _exchanged(self, number: int, flow: Sequence[Transfer]) -> dict[int, torch.Tensor]:
         """Sends and receives what a layer needs; returns what has arrived, by expert."""
-        group, layer, flow = exchange_group(), self.layers[number], moves(before, after, number)
-        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        group, layer = exchange_group(), self.layers[number]
+        rank, device = dist.get_rank(group), _device(layer)
+        named = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
         held = dict(layer.experts.held())
-        out = [[move.expert for move in flow if (move.source, move.target) == (rank, other)] for other in ranks]
-        new = [[move.expert for move in flow if (move.source, move.target) == (other, rank)] for other in ranks]
-        size = self._packed(layer.experts.local_experts[0]).nbytes  # of each expert
-        packed = [self._packed(held[expert]) for of_rank in out for expert in of_rank]
-        device, experts = _device(layer), [expert for of_rank in new for expert in of_rank]
-        outgoing = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
-        arrived = torch.empty(size * len(experts), dtype=torch.uint8, device=device)
-        sizes = [size * len(of_rank) for of_rank in new], [size * len(of_rank) for of_rank in out]
-        dist.all_to_all_single(arrived, outgoing, *sizes, group=group)
-        return dict(zip(experts, arrived.view(len(experts), size), strict=True))
+        arrived = {
+            name: torch.empty(self.sizes[number], dtype=torch.uint8, device=device)
+            for name in dict.fromkeys(one.piece.operator for one in flow if one.target == rank)
+        }
 
-    def _packed(self, mlp: torch.nn.Module) -> torch.Tensor:
-        """Master weights, moments and counts of updates of an expert, as bytes."""
-        return torch.cat([tensor.view(torch.uint8) for tensor in (*self._tensors(mlp), self._steps(mlp))])
+        def state(name: str) -> Parts:
+            return [arrived[name]] if name in arrived else self._parts(held[named[name]])
+
+        send(flow, state, group, device)
+        return {named[name]: values for name, values in arrived.items()}
+
+    def _parts(self, mlp: torch.nn.Module) -> Parts:
+        """Master weights and moments of an expert in their memory, and a copy of its counts of updates."""
+        return as_bytes([*self._tensors(mlp), self._steps(mlp)])
 
     @torch.no_grad()
     def _unpack(self, mlp: torch.nn.Module, state: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ it has landed, and only then it is taken over and the rest dropped: a loss befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from megatron.core import parallel_state
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placing import Nodes
+from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
-from moc.elastic.boxes import PIECE, Tensor, Transfer, transfers
+from moc.elastic.boxes import Tensor, transfers
 from moc.elastic.shards import Cut, cut
 from moc.faults import reach
 from moc.runtime.agreement import gather
@@ -109,34 +110,14 @@ class Shards:
             number: torch.empty(self._nbytes(self._sizes[number]), dtype=torch.uint8, device=self._device)
             for number in new
         }
-        held, slices = {}, dict(self._slices())
+        slices = dict(self._slices())
 
-        def state(number: int) -> torch.Tensor:
-            if number in arrived:
-                return arrived[number]
-            if number not in held:
-                held[number] = self._packed(slices[number])
-            return held[number]
+        def state(number: str) -> Parts:
+            block = int(number)
+            return [arrived[block]] if block in arrived else self._parts(slices[block])
 
-        for batch in _batches(found, PIECE * dist.get_world_size(self._group)):
-            self._send(batch, state)
-            held.clear()
+        send(found, state, self._group, self._device)
         return arrived
-
-    def _send(self, batch: Sequence[Transfer], state: Callable[[int], torch.Tensor]) -> None:
-        """Sends pieces of blocks to where they go, and puts those that come into their places."""
-        group, rank = self._group, dist.get_rank(self._group)
-        ranks = range(dist.get_world_size(group))
-        out = [one for other in ranks for one in batch if (one.source, one.target) == (rank, other)]
-        new = [one for other in ranks for one in batch if (one.source, one.target) == (other, rank)]
-        sent = [sum(one.piece.nbytes for one in out if one.target == other) for other in ranks]
-        coming = [sum(one.piece.nbytes for one in new if one.source == other) for other in ranks]
-        packed = [_part(state, one) for one in out]
-        outgoing = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=self._device)
-        incoming = torch.empty(sum(coming), dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(incoming, outgoing, coming, sent, group=group)
-        for one, values in zip(new, incoming.split([one.piece.nbytes for one in new]), strict=True):
-            _part(state, one).copy_(values)
 
     def _slices(self) -> Iterator[tuple[int, OwnedSlice]]:
         """The state of the blocks held here, by number."""
@@ -148,11 +129,10 @@ class Shards:
         moments = [formats.get(name, torch.float32).itemsize for name in ("exp_avg", "exp_avg_sq")]
         return (torch.float32.itemsize + sum(moments)) * numel + torch.int64.itemsize
 
-    def _packed(self, owned: OwnedSlice) -> torch.Tensor:
+    def _parts(self, owned: OwnedSlice) -> Parts:
+        """The state of a block in its memory, and a copy of the count of updates."""
         steps = torch.tensor([int(owned.counter.get("step", 0))], dtype=torch.int64, device=self._device)
-        return torch.cat(
-            [slot.view(torch.uint8) for _, slot in sorted(owned.slots.items())] + [steps.view(torch.uint8)]
-        )
+        return as_bytes([*(slot for _, slot in sorted(owned.slots.items())), steps])
 
     @torch.no_grad()
     def _unpack(self, owned: OwnedSlice, state: torch.Tensor) -> None:
@@ -232,21 +212,3 @@ def _shared(told: Sequence[Told], shards: Shards) -> dict[str, Cut]:
     mine = {cut.digest: cut for cut in (shards.cut, shards.awaited) if cut is not None}
     shared = {key: cut.to_json() for key, cut in mine.items() if first.get(key) == dist.get_rank()}
     return {key: Cut.from_json(one) for part in gather(shared) for key, one in part.items()}
-
-
-def _batches(found: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """The transfers in their order, in parts of so many bytes at most (or one transfer), each of one round."""
-    batch: list[Transfer] = []
-    for one in found:
-        full = sum(other.piece.nbytes for other in batch) + one.piece.nbytes > most
-        if batch and (full or batch[0].round != one.round):
-            yield batch
-            batch = []
-        batch.append(one)
-    if batch:
-        yield batch
-
-
-def _part(state: Callable[[int], torch.Tensor], one: Transfer) -> torch.Tensor:
-    (start,), (count,) = one.piece.region.offset, one.piece.region.shape
-    return state(int(one.piece.operator))[start : start + count]

@@ -3,8 +3,8 @@
 import numpy
 import pytest
 
-from moc.elastic.boxes import NoSourceError, Tensor, experts_held, experts_left, transfers
-from moc.elastic.plan import Settings, plan
+from moc.elastic.boxes import NoSourceError, Tensor, copies, expert_transfers, experts_held, experts_left, transfers
+from moc.elastic.plan import Plan, Settings, plan
 from moc.state.region import Region
 
 LAYERS, EXPERTS = 3, 16
@@ -68,3 +68,47 @@ def test_a_single_holder_sends_each_byte_once_and_the_new_ones_pass_it_on():
     found = transfers(dense, {"layers.0.attention": [0]}, {"layers.0.attention": range(5)}, most=256)
     sent = [sum(one.piece.nbytes for one in found if one.source == rank) for rank in range(5)]
     assert sum(sent) == 4 * 4 * 4096 and max(sent) <= 1.5 * sum(sent) / 5
+
+
+SIZE = 10_001  # bytes of an expert: parts of it differ
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_experts_move_layer_by_layer_in_bytes_that_nobody_sends_more_of_than_others(seed):
+    """From any plan of some members to that of others; within a layer, in two rounds."""
+    rng = numpy.random.default_rng(seed)
+    nodes, ranks = int(rng.integers(6, 12)), int(rng.integers(1, 3))
+    before = plan(range(nodes), loads(seed), Settings(6, ranks=ranks))
+    members = sorted({*rng.permutation(nodes)[: nodes - 1].tolist(), *range(100, 100 + int(rng.integers(0, 4)))})
+    left = before.among(members, [member < 100 for member in members for _ in range(ranks)])
+    after = plan(members, loads(seed + 1), Settings(6, ranks=ranks), before)
+    found = expert_transfers(experts_held(left), after, dict.fromkeys(after.tables, SIZE))
+    sent, alone, arrived = numpy.zeros(after.size), numpy.zeros(after.size), 0
+    for layer, flow in found.items():
+        assert [one.round for one in flow] == sorted(one.round for one in flow)
+        there = {(rank, expert): numpy.full(SIZE, -1) for rank in range(after.size) for expert in range(EXPERTS)}
+        for rank in range(after.size):
+            for expert in left.experts_of(layer, rank):
+                there[rank, expert][:] = expert
+        for one in flow:
+            expert, piece = int(one.piece.operator.rsplit(".", 1)[1]), one.piece.region.slices()
+            assert (there[one.source, expert][piece] == expert).all()  # it has it, or has got it in round 0
+            assert (there[one.target, expert][piece] == -1).all()  # and the other has not
+            there[one.target, expert][piece] = expert
+            sent[one.source] += one.piece.nbytes
+        for rank in range(after.size):
+            assert all((there[rank, expert] == expert).all() for expert in after.experts_of(layer, rank))
+        whole = sum((values >= 0).all() for values in there.values())
+        arrived += whole - int((left.held(layer) > 0).sum())
+        for expert in range(EXPERTS):
+            holders = left.holders(layer, expert)
+            if len(holders) == 1 and set(after.holders(layer, expert)) - set(holders):
+                alone[holders[0]] += SIZE
+    assert arrived == copies(left, after) and sent.sum() == SIZE * arrived  # nothing moves that need not
+    assert (sent <= numpy.maximum(1.5 * sent.mean(), alone + SIZE / 16 * LAYERS)).all()
+
+
+def test_copies_are_those_of_the_ranks_that_hold_them_anew():
+    tables = [numpy.array([[0, 1], [0, 1], empty, empty]) for empty in ([-1, -1], [0, 1])]
+    old, new = (Plan(tuple(range(4)), tuple(range(4)), 2, 1, {0: table}) for table in tables)
+    assert (copies(old, new), copies(new, old), copies(new, new)) == (4, 0, 0)

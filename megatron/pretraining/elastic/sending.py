@@ -1,0 +1,82 @@
+"""Planned transfers of state between workers: round by round, in all-to-alls of bounded size.
+
+What arrives lies beside what is in use.  Memory on top of that is for pieces under way: in the mean over the workers,
+at most :data:`moc.elastic.boxes.PIECE` bytes that leave, and as many that come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from moc.elastic.boxes import PIECE, Transfer
+
+Parts = Sequence[torch.Tensor]
+"""Flat tensors of bytes, which one behind the other are the state of an operator."""
+
+
+def as_bytes(tensors: Iterable[torch.Tensor]) -> Parts:
+    """Flat tensors of any kind as bytes, in the same memory."""
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def send(
+    found: Iterable[Transfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Makes transfers of pieces of bytes; a collective of the group, whose ranks are those of the transfers.
+
+    Args:
+        found: the same on all ranks, in the order of their rounds; regions are ranges of bytes of an operator's state.
+        state: of each operator that this rank sends or receives some of; what arrives is written there.
+        group: of all ranks.
+        device: of the state.
+    """
+    for batch in _batches(found, PIECE * dist.get_world_size(group)):
+        _exchange(batch, state, group, device)
+
+
+def _exchange(
+    batch: Sequence[Transfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    out = sorted((one for one in batch if one.source == rank), key=lambda one: one.target)
+    new = sorted((one for one in batch if one.target == rank), key=lambda one: one.source)
+    sent, coming = [0] * size, [0] * size
+    for one in out:
+        sent[one.target] += one.piece.nbytes
+    for one in new:
+        coming[one.source] += one.piece.nbytes
+    leaving = [view for one in out for view in _views(state, one)]
+    outgoing = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8, device=device)
+    incoming = torch.empty(sum(coming), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(incoming, outgoing, coming, sent, group=group)
+    arrived = [view for one in new for view in _views(state, one)]
+    for view, values in zip(arrived, incoming.split([len(view) for view in arrived]), strict=True):
+        view.copy_(values)
+
+
+def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tensor]:
+    """The memory of a piece."""
+    (start,), (count,) = one.piece.region.offset, one.piece.region.shape
+    stop, begin = start + count, 0
+    for part in state(one.piece.operator):
+        first, last = max(start - begin, 0), min(stop - begin, len(part))
+        if first < last:
+            yield part[first:last]
+        begin += len(part)
+
+
+def _batches(found: Iterable[Transfer], most: int) -> Iterator[list[Transfer]]:
+    """The transfers in their order, in parts of so many bytes at most (or one transfer), each of one round."""
+    batch: list[Transfer] = []
+    size = 0
+    for one in found:
+        if batch and (size + one.piece.nbytes > most or batch[0].round != one.round):
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += one.piece.nbytes
+    if batch:
+        yield batch
