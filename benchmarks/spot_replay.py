@@ -41,6 +41,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -254,7 +255,7 @@ def on_all(own: argparse.Namespace, way: str, told: Told) -> float:
 
 def forecast(
     own: argparse.Namespace, of: Sequence[Change], way: str, told: Told, stood: Pauses, files: Path
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """What the simulator says of the same losses, with the job's iterations.
 
     Args:
