@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
@@ -32,7 +31,8 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
-from megatron.pretraining.process.initialize import fewest_nodes, world_of
+from megatron.pretraining.process.initialize import world_of
+from megatron.pretraining.process.nodes import fewest_nodes, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
@@ -196,7 +196,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     for line in datasets.described:
         log.message(line)
-    why = why_anew(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    why = why_anew(config, per_node())
     if config.elastic.elastic and why and fewest_nodes() is not None:
         log.message(f"{why}, all workers are started anew when nodes are lost or come: they resume from --ckpt-dir")
     streams = _streams(config, datasets)

@@ -63,6 +63,8 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
     "PP2xDP3": (6, dict(pipeline_model_parallel_size=2)),
     "PP2xTP2": (4, _TP2 | dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2xDP2": (8, _TP2 | dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2xDP3": (12, _TP2 | dict(pipeline_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "EP4": (4, FOUR | dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),

@@ -21,21 +21,24 @@ def why_anew(config: Config, per_node: int) -> str:
 
     Where each node has whole copies of the model, a worker has the same part of it beside any number of others.
     """
-    parallel = config.parallel
     reasons = {
         "without --elastic": not config.elastic.elastic,
         "with a model on several nodes": per_node % _model_size(config) > 0,
-        "with both tensor parallelism and pipeline stages": parallel.pipeline_model_parallel_size > 1
-        and parallel.tensor_model_parallel_size > 1,
         "with --deepspeed": config.zero.deepspeed,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def stages_on_nodes(config: Config, per_node: int) -> int:
-    """Pipeline stages of which each node of so many workers has some: all, if workers go on in process; else one."""
-    return 1 if why_anew(config, per_node) else config.parallel.pipeline_model_parallel_size
+def stages_on_nodes(config: Config, per_node: int, varies: bool) -> int:
+    """Pipeline stages of which each node of so many workers has some, if ranks are numbered copy by copy; else 1.
+
+    They are where workers go on in process.  If the number of nodes does not vary (``varies``), ranks stay in the order
+    that they have always had, on which the last bits of sums over all workers depend.
+    """
+    parallel = config.parallel
+    as_ever = parallel.tensor_model_parallel_size > 1 and not varies
+    return 1 if as_ever or why_anew(config, per_node) else parallel.pipeline_model_parallel_size
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

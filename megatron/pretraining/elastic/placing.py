@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.pretraining.config import Config, stage_size, stages_on_nodes
+from megatron.pretraining.config import Config, stage_size
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
+from megatron.pretraining.process.nodes import numbers_of_nodes, per_node, stages_here
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, Settings, plan
-from moc.runtime import environment
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -66,8 +66,7 @@ def nodes_of(config: Config, workers: int) -> Nodes:
 
     Where one node has all workers, and the job no others, each worker counts as a node.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size, here = stage_size(config, workers), per_node // stages_on_nodes(config, per_node)
+    size, here = stage_size(config, workers), per_node() // stages_here(config)
     ranks = here if (size > here or _by_place(config)) and not size % here else 1
     return Nodes(tuple(range(size // ranks)), ranks)
 
@@ -85,8 +84,7 @@ def place() -> int:
 
 def _by_place(config: Config) -> bool:
     """Whether the job has several nodes, and each of them has workers of all pipeline stages."""
-    places, per_node = (int(os.environ.get(name, "1")) for name in (environment.PLACES, "LOCAL_WORLD_SIZE"))
-    return places > 1 and stages_on_nodes(config, per_node) == config.parallel.pipeline_model_parallel_size
+    return numbers_of_nodes()[1] > 1 and stages_here(config) == config.parallel.pipeline_model_parallel_size
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:

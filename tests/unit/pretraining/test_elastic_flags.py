@@ -90,6 +90,7 @@ def test_fewest_nodes_that_do_not_suffice(flags, nodes, sentence):
         (f"--ckpt-policy full {PP2.replace('2', '4')}", "with a model on several nodes"),
         ("--ckpt-policy full --use-distributed-optimizer", ""),
         ("--ckpt-policy full --tensor-model-parallel-size 4 --sequence-parallel", "with a model on several nodes"),
+        ("--ckpt-policy full --tensor-model-parallel-size 2 --sequence-parallel", ""),
         ("--ckpt-policy auto", ""),
     ],
 )
