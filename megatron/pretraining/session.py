@@ -9,7 +9,7 @@ from megatron.pretraining.config import Config, ConfigError, num_microbatches, t
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
-from megatron.pretraining.process.nodes import goes_on_in_process, numbers_of_nodes, per_node
+from megatron.pretraining.process.nodes import goes_on_in_process, numbers_of_nodes, parts_of_model, per_node
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.session.auto import AutoLimits, AutoPolicy
@@ -101,9 +101,13 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 def _lasting(config: Config) -> Lasting | None:
-    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come."""
+    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come.
+
+    Where a copy of the model takes several nodes, losses are taken for such, too: how seldom one takes the last node of
+    a stage along is not planned.
+    """
     least, most = numbers_of_nodes()
-    if least == most or not goes_on_in_process(config):
+    if least == most or not goes_on_in_process(config) or parts_of_model(config) > 1:
         return None
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both

@@ -186,7 +186,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     dispatch = config.elastic.elastic_dispatch
     replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
     sharded = sharded_part(optimizer.core)
-    shards = None if sharded is None else Shards(config, sharded, nodes)
+    shards = None if sharded is None else Shards(config, sharded, nodes[world.pipeline_rank])
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)

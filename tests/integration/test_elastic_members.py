@@ -227,3 +227,69 @@ def test_where_experts_are_lost_and_there_is_no_checkpoint_the_run_begins_again(
     assert_as_of_fixed_members(job, data, again=True)
     assert sum(event["iteration"] == 1 for event in job.events("iteration")) == 2
     assert "was killed by signal" not in str([event["reason"] for event in job.events("generation")])
+
+
+SPREAD = dict(elastic_min_replicas=1, elastic_slots=4)  # of one copy, a worker alone has all experts of its stage
+
+
+@pytest.mark.parametrize("number", range(1 + ALL))
+def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
+    """One copy of the model goes on, and the former partner waits; then there are two again."""
+    lost = 2 - number  # of the first stage, or of the second one
+    with job_of(data, tmp_path, [f"kill node={lost} iteration=4"], layout="PP2xDP2", **SPREAD) as job:
+        job.tells("training continues on 2 of 4 nodes")
+        before = job.pids
+        job.reach(6)
+        job.start(lost)
+        job.tells("4 nodes continue from iteration")
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data, layout="PP2xDP2", **SPREAD)
+    assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
+    assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+    assert job.pids[0] == before[0]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node move to another stage, twice")
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_surplus_node_moves_to_the_stage_that_has_lost_more_and_the_same_history_is_repeated(data, tmp_path, zero):
+    """Of three copies two are left, the second time since a node of the other stage moves; all wait until it is built."""
+    records = []
+    for run in ("first", "second"):
+        faults = ["kill node=0 iteration=4", "kill node=2 iteration=9"]
+        more = dict(layout="PP2xDP3", least=4, candidates=3, use_distributed_optimizer=zero)
+        with job_of(data, tmp_path / run, faults, **more) as job:
+            job.is_lost(0)
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout="PP2xDP2")
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        assert [event["world_size"] for event in job.events("start")] == [6, 4, 4]
+        assert not job.events("fallback")
+        records.append(job.records())
+    assert records[0] == records[1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node wait until another stage lacks one")
+def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
+    """Five nodes: one has no partner, and gets the stage of a node that is lost, while one copy goes on."""
+    more = SPREAD | dict(layout="PP2xDP2, 5 nodes")
+    with job_of(data, tmp_path, ["kill node=1 iteration=4"], **more) as job:
+        job.tells("4 nodes continue from iteration")
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data, layout="PP2xDP2", **SPREAD)
+    assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+    assert {event["tier"] for event in job.events("resume")} == {"live"}
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a stage")
+def test_where_a_stage_is_lost_a_node_moves_to_it_and_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+    saved = dict(snapshot_interval=3, ckpt_blocking=True, ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
+    faults = ["kill node=0 iteration=8", "kill node=2 iteration=8"]
+    with job_of(data, tmp_path, faults, layout="PP2xDP2", candidates=3, **SPREAD, **saved) as job:
+        job.is_lost(0)
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, again=True, layout="PP2xDP2", **SPREAD)
+    assert job.events("fallback")[-1]["reason"] == "no worker that is left holds pipeline stage 1"
+    assert job.events("resume")[-1]["tier"] == "storage"

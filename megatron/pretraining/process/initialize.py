@@ -14,7 +14,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.pretraining.config import Config, check_backend, check_fewest, check_world
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
-from megatron.pretraining.process.nodes import fewest_nodes, goes_on_in_process, order_of_ranks, per_node
+from megatron.pretraining.process.nodes import (
+    fewest_nodes,
+    goes_on_in_process,
+    order_of_ranks,
+    parts_of_model,
+    per_node,
+)
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -26,8 +32,9 @@ def initialize(config: Config, job: Job | None = None) -> World:
         ConfigError: the flags do not fit the number of workers or the backend.
     """
     job = job or Job()
-    check_world(config, job.size)
-    goes_on = goes_on_in_process(config)
+    goes_on, job.parts = goes_on_in_process(config), parts_of_model(config)
+    at_once = job.parts * per_node()  # workers are as many as make whole copies of the model, once they are connected
+    check_world(config, job.size // at_once * at_once if job.parts > 1 else job.size)
     if goes_on and (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node())
     backend = config.parallel.distributed_backend or cpu.default_backend()

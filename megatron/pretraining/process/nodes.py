@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, stages_on_nodes, why_anew
+from megatron.pretraining.config import Config, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
 from moc.runtime import environment
 
 
@@ -35,8 +35,18 @@ def goes_on_in_process(config: Config) -> bool:
     return not why_anew(config, per_node())
 
 
+def parts_of_model(config: Config) -> int:
+    """Nodes that a copy of the model takes, where workers go on in process and keep their part of it; else 1."""
+    return nodes_of_model(config, per_node()) if fewest_nodes() is not None and goes_on_in_process(config) else 1
+
+
+def goes_by_copies(config: Config) -> bool:
+    """Whether ranks are numbered copy by copy of the model, and not stage by stage."""
+    return copy_by_copy(config, per_node(), fewest_nodes() is not None)
+
+
 def stages_here(config: Config) -> int:
-    """Pipeline stages of which each node has workers, by the order of ranks; 1 if ranks go stage by stage."""
+    """Pipeline stages of which a node has workers, where ranks are numbered copy by copy; else 1."""
     return stages_on_nodes(config, per_node(), fewest_nodes() is not None)
 
 
@@ -44,11 +54,11 @@ def stages_here(config: Config) -> int:
 def order_of_ranks(config: Config) -> Iterator[None]:
     """Context in which megatron-core numbers the ranks of a job: stage by stage, or copy by copy of the model.
 
-    Copy by copy, a node that is lost takes whole copies of the model along.  megatron-core has such an order too
+    Copy by copy, a node that is lost takes whole copies of the model along, or a part of one.  megatron-core has such an order too
     (``tp-cp-ep-pp-dp``), but refuses it with tensor parallelism, since it orders experts, which are split by fewer
     ranks, apart.  So its own order stays, and names other ranks.
     """
-    if stages_here(config) == 1:
+    if not goes_by_copies(config):
         yield
         return
     original: Any = parallel_state.RankGenerator

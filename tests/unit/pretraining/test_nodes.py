@@ -37,7 +37,7 @@ def test_stages_of_which_a_node_has_workers(flags, varies, stages):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tensor):
-    monkeypatch.setattr(nodes, "stages_here", lambda config: 2)
+    monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
     sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
     with nodes.order_of_ranks(parse(f"{ELASTIC} {sizes}")):
         generator = nodes.parallel_state.RankGenerator

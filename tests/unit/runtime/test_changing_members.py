@@ -91,7 +91,7 @@ def test_a_node_that_comes_is_taken_in_once_all_have_saved():
     assert not membership.can_grow
     for name in workers:
         membership.here(name, 1)
-    assert membership.joined(1) == [] and membership.can_grow and membership.is_full
+    assert membership.joined(1) == [] and membership.can_grow and membership.need_not_wait
     assert membership.grow() == [Leave()]
     for name in workers[:-1]:
         assert membership.ended(name, SAVED, gives_back="/memory") == []
