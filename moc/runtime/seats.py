@@ -1,7 +1,7 @@
 """Which nodes train, and which part of the model each has, where a copy of the model takes several nodes; pure.
 
-A copy is cut into *parts* of one node each, such as pipeline stages.  A job of n nodes trains with the whole copies that
-they make; nodes beyond that wait.  Seats are numbered copy by copy: seat i has part i % parts.
+A copy is cut into *parts* of one node each, such as pipeline stages.  A job trains with the whole copies that its nodes
+make; nodes beyond that wait.  Seats are numbered copy by copy: seat i has part i % parts.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node move to another stage, twice")
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_surplus_node_moves_to_the_stage_that_has_lost_more_and_the_same_history_is_repeated(data, tmp_path, zero):
-    """Of three copies two are left, the second time since a node of the other stage moves; all wait until it is built."""
+    """Of three copies two are left, the second time since a node of the other stage moves, for which all wait."""
     records = []
     for run in ("first", "second"):
         faults = ["kill node=0 iteration=4", "kill node=2 iteration=9"]

@@ -123,7 +123,7 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
     refuse(
         elastic.elastic_min_replicas > of_stage,
         f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
-        f"goes on{', of each stage' if of_model > 1 else ''}, and each is on a node of its own: lower it, or raise MIN.",
+        f"goes on{', of each stage' * (of_model > 1)}, and each is on a node of its own: lower it, or raise MIN.",
     )
 
 

@@ -54,9 +54,9 @@ def stages_here(config: Config) -> int:
 def order_of_ranks(config: Config) -> Iterator[None]:
     """Context in which megatron-core numbers the ranks of a job: stage by stage, or copy by copy of the model.
 
-    Copy by copy, a node that is lost takes whole copies of the model along, or a part of one.  megatron-core has such an order too
-    (``tp-cp-ep-pp-dp``), but refuses it with tensor parallelism, since it orders experts, which are split by fewer
-    ranks, apart.  So its own order stays, and names other ranks.
+    Copy by copy, a node that is lost takes whole copies of the model along, or a part of one.  megatron-core has such
+    an order too (``tp-cp-ep-pp-dp``), but refuses it with tensor parallelism, since it orders experts, which are split
+    by fewer ranks, apart.  So its own order stays, and names other ranks.
     """
     if not goes_by_copies(config):
         yield
