@@ -236,7 +236,7 @@ SPREAD = dict(elastic_min_replicas=1, elastic_slots=4)  # of one copy, a worker 
 def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
     """One copy of the model goes on, and the former partner waits; then there are two again."""
     lost = 2 - number  # of the first stage, or of the second one
-    with job_of(data, tmp_path, [f"kill node={lost} iteration=4"], layout="PP2xDP2", **SPREAD) as job:
+    with job_of(data, tmp_path, [f"kill rank={lost} iteration=4"], layout="PP2xDP2", **SPREAD) as job:
         job.tells("training continues on 2 of 4 nodes")
         before = job.pids
         job.reach(6)
@@ -257,12 +257,12 @@ def test_a_surplus_node_moves_to_the_stage_that_has_lost_more_and_the_same_histo
     records = []
     for run in ("first", "second"):
         faults = ["kill node=0 iteration=4", "kill node=2 iteration=9"]
-        more = dict(layout="PP2xDP3", least=4, candidates=3, use_distributed_optimizer=zero)
+        more = dict(layout="PP2xDP3", least=4, candidates=3, elastic_slots=4, use_distributed_optimizer=zero)
         with job_of(data, tmp_path / run, faults, **more) as job:
             job.is_lost(0)
             assert job.wait() == 0, job.console[-4000:]
             assert job.left() == []
-        assert_as_of_fixed_members(job, data, layout="PP2xDP2")
+        assert_as_of_fixed_members(job, data, layout="PP2xDP2", elastic_slots=4)
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         assert [event["world_size"] for event in job.events("start")] == [6, 4, 4]
         assert not job.events("fallback")
@@ -286,10 +286,9 @@ def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a stage")
 def test_where_a_stage_is_lost_a_node_moves_to_it_and_all_go_back_to_the_newest_checkpoint(data, tmp_path):
     saved = dict(snapshot_interval=3, ckpt_blocking=True, ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
-    faults = ["kill node=0 iteration=8", "kill node=2 iteration=8"]
-    with job_of(data, tmp_path, faults, layout="PP2xDP2", candidates=3, **SPREAD, **saved) as job:
-        job.is_lost(0)
+    faults = ["kill node=1 iteration=8", "kill node=3 iteration=8"]
+    with job_of(data, tmp_path, faults, layout="PP2xDP2", **SPREAD, **saved) as job:
         assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, again=True, layout="PP2xDP2", **SPREAD)
-    assert job.events("fallback")[-1]["reason"] == "no worker that is left holds pipeline stage 1"
+    assert job.events("fallback")[-1]["reason"] == "no worker that is left holds pipeline stage 2"
     assert job.events("resume")[-1]["tier"] == "storage"
