@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron.pretraining.config import Config, ConfigError, num_microbatches, train_iterations, why_anew
+from megatron.pretraining.config import Config, ConfigError, num_microbatches, train_iterations
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
-from megatron.pretraining.process.initialize import numbers_of_nodes
+from megatron.pretraining.process.nodes import goes_on_in_process, numbers_of_nodes, parts_of_model, per_node
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.session.auto import AutoLimits, AutoPolicy
@@ -102,14 +101,18 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 def _lasting(config: Config) -> Lasting | None:
-    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come."""
-    per_node, (least, most) = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), numbers_of_nodes()
-    if least == most or why_anew(config, per_node):
+    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come.
+
+    Where a copy of the model takes several nodes, losses are taken for such, too: how seldom one takes the last node of
+    a stage along is not planned.
+    """
+    least, most = numbers_of_nodes()
+    if least == most or not goes_on_in_process(config) or parts_of_model(config) > 1:
         return None
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
     settings = ElasticSettings(min(elastic.elastic_slots, experts), elastic.elastic_min_replicas, elastic.everywhere)
-    return Lasting(least, most, per_node, experts, settings)
+    return Lasting(least, most, per_node(), experts, settings)
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:

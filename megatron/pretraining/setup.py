@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
@@ -32,7 +31,8 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
-from megatron.pretraining.process.initialize import fewest_nodes, world_of
+from megatron.pretraining.process.initialize import world_of
+from megatron.pretraining.process.nodes import fewest_nodes, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
@@ -186,7 +186,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     dispatch = config.elastic.elastic_dispatch
     replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
     sharded = sharded_part(optimizer.core)
-    shards = None if sharded is None else Shards(config, sharded, nodes)
+    shards = None if sharded is None else Shards(config, sharded, nodes[world.pipeline_rank])
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
@@ -196,7 +196,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     for line in datasets.described:
         log.message(line)
-    why = why_anew(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    why = why_anew(config, per_node())
     if config.elastic.elastic and why and fewest_nodes() is not None:
         log.message(f"{why}, all workers are started anew when nodes are lost or come: they {_goes_on_from(config)}")
     streams = _streams(config, datasets)

@@ -15,8 +15,8 @@ class NodeAssignment:
     Attributes:
         count: number of places.
         least: members with which the job can run; ``count`` unless it is given.
-        members: places whose workers train, ascending; all of a job that cannot run on fewer, and none before another
-            one begins.
+        members: places whose workers train, in the order of ranks; all of a job that cannot run on fewer, and none
+            before another one begins.
         filled_by: by place, the node that fills it or filled it last.
         vacant: places whose node is lost.
         present: nodes that are connected, including spares.

@@ -166,11 +166,15 @@ class Controller:
         membership = self._membership
         if not membership.can_grow:
             self._grows_at = math.inf
-        elif now >= self._grows_at or membership.guests_are_ready or (membership.is_full and not membership.is_growing):
+        elif (
+            now >= self._grows_at
+            or membership.guests_are_ready
+            or (membership.need_not_wait and not membership.is_growing)
+        ):
             self._grows_at = now + LEAVE_S
             orders = membership.grow()
             if any(isinstance(order, StartWorker) and order.guest for order in orders):
-                _log.warning("nodes have come: their workers build, and are taken in when they are ready")
+                _log.warning("more nodes can train: their workers build, and are taken in when they are ready")
             self._obey(orders)
         elif self._grows_at == math.inf:
             self._grows_at = now + self._grow_wait_s
@@ -330,7 +334,7 @@ class Controller:
         elif message.kind == "built":
             self._obey(membership.built(said["worker"], said["stays"]))
         elif message.kind == "here":
-            self._obey(membership.here(said["worker"], said["generation"]))
+            self._obey(membership.here(said["worker"], said["generation"], said["parts"]))
         elif message.kind == "met":
             self._obey(membership.met(said["worker"], said["generation"]))
         elif message.kind == "suspects":

@@ -49,9 +49,12 @@ class Job:
         term: controller epoch and generation; it only grows within a launch, and no two worlds of a launch share one.
         regroup: creates the program's process groups anew, in the same order as the first time, when the number of
             workers has changed; None if this process then cannot go on.
+        parts: nodes that a copy of the program's model takes; to be set before :meth:`connect`.  The number of workers
+            is a multiple of theirs once that has returned.
     """
 
     regroup: Callable[[], None] | None = None
+    parts: int = 1
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

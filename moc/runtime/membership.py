@@ -7,8 +7,10 @@ places, and the node that fills a place may change: see :mod:`moc.runtime.assign
 
 A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A
 program whose workers *stay* goes on in the same processes, which get other ranks.  When nodes come, their workers build
-as *guests*, and are seated among the others once they are ready.  Workers of any other program are all started anew,
-since their number is another one; when nodes come, they are asked to save and to leave first.
+as *guests*, and are seated among the others once they are ready.  Where a copy of its model takes several nodes, each
+has a part of it; the job trains with whole copies, and other nodes wait (:mod:`moc.runtime.seats`).  A worker keeps its
+part as long as it lives.  Workers of any other program are all started anew, since their number is another one; when
+nodes come, they are asked to save and to leave first.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -22,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 
 from moc.runtime.assignment import NodeAssignment
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Worker
+from moc.runtime.seats import Candidate, copies_at_once, seats
 
 SAVED = 75
 """Exit code of a worker that has saved its state after a request to stop; of a job: restart it to resume."""
@@ -55,6 +58,7 @@ class Membership:
         end: of the job; None while it lasts.
         asked: the signal by which the job was asked to stop; None if it was not.
         guests: workers that build for nodes that are about to be taken in.
+        parts: nodes that a copy of the program's model takes.
     """
 
     most: int
@@ -69,6 +73,7 @@ class Membership:
     end: End | None = None
     asked: int | None = None
     guests: dict[str, Worker] = field(default_factory=dict)
+    parts: int = 1
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
     _started: int = 0
@@ -78,6 +83,7 @@ class Membership:
     _refused: set[int] = field(default_factory=set)  # numbers of nodes that the program does not run on
     _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
     _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
+    _waited: bool = False  # when the members last changed, nodes were there that can train once their workers are built
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
@@ -105,6 +111,8 @@ class Membership:
             "refused": sorted(self._refused),
             "broken": dict(self._broken),
             "stayed": sorted(self._stayed),
+            "parts": self.parts,
+            "waited": self._waited,
             "end": asdict(self.end) if self.end else None,
         }
 
@@ -116,7 +124,7 @@ class Membership:
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.places.members, self._anew = tuple(state["members"]), state["anew"]
         self._growing, self._refused, self._stayed = state["growing"], set(state["refused"]), set(state["stayed"])
-        self._broken = dict(state["broken"])
+        self._broken, self.parts, self._waited = dict(state["broken"]), state["parts"], state["waited"]
         self.end = End(**state["end"]) if state["end"] else None
 
     def joined(
@@ -194,13 +202,14 @@ class Membership:
 
     @property
     def guests_are_ready(self) -> bool:
-        """Whether guests can be taken in: all have built what they need."""
-        return bool(self.guests) and all(guest.built for guest in self.guests.values())
+        """Whether guests can be taken in: all have built what they need, and more nodes can train with them."""
+        built = bool(self.guests) and all(guest.built for guest in self.guests.values())
+        return built and len(self._fit_at_once(self._ready)) > len(self.places.members)
 
     @property
-    def is_full(self) -> bool:
-        """Whether all places are filled, so that no more nodes can come."""
-        return len(self.places.filled) == self.places.count
+    def need_not_wait(self) -> bool:
+        """Whether no more nodes can come, since all places are filled, or those to be taken in have waited already."""
+        return self._waited or len(self.places.filled) == self.places.count
 
     def grow(self) -> list[Order]:
         """Begins with the nodes that are there, or takes in those that have come.
@@ -214,7 +223,7 @@ class Membership:
             self.places.members = self._fits(self.places.filled)
             return self._fill()
         if self.guests_are_ready:
-            return self._change_members("nodes have come")
+            return self._change_members("nodes have waited, and are ready" if self._waited else "nodes have come")
         if self._stays:
             self._growing = True
             return self._invite()
@@ -292,10 +301,14 @@ class Membership:
             worker.built, worker.stays = True, stays
         return []
 
-    def here(self, name: str, generation: int) -> list[Order]:
-        """A worker reports in a generation, and waits for the others."""
+    def here(self, name: str, generation: int, parts: int = 1) -> list[Order]:
+        """A worker reports in a generation, and waits for the others; a copy of its model takes ``parts`` nodes."""
         if name not in self.workers or self.end:
             return []
+        if parts != self.parts:
+            self.parts = parts
+            if len(self.places.members) % parts:
+                return self._change_members(f"a copy of the model takes {parts} nodes")
         worker = self.workers[name]
         worker.here = generation
         if 0 <= worker.met < generation:  # its device has survived the end of a generation
@@ -356,9 +369,32 @@ class Membership:
         return self.places.members[worker.rank // self.per_node] if seated and self.size else None
 
     def _fits(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """As many of the places as the program runs on; none if they are fewer than the least."""
-        numbers = range(len(places), self.places.least - 1, -1)
-        return places[: next((number for number in numbers if number not in self._refused), 0)]
+        """The seats of as many of these places as the program runs on; none if they are fewer than the least.
+
+        Workers are yet to be built where a node has none, or has another part of the model.
+        """
+        return self._seats(places, len(places) // self.parts) if len(places) >= self.places.least else ()
+
+    def _fit_at_once(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """The seats of as many of these places as can train without building; none if too few can."""
+        return self._seats(places, copies_at_once(map(self._candidate, places), self.parts))
+
+    def _seats(self, places: tuple[int, ...], copies: int) -> tuple[int, ...]:
+        numbers = range(copies, max(1, self.places.least // self.parts) - 1, -1)
+        copies = next((number for number in numbers if number * self.parts not in self._refused), 0)
+        return seats(map(self._candidate, places), self.parts, copies)
+
+    def _candidate(self, place: int) -> Candidate:
+        if place in self.places.members:
+            built = sum(worker.built for worker in self.workers.values() if self.places.of(worker.node) == place)
+            return Candidate(place, self.places.members.index(place) % self.parts, built == self.per_node)
+        node = self.places.filler(place)
+        guest = next((guest for guest in self.guests.values() if guest.node == node), None)
+        return Candidate(place, guest and self._part(guest))
+
+    def _part(self, worker: Worker) -> int:
+        """The part of the model that a worker has by its rank."""
+        return worker.rank // self.per_node % self.parts
 
     @property
     def _can_change(self) -> bool:
@@ -373,18 +409,19 @@ class Membership:
     def _change_members(self, reason: str) -> list[Order]:
         """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
         stay, there = self._stays, self.workers | self.guests
-        self.places.members = (self._fits(self._ready) if stay else ()) or self._fits(self.places.filled)
+        self.places.members = (self._fit_at_once(self._ready) if stay else ()) or self._fits(self.places.filled)
         self._anew, self._growing = self.generation + 1, False
         self.guests = {name: one for name, one in self.guests.items() if stay and not self._is_member(one)}
         self.workers = {
             name: one
             for name, one in there.items()
-            if stay and self._is_member(one) and (one.built or not one.together)
+            if stay and self._keeps_its_part(one) and (one.built or not one.together)
         }
         self._stayed = set(self.workers)
         orders: list[Order] = [self._seat(one) for one in self.workers.values()]
         orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
         count = len(self.places.members)
+        self._waited = stay and len(self._fits(self.places.filled)) > count
         why = f"{reason}: training continues on {count} of {self.places.count} nodes"
         return [*orders, *self._next_generation(why)]
 
@@ -404,6 +441,14 @@ class Membership:
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
 
+    def _keeps_its_part(self, worker: Worker) -> bool:
+        """Whether a worker's node trains, with the part of the model that the worker has."""
+        if not self._is_member(worker):
+            return False
+        place = self.places.of(worker.node)
+        assert place is not None  # it is a member's
+        return self.places.members.index(place) % self.parts == self._part(worker)
+
     def _missed_its_seat(self, worker: Worker) -> bool:
         """Whether the controller that has seated a worker was lost before it could say so."""
         return worker.name in self._stayed and worker.born < self._anew and self._is_member(worker)
@@ -419,8 +464,12 @@ class Membership:
     def _invite(self) -> list[Order]:
         """Starts the workers of nodes that have come, as far as they are not there: they build beside the others."""
         wanted = self._fits(self.places.filled)
+        parts = {self.places.filler(place): seat % self.parts for seat, place in enumerate(wanted)}
+        others = [
+            guest for guest in self.guests.values() if parts.get(guest.node, self._part(guest)) != self._part(guest)
+        ]
+        orders: list[Order] = [Kill(guest.node, self.guests.pop(guest.name).name) for guest in others]
         there = {(guest.node, guest.rank % self.per_node) for guest in self.guests.values()}
-        orders: list[Order] = []
         for rank in range(len(wanted) * self.per_node):
             place = wanted[rank // self.per_node]
             node = self.places.filler(place)

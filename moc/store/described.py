@@ -30,9 +30,13 @@ class Described:
     region: Region
     stored_as: str
 
-    @cached_property
+    @property
     def texts(self) -> Texts:
         """Its parts of a header."""
+        return self._texts
+
+    @cached_property
+    def _texts(self) -> Texts:
         row = json.dumps([self.name, self.slot, self.global_shape, self.region.offset])
         kind = json.dumps({"dtype": self.stored_as, "shape": self.region.shape})
         return Texts(json.dumps(row[:-1])[1:-1], kind[1:-1])

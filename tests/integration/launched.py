@@ -6,6 +6,7 @@ They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -197,6 +198,10 @@ class Launched:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end:\n{self.console[-4000:]}") from None
+
+    def states(self) -> list[dict[str, str]]:
+        """What each worker wrote of its state at the end, by ``losing_pretrain_gpt_moe.py``."""
+        return [json.loads(path.read_text()) for path in sorted(self._directory.glob("state of *.json"))]
 
     def records(self) -> list[tuple]:
         """Iteration, loss and gradient norm, as they were computed last."""

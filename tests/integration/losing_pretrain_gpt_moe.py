@@ -1,7 +1,11 @@
-"""The program, in which an injected kill takes its whole node; it ends as ``held_pretrain_gpt_moe.py`` does."""
+"""The program, in which an injected kill takes its whole node; it ends as ``held_pretrain_gpt_moe.py`` does.
+
+At the end, each worker writes digests of its state beside the file that lets it end.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -22,6 +26,31 @@ def lose_whole_nodes() -> None:
     inject.os = _Like(os, kill=lose)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def tell_state(directory: Path) -> None:
+    """Has each worker write what it holds when training is done: digests of fragments, and their numbers of updates."""
+    import torch
+    import xxhash
+
+    from megatron.pretraining import loop
+    from megatron.pretraining.engine.state import MegatronState
+    from moc.state.detail import Detail
+
+    train = loop.train
+
+    def watched(run, stop):
+        code = train(run, stop)
+        state, told = MegatronState(run.stepper.chunks, run.stepper.optimizer.core), {}
+        for detail in (Detail.FULL, Detail.COMPUTE):
+            for f in state.fragments(state.operators(), detail):
+                content = f.view.view(-1).contiguous().cpu().view(torch.uint8).numpy()
+                told[f"{f.name} {f.slot} {f.region}"] = xxhash.xxh3_64_hexdigest(content)
+        told |= {f"steps of {name}": str(count) for name, count in state.steps().items()}
+        (directory / f"state of {run.world.rank}.json").write_text(json.dumps(told))
+        return code
+
+    loop.train = watched
+
+
 class _Like:
     def __init__(self, module, **ours):
         self.__dict__ |= vars(module) | ours
@@ -31,4 +60,5 @@ if __name__ == "__main__":
     warm_up()
     lose_whole_nodes()
     hold(Path(os.environ["TEST_MAY_END"]))
+    tell_state(Path(os.environ["TEST_MAY_END"]).parent)
     sys.exit(program.main())

@@ -1,5 +1,7 @@
 """An elastic job of MIN to MAX nodes: workers go on in the same processes when nodes are lost, and when nodes come."""
 
+from collections import Counter
+
 import pytest
 
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
@@ -58,7 +60,16 @@ def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", nodes=No
 
 
 def assert_as_of_fixed_members(job, data, again=False, layout="DP4", close=CLOSE, **more):
-    """Losses are those of all workers throughout; no iteration was computed twice, unless ``again``."""
+    """Losses are those of all workers throughout; no iteration was computed twice, unless ``again``.
+
+    Copies of weights, masters and moments, and their numbers of updates, are equal.
+    """
+    held, whole = Counter(), {}
+    for worker in job.states():
+        held.update(worker.keys())
+        for key, digest in worker.items():
+            assert whole.setdefault(key, digest) == digest, f"copies of {key} differ"
+    assert max(count for key, count in held.items() if "experts." in key) > 1 or len(job.states()) < 3
     expected = [record["loss"] for record in known(layout, data | FLAGS | more).records]
     assert [event["iteration"] for event in job.events("iteration")] == [*range(1, len(expected) + 1)] or again
     assert [record[1] for record in job.records()] == pytest.approx(expected, abs=close)
@@ -124,12 +135,14 @@ def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_pat
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes with several pipeline stages")
 @pytest.mark.parametrize("zero", [False, True])
-def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, zero):
+@pytest.mark.parametrize(("layout", "fixed"), [("PP2xDP3", "PP2xDP2"), ("PP2xTP2xDP3", "PP2xTP2")])
+def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, layout, fixed, zero):
     """The same history twice, and one in which the node comes back."""
     records = []
     for run in ("first", "second", "third"):
-        more = dict(layout="PP2xDP3", nodes=3, use_distributed_optimizer=zero)
-        with job_of(data, tmp_path / run, ["kill rank=2 iteration=4"], **more) as job:
+        more = dict(layout=layout, nodes=3, use_distributed_optimizer=zero)
+        fault = f"kill rank={LAYOUTS[layout][0] // 3} iteration=4"  # the second node's first worker
+        with job_of(data, tmp_path / run, [fault], **more) as job:
             job.tells("2 nodes continue from iteration")
             before = job.pids
             if run == "third":
@@ -137,7 +150,7 @@ def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, z
                 job.tells("3 nodes continue from iteration")
             assert job.wait() == 0, job.console[-4000:]
             assert job.left() == []
-        assert_as_of_fixed_members(job, data, layout="PP2xDP2")
+        assert_as_of_fixed_members(job, data, layout=fixed)
         assert {job.pids[rank] for rank in (0, 1)} == {before[0], before[1]}
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         records.append(job.records())
@@ -214,3 +227,68 @@ def test_where_experts_are_lost_and_there_is_no_checkpoint_the_run_begins_again(
     assert_as_of_fixed_members(job, data, again=True)
     assert sum(event["iteration"] == 1 for event in job.events("iteration")) == 2
     assert "was killed by signal" not in str([event["reason"] for event in job.events("generation")])
+
+
+SPREAD = dict(elastic_min_replicas=1, elastic_slots=4)  # of one copy, a worker alone has all experts of its stage
+
+
+@pytest.mark.parametrize("number", range(1 + ALL))
+def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
+    """One copy of the model goes on, and the former partner waits; then there are two again."""
+    lost = 2 - number  # of the first stage, or of the second one
+    with job_of(data, tmp_path, [f"kill rank={lost} iteration=4"], layout="PP2xDP2", **SPREAD) as job:
+        job.tells("training continues on 2 of 4 nodes")
+        before = job.pids
+        job.reach(6)
+        job.start(lost)
+        job.tells("4 nodes continue from iteration")
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data, layout="PP2xDP2", **SPREAD)
+    assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
+    assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+    assert job.pids[0] == before[0]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node move to another stage, twice")
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_surplus_node_moves_to_the_stage_that_has_lost_more_and_the_same_history_is_repeated(data, tmp_path, zero):
+    """Of three copies two are left, the second time since a node of the other stage moves, for which all wait."""
+    records = []
+    for run in ("first", "second"):
+        faults = ["kill node=0 iteration=4", "kill node=2 iteration=9"]
+        more = dict(layout="PP2xDP3", least=4, candidates=3, elastic_slots=4, use_distributed_optimizer=zero)
+        with job_of(data, tmp_path / run, faults, **more) as job:
+            job.is_lost(0)
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout="PP2xDP2", elastic_slots=4)
+        assert {event["tier"] for event in job.events("resume")} == {"live"}
+        assert [event["world_size"] for event in job.events("start")] == [6, 4, 4]
+        assert not job.events("fallback")
+        records.append(job.records())
+    assert records[0] == records[1]
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node wait until another stage lacks one")
+def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
+    """Five nodes: one has no partner, and gets the stage of a node that is lost, while one copy goes on."""
+    more = SPREAD | dict(layout="PP2xDP2, 5 nodes")
+    with job_of(data, tmp_path, ["kill node=1 iteration=4"], **more) as job:
+        job.tells("4 nodes continue from iteration")
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data, layout="PP2xDP2", **SPREAD)
+    assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
+    assert {event["tier"] for event in job.events("resume")} == {"live"}
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a stage")
+def test_where_a_stage_is_lost_a_node_moves_to_it_and_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+    saved = dict(snapshot_interval=3, ckpt_blocking=True, ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
+    faults = ["kill node=1 iteration=8", "kill node=3 iteration=8"]
+    with job_of(data, tmp_path, faults, layout="PP2xDP2", **SPREAD, **saved) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data, again=True, layout="PP2xDP2", **SPREAD)
+    assert job.events("fallback")[-1]["reason"] == "no worker that is left holds pipeline stage 2"
+    assert job.events("resume")[-1]["tier"] == "storage"

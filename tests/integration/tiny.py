@@ -61,8 +61,11 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
     "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
+    "PP2xDP2, 5 nodes": (5, dict(pipeline_model_parallel_size=2)),  # of which one waits, under the launcher
     "PP2xDP3": (6, dict(pipeline_model_parallel_size=2)),
     "PP2xTP2": (4, _TP2 | dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2xDP2": (8, _TP2 | dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2xDP3": (12, _TP2 | dict(pipeline_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "EP4": (4, FOUR | dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),

@@ -19,23 +19,41 @@ def stage_size(config: Config, world_size: int) -> int:
 def why_anew(config: Config, per_node: int) -> str:
     """Why workers cannot go on in the same processes when nodes of so many workers are lost or come; empty if they can.
 
-    Where each node has whole copies of the model, a worker has the same part of it beside any number of others.
+    Where each node has whole copies of the model, or a part of one, a worker has the same part of it beside any number
+    of others.
     """
-    parallel = config.parallel
+    size, inner = _model_size(config), _inner_size(config)
     reasons = {
         "without --elastic": not config.elastic.elastic,
-        "with a model on several nodes": per_node % _model_size(config) > 0,
-        "with both tensor parallelism and pipeline stages": parallel.pipeline_model_parallel_size > 1
-        and parallel.tensor_model_parallel_size > 1,
+        "with a model that does not take whole nodes": per_node % size > 0
+        and (size % per_node or per_node % inner) > 0,
         "with --deepspeed": config.zero.deepspeed,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def stages_on_nodes(config: Config, per_node: int) -> int:
-    """Pipeline stages of which each node of so many workers has some: all, if workers go on in process; else one."""
-    return 1 if why_anew(config, per_node) else config.parallel.pipeline_model_parallel_size
+def nodes_of_model(config: Config, per_node: int) -> int:
+    """Nodes of so many workers that a copy of the model takes; 1 if each has whole copies."""
+    return max(1, _model_size(config) // per_node)
+
+
+def copy_by_copy(config: Config, per_node: int, varies: bool) -> bool:
+    """Whether ranks are numbered copy by copy of the model, and not stage by stage.
+
+    They are where workers go on in process.  If the number of nodes does not vary (``varies``), ranks stay in the order
+    that they have always had, on which the last bits of sums over all workers depend.
+    """
+    if why_anew(config, per_node):
+        return False
+    return varies or config.parallel.tensor_model_parallel_size == nodes_of_model(config, per_node) == 1
+
+
+def stages_on_nodes(config: Config, per_node: int, varies: bool) -> int:
+    """Pipeline stages of which a node of so many workers has some, where ranks are numbered copy by copy; else 1."""
+    if not copy_by_copy(config, per_node, varies):
+        return 1
+    return min(config.parallel.pipeline_model_parallel_size, per_node // _inner_size(config))
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
@@ -89,22 +107,34 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
     """Raises ``ConfigError`` if elastic training cannot go on once so few nodes are left."""
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # the flags require both
-    workers = stage_size(config, nodes * per_node)
+    of_model = nodes_of_model(config, per_node)
+    refuse(
+        nodes < of_model,
+        f"a copy of the model takes {of_model} nodes, and --nnodes {nodes}:... goes on with fewer: make MIN at least "
+        f"{of_model}.",
+    )
+    of_stage = nodes // of_model  # whole copies, each with a node of the stage
+    workers = stage_size(config, of_stage * of_model * per_node)
     refuse(
         elastic.elastic_slots * workers < experts,
         f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "
         f"with which --nnodes {nodes}:... goes on: make it at least {-(-experts // workers)}, or raise MIN.",
     )
     refuse(
-        elastic.elastic_min_replicas > nodes,
+        elastic.elastic_min_replicas > of_stage,
         f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
-        "goes on, and each is on a node of its own: lower it, or raise MIN.",
+        f"goes on{', of each stage' * (of_model > 1)}, and each is on a node of its own: lower it, or raise MIN.",
     )
 
 
 def _model_size(config: Config) -> int:
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def _inner_size(config: Config) -> int:
+    """Workers of one stage of a copy of the model."""
+    return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
 def _check_expert_grid(config: Config, world_size: int) -> None:

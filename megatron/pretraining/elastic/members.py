@@ -9,7 +9,7 @@ move begins again from there, with the members that are left then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,11 +17,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.placing import Nodes, Plans, first_plans, no_loads, nodes_there, place, plans_for
+from megatron.pretraining.elastic.placing import (
+    NodesOfStages,
+    Plans,
+    first_plans,
+    no_loads,
+    nodes_there,
+    place,
+    plans_for,
+)
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.process.nodes import fewest_nodes
 from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
 from moc.runtime.agreement import gather
@@ -78,17 +87,19 @@ def settle(config: Config, replicas: Replicas, shards: Shards | None, trained: b
     moves = replicas.wanted is not None
     mine = Told(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
     told = [Told(*one) for one in gather(tuple(mine))]
-    nodes = nodes_there(config, [one.place for one in told])
+    nodes = nodes_there(config, [(one.place, one.stage) for one in told])
     if not any(one.trained for one in told):
         _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
-    in_force = [known[one.plan] for one in told if one.trained and one.plan]
-    changed = any(one.moves for one in told) or any(one.members != nodes.members for one in in_force)
+    empty = [] if fewest_nodes() is None else _without_state(told)
+    changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
     plans = {}
     for number, own in replicas.plans.items():
+        if number in empty:
+            continue  # whoever has come has a plan of its own, and others an old one
         of_stage = [one for one in told if one.stage == number]
-        as_now = _among(nodes, [one.trained for one in of_stage]) if changed else _unchanged
+        as_now = _among(nodes[number].members, [one.trained for one in of_stage]) if changed else _unchanged
         plans[number] = decided(
             [as_now(known[one.plan]) for one in of_stage if one.trained and one.plan],
             [as_now(known[one.awaited]) for one in of_stage if one.awaited],
@@ -97,14 +108,24 @@ def settle(config: Config, replicas: Replicas, shards: Shards | None, trained: b
         if number == stage and awaited is not None and as_now(awaited) == plans[number]:
             replicas.land(plans[number])
     wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
-    lost = _lost(plans) if changed else ""
-    if shards is not None and not settle_shards(shards, nodes, trained):
+    lost = f"pipeline stage {empty[0] + 1}" if empty else _lost(plans) if changed else ""
+    if shards is not None and not settle_shards(shards, nodes[stage], trained):
         lost = lost or "a shard of the optimizer's state"
     replicas.take(wanted if lost and wanted else plans, nodes)
     replicas.wanted = None if lost else wanted
     if shards is not None and lost:
-        shards.begin(nodes)
+        shards.begin(nodes[stage])
     return Settled(True, lost)
+
+
+def _without_state(told: Sequence[Told]) -> list[int]:
+    """The pipeline stages of which no worker has trained."""
+    return sorted({one.stage for one in told} - {one.stage for one in told if one.trained})
+
+
+def _members_differ(known: Mapping[str, Plan], one: Told, nodes: NodesOfStages) -> bool:
+    """Whether the plan in force on a worker is one of other members than those that are there."""
+    return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
 
 
 def _lost(plans: Plans) -> str:
@@ -153,41 +174,41 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
             taken += replicas.move_to(wanted)
         engine.state.describe()
     copied = sum(copies(before[stage], plan) for stage, plan in wanted.items())
+    count = len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
     log.events.write(
         "migration",
         iteration=iteration,
-        nodes=len(replicas.nodes.members),
+        nodes=count,
         experts=copied,
         bytes=amount,
         elapsed_s=round(seconds, 6),
     )
-    count = len(replicas.nodes.members)
     log.message(
         f"{count} nodes continue from iteration {iteration}: {copied} copies of experts moved in {seconds:.2f} s"
     )
 
 
-def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: Nodes) -> None:
+def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: NodesOfStages) -> None:
     """Takes over the numbers of the nodes that are there.
 
     A worker has the initial weights of the experts that it was built with: it cannot begin if these are others now,
     since the number of workers has changed, or since it has taken over plans of workers that are gone.
     """
-    numbered = {stage: replace(plan, members=nodes.members) for stage, plan in replicas.plans.items()}
+    numbered = {stage: replace(plan, members=nodes[stage].members) for stage, plan in replicas.plans.items()}
     if numbered != first_plans(config, nodes):
         raise NoRecoveryPoint
     replicas.take(numbered, nodes)
     if shards is not None:
-        shards.begin(nodes)
+        shards.begin(nodes[parallel_state.get_pipeline_model_parallel_rank()])
 
 
 def _unchanged(plan: Plan) -> Plan:
     return plan
 
 
-def _among(nodes: Nodes, trained: Sequence[bool]) -> Callable[[Plan], Plan]:
-    return lambda plan: plan.among(nodes.members, trained)
+def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
+    return lambda plan: plan.among(members, trained)
 
 
 def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:

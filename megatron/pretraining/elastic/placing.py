@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.pretraining.config import Config, stage_size, stages_on_nodes
+from megatron.pretraining.config import Config, stage_size
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
+from megatron.pretraining.process.nodes import goes_by_copies, numbers_of_nodes, per_node, stages_here
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, Settings, plan
-from moc.runtime import environment
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -36,7 +36,11 @@ class Nodes(NamedTuple):
     ranks: int
 
 
-def first_plans(config: Config, nodes: Nodes) -> Plans:
+NodesOfStages = Mapping[int, Nodes]
+"""By pipeline stage; stages have equally many."""
+
+
+def first_plans(config: Config, nodes: NodesOfStages) -> Plans:
     """The plans before any load is known."""
     return plans_for(config, nodes, no_loads(config))
 
@@ -47,35 +51,37 @@ def no_loads(config: Config) -> Loads:
     return {layer: [1] * (config.moe.num_experts or 0) for layer in layers}
 
 
-def plans_for(config: Config, nodes: Nodes, loads: Loads, previous: Plans | None = None) -> Plans:
+def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plans | None = None) -> Plans:
     """The plans for these loads, of all layers with experts; pure, so that all workers agree without asking."""
     elastic, network, stages = config.elastic, config.network, config.parallel.pipeline_model_parallel_size
     experts = config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
     slots = min(elastic.elastic_slots, experts)
-    settings = Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, nodes.ranks)
+    settings = Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, nodes[0].ranks)
     of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
     for layer, tokens in loads.items():
         of_stage[Layout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
-    return {stage: plan(nodes.members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
+    return {stage: plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
-def nodes_of(config: Config, workers: int) -> Nodes:
+def nodes_of(config: Config, workers: int) -> NodesOfStages:
     """The nodes of each stage of so many workers, numbered from 0.
 
     Where one node has all workers, and the job no others, each worker counts as a node.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size, here = stage_size(config, workers), per_node // stages_on_nodes(config, per_node)
+    size, here = stage_size(config, workers), per_node() // stages_here(config)
     ranks = here if (size > here or _by_place(config)) and not size % here else 1
-    return Nodes(tuple(range(size // ranks)), ranks)
+    return dict.fromkeys(range(config.parallel.pipeline_model_parallel_size), Nodes(tuple(range(size // ranks)), ranks))
 
 
-def nodes_there(config: Config, places: Sequence[int]) -> Nodes:
-    """The nodes of all workers, by the place of each worker's node in the job (:func:`place`), by rank."""
-    nodes = nodes_of(config, len(places))
-    return Nodes(tuple(dict.fromkeys(places)), nodes.ranks) if _by_place(config) else nodes
+def nodes_there(config: Config, told: Sequence[tuple[int, int]]) -> NodesOfStages:
+    """The nodes of all workers: by rank, the place of its node in the job (:func:`place`), and its pipeline stage."""
+    nodes = nodes_of(config, len(told))
+    if not _by_place(config):
+        return nodes
+    members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}
+    return {stage: Nodes(members[stage], of.ranks) for stage, of in nodes.items()}
 
 
 def place() -> int:
@@ -84,9 +90,9 @@ def place() -> int:
 
 
 def _by_place(config: Config) -> bool:
-    """Whether the job has several nodes, and each of them has workers of all pipeline stages."""
-    places, per_node = (int(os.environ.get(name, "1")) for name in (environment.PLACES, "LOCAL_WORLD_SIZE"))
-    return places > 1 and stages_on_nodes(config, per_node) == config.parallel.pipeline_model_parallel_size
+    """Whether the job has several nodes, and stages are where ranks that are numbered copy by copy have them."""
+    by_copies = goes_by_copies(config) or config.parallel.pipeline_model_parallel_size == 1
+    return numbers_of_nodes()[1] > 1 and by_copies
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.elastic.placing import Nodes, Plans, adopt
+from megatron.pretraining.elastic.placing import NodesOfStages, Plans, adopt
 from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
@@ -58,7 +58,7 @@ class Replicas:
         layers: Iterable[ElasticLayer],
         optimizer: MegatronOptimizer,
         plans: Plans,
-        nodes: Nodes,
+        nodes: NodesOfStages,
         dispatch: str,
     ):
         self.layers = {layer.layer: layer for layer in layers}
@@ -105,7 +105,7 @@ class Replicas:
         assert self._landing is not None  # it is awaited
         self._land(replace(self._landing, plan=plan))
 
-    def take(self, plans: Plans, nodes: Nodes) -> None:
+    def take(self, plans: Plans, nodes: NodesOfStages) -> None:
         """Takes over plans, but no state: those of others, or of other members."""
         self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import (
-    Config,
-    check_backend,
-    check_fewest,
-    check_world,
-    stages_on_nodes,
-    why_anew,
-)
+from megatron.pretraining.config import Config, check_backend, check_fewest, check_world
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
-from moc.runtime import environment
+from megatron.pretraining.process.nodes import (
+    fewest_nodes,
+    goes_on_in_process,
+    order_of_ranks,
+    parts_of_model,
+    per_node,
+)
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -33,11 +32,11 @@ def initialize(config: Config, job: Job | None = None) -> World:
         ConfigError: the flags do not fit the number of workers or the backend.
     """
     job = job or Job()
-    check_world(config, job.size)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    goes_on = not why_anew(config, per_node)
+    goes_on, job.parts = goes_on_in_process(config), parts_of_model(config)
+    at_once = job.parts * per_node()  # workers are as many as make whole copies of the model, once they are connected
+    check_world(config, job.size // at_once * at_once if job.parts > 1 else job.size)
     if goes_on and (fewest := fewest_nodes()) is not None:
-        check_fewest(config, fewest, per_node)
+        check_fewest(config, fewest, per_node())
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
@@ -48,18 +47,6 @@ def initialize(config: Config, job: Job | None = None) -> World:
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
-
-
-def fewest_nodes() -> int | None:
-    """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
-    least, most = numbers_of_nodes()
-    return least if least < most else None
-
-
-def numbers_of_nodes() -> tuple[int, int]:
-    """MIN and MAX of the job's nodes; equal if their number does not vary."""
-    least, most = (int(os.environ.get(name, "1")) for name in (environment.LEAST_PLACES, environment.PLACES))
-    return least, most
 
 
 def world_of(job: Job) -> World:
@@ -132,16 +119,15 @@ def _build_groups_anew(config: Config) -> None:
 
 
 def _build_groups(config: Config) -> None:
-    parallel, per_node = config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
-        create_gloo_process_groups=False,
-        # stages side by side on each node, so that a lost node takes whole copies of the model with it
-        order="tp-cp-ep-pp-dp" if stages_on_nodes(config, per_node) > 1 else "tp-cp-ep-dp-pp",
-    )
+    parallel = config.parallel
+    with order_of_ranks(config):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
+            create_gloo_process_groups=False,
+        )

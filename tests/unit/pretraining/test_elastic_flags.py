@@ -7,6 +7,7 @@ from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+NOT_WHOLE = "with a model that does not take whole nodes"
 REFUSED = [
     ("--elastic-slots 4", "--elastic-slots has no effect without --elastic: add it"),
     ("--elastic", "--elastic needs --elastic-slots: add it"),
@@ -87,15 +88,25 @@ def test_fewest_nodes_that_do_not_suffice(flags, nodes, sentence):
         ("--ckpt-policy full", ""),
         ("", "without --ckpt-policy"),
         (f"--ckpt-policy full {PP2}", ""),
-        (f"--ckpt-policy full {PP2.replace('2', '4')}", "with a model on several nodes"),
+        (f"--ckpt-policy full {PP2.replace('2', '4')}", ""),
         ("--ckpt-policy full --use-distributed-optimizer", ""),
-        ("--ckpt-policy full --tensor-model-parallel-size 4 --sequence-parallel", "with a model on several nodes"),
+        ("--ckpt-policy full --tensor-model-parallel-size 4 --sequence-parallel", NOT_WHOLE),
+        ("--ckpt-policy full --tensor-model-parallel-size 2 --sequence-parallel", ""),
         ("--ckpt-policy auto", ""),
     ],
 )
 def test_when_workers_are_started_anew(flags, why):
     saved = "--ckpt-dir snapshots" if "--ckpt-policy" in flags else ""
     assert why_anew(parse(f"{ELASTIC} {flags} {saved}"), 2) == why
+
+
+def test_a_copy_of_the_model_needs_its_nodes():
+    config = parse(f"{ELASTIC} {PP2} --ckpt-policy full --ckpt-dir snapshots --elastic-min-replicas 1")
+    with pytest.raises(ConfigError, match="takes 2 nodes, and --nnodes 1:... goes on with fewer: make MIN at least 2"):
+        check_fewest(config, 1, 1)
+    with pytest.raises(ConfigError, match="--elastic-slots 4 leave no room .* make it at least 8"):
+        check_fewest(config, 3, 1)  # one worker of each stage
+    check_fewest(config, 4, 1)
 
 
 def test_batches_need_not_divide():

@@ -91,7 +91,7 @@ def test_a_node_that_comes_is_taken_in_once_all_have_saved():
     assert not membership.can_grow
     for name in workers:
         membership.here(name, 1)
-    assert membership.joined(1) == [] and membership.can_grow and membership.is_full
+    assert membership.joined(1) == [] and membership.can_grow and membership.need_not_wait
     assert membership.grow() == [Leave()]
     for name in workers[:-1]:
         assert membership.ended(name, SAVED, gives_back="/memory") == []
@@ -225,3 +225,83 @@ def test_a_loss_while_guests_build_does_not_wait_for_them():
     *seats, abort = membership.left(1)
     assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:6]} and set(membership.guests) == set(guests)
     assert abort.reason == "node 1 is lost: training continues on 2 of 4 nodes"
+
+
+def spread(nodes=4, least=2):
+    """A job whose model takes two nodes of a worker each, and the names of its workers by node."""
+    membership = Membership(nodes, 1, 1000, least)
+    for node in range(nodes):
+        membership.joined(node)
+    orders = membership.grow()
+    if nodes % 2:
+        orders = membership.here(names(orders)[0], 0, 2)
+    workers = train(membership, names(orders))
+    return membership, workers
+
+
+def train(membership, waiting):
+    """All workers that wait go on; returns those of the job by node."""
+    for name in [*waiting, *membership.workers]:
+        membership.here(name, membership.generation, 2)
+        membership.built(name, stays=True)
+    assert membership.running
+    return {worker.node: name for name, worker in membership.workers.items()}
+
+
+def test_a_node_too_many_for_whole_copies_waits():
+    membership, workers = spread(5)
+    assert set(workers) == {0, 1, 2, 3} and not membership.can_grow and membership.parts == 2
+    assert membership.left(4) == [] and membership.running
+
+
+def test_where_a_copy_takes_two_nodes_the_partner_of_a_lost_one_waits_and_both_come_back():
+    membership, workers = spread()
+    orders = membership.left(2)
+    assert [(order.node, order.rank) for order in orders if isinstance(order, Seat)] == [(0, 0), (1, 1)]
+    assert [order.worker for order in orders if isinstance(order, Kill)] == [workers[3]]
+    train(membership, [])
+    assert not membership.can_grow and not membership.need_not_wait
+    membership.joined(2)
+    guests = starts(membership.grow())
+    assert [(order.node, order.rank, order.guest) for order in guests] == [(2, 2, True), (3, 3, True)]
+    membership.built(guests[0].worker, stays=True)
+    assert not membership.guests_are_ready
+    membership.built(guests[1].worker, stays=True)
+    assert membership.guests_are_ready
+    assert "nodes have come: training continues on 4 of 4 nodes" in str(membership.grow())
+
+
+def test_a_node_that_waits_builds_for_the_part_of_a_lost_one_without_waiting_for_more():
+    membership, _ = spread(5)
+    membership.left(1)
+    train(membership, [])
+    assert membership.places.members == (0, 3) and membership.can_grow and membership.need_not_wait
+    guests = starts(membership.grow())
+    assert {order.rank % 2 for order in guests} == {0, 1} and {order.node for order in guests} == {2, 4}
+    kept = json.loads(json.dumps(membership.state_dict()))
+    again = Membership(5, 1, 1000, 2)
+    again.load_state_dict(kept)
+    assert again.state_dict() == membership.state_dict()
+    for order in guests:
+        membership.built(order.worker, stays=True)
+    assert "nodes have waited, and are ready: training continues on 4 of 5 nodes" in str(membership.grow())
+
+
+def test_where_a_part_is_lost_a_node_moves_to_it_and_its_worker_is_started_again():
+    membership, workers = spread()
+    membership.left(0)
+    train(membership, [])
+    orders = membership.left(2)
+    assert membership.places.members == (3, 1)
+    assert [order.worker for order in orders if isinstance(order, Seat)] == [workers[1]]
+    assert [(order.node, order.rank) for order in starts(orders)] == [(3, 0)]
+
+
+def test_where_fewer_copies_than_the_least_would_be_left_all_wait_for_those_that_move():
+    membership, workers = spread(6, least=4)
+    membership.left(0)
+    train(membership, [])
+    assert membership.places.members == (2, 1, 4, 3)
+    orders = membership.left(2)
+    assert membership.places.members == (4, 1, 5, 3)
+    assert [(order.node, order.rank) for order in starts(orders)] == [(5, 2)]

@@ -1,0 +1,76 @@
+"""Which nodes train, and which part of the model each has, whoever was lost and came."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.runtime.seats import Candidate, copies_at_once, seats
+
+PARTS = st.integers(1, 4)
+
+
+@st.composite
+def candidates(draw, parts):
+    places = draw(st.lists(st.integers(0, 30), unique=True, max_size=12))
+    stands = st.one_of(st.none(), st.integers(0, parts - 1))
+    found = []
+    for place in places:
+        part = draw(stands)
+        found.append(Candidate(place, part, part is not None and draw(st.booleans())))
+    return found
+
+
+@given(st.data(), PARTS)
+def test_nodes_stay_at_their_parts_and_as_many_as_can_be_keep_what_they_hold(data, parts):
+    there = data.draw(candidates(parts))
+    copies = len(there) // parts
+    found = seats(there, parts, copies)
+    assert len(found) == len(set(found)) == copies * parts and set(found) <= {one.place for one in there}
+    part_of = {place: seat % parts for seat, place in enumerate(found)}
+    for part in range(parts):
+        mine = [one for one in there if one.part == part]
+        stayed = [one for one in mine if part_of.get(one.place) == part]
+        assert len(stayed) == min(len(mine), copies)
+        assert sum(one.trains for one in stayed) == min(sum(one.trains for one in mine), copies)
+        of_part = [place for place in found if part_of[place] == part]
+        assert of_part == sorted(of_part)
+
+
+@given(st.data(), PARTS)
+def test_whoever_moves_goes_where_nodes_are_lacking_and_those_without_workers_go_first(data, parts):
+    there = data.draw(candidates(parts))
+    found = seats(there, parts, len(there) // parts)
+    part_of = {place: seat % parts for seat, place in enumerate(found)}
+    moved = [one for one in there if one.part is not None and part_of.get(one.place, one.part) != one.part]
+    left = [one for one in there if one.place not in part_of]
+    assert not moved or all(one.part is not None for one in left)
+    assert not any(one.trains for one in moved) or all(one.trains for one in left)
+
+
+@given(st.data(), PARTS)
+def test_nobody_moves_among_those_that_are_seated(data, parts):
+    there = data.draw(candidates(parts))
+    copies = len(there) // parts
+    found = seats(there, parts, copies)
+    again = [Candidate(place, seat % parts, True) for seat, place in enumerate(found)]
+    assert seats(again, parts, copies) == found and copies_at_once(again, parts) == copies
+
+
+@given(st.data(), PARTS)
+def test_without_building_nobody_moves(data, parts):
+    there = data.draw(candidates(parts))
+    stands = {one.place: one.part for one in there}
+    copies = copies_at_once(there, parts)
+    assert copies <= len(there) // parts
+    assert all(stands[place] == seat % parts for seat, place in enumerate(seats(there, parts, copies)))
+
+
+@given(st.lists(st.integers(0, 30), unique=True), PARTS)
+def test_at_first_seats_go_by_place(places, parts):
+    copies = len(places) // parts
+    found = seats(map(Candidate, places), parts, copies)
+    assert found == tuple(sorted(places)[: copies * parts])
+
+
+def test_a_surplus_node_moves_to_the_part_that_has_lost_more():
+    left = [Candidate(1, 1, True), Candidate(3, 1, True), Candidate(4, 0, True), Candidate(5, 1, True)]
+    assert seats(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
