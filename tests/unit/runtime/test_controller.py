@@ -220,7 +220,9 @@ def test_who_waits_to_be_brought_together_does_not_wait_for_a_controller_that_ha
             assert [(await hears(agent, "abort"))["generation"] for agent in there] == [1, 1]
         async with job.controller():  # they train
             there = [await job.agent(n, 1, [told(n, w, 1, met=1)], state=there[0].state) for n, w in enumerate(workers)]
-            await tell(there[0], "here", worker=workers[0], generation=1, parts=1)  # and one has not heard that they may go on
+            await tell(
+                there[0], "here", worker=workers[0], generation=1, parts=1
+            )  # and one has not heard that they may go on
             assert (await hears(there[0], "go"))["generation"] == 1
 
     asyncio.run(main())
