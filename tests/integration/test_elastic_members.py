@@ -40,6 +40,8 @@ HOW = {  # name: flags
     "pec": dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3),
     "selective": dict(ckpt_policy="selective", selective_experts=1, snapshot_interval=3),
     "sparse": dict(ckpt_policy="sparse", sparse_window=2, snapshot_interval=1),
+    "domains": dict(elastic_domain=2),
+    "domains, ZeRO": ZERO | dict(elastic_domain=2),
     "pec, ZeRO, bf16": ZERO | dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3, bf16=True),
 }
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
@@ -102,13 +104,14 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 goes through a longer history, twice")
-def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("domain", [256, 2])
+def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain):
     """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
     faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=meeting"]
     three, records = dict(elastic_min_replicas=3), []  # of five nodes, two may be lost
     for run in ("first", "second"):
-        with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three) as job:
+        with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three, elastic_domain=domain) as job:
             job.reach(ITERATIONS - 6)
             for node in (1, 4, 5):
                 job.start(node)

@@ -14,12 +14,15 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.pretraining.config import (
     Config,
     check_backend,
+    check_domains,
     check_fewest,
     check_world,
     stages_on_nodes,
     why_anew,
 )
 from megatron.pretraining.config.deterministic import deterministic_environment
+from megatron.pretraining.elastic.domains import build_domains
+from megatron.pretraining.elastic.placing import nodes_of
 from megatron.pretraining.process import cpu
 from moc.runtime import environment
 from moc.runtime.job import Job
@@ -34,6 +37,8 @@ def initialize(config: Config, job: Job | None = None) -> World:
     """
     job = job or Job()
     check_world(config, job.size)
+    if config.elastic.elastic:
+        check_domains(config, nodes_of(config, job.size).ranks)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     goes_on = not why_anew(config, per_node)
     if goes_on and (fewest := fewest_nodes()) is not None:
@@ -133,6 +138,8 @@ def _build_groups_anew(config: Config) -> None:
 
 def _build_groups(config: Config) -> None:
     parallel, per_node = config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # stages side by side on each node, so that a lost node takes whole copies of the model with it
+    order = "tp-cp-ep-pp-dp" if stages_on_nodes(config, per_node) > 1 else "tp-cp-ep-dp-pp"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -142,6 +149,7 @@ def _build_groups(config: Config) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
         create_gloo_process_groups=False,
-        # stages side by side on each node, so that a lost node takes whole copies of the model with it
-        order="tp-cp-ep-pp-dp" if stages_on_nodes(config, per_node) > 1 else "tp-cp-ep-dp-pp",
+        order=order,
     )
+    varies = fewest_nodes() is not None
+    build_domains(config, numbers_of_nodes()[1] * per_node if varies else dist.get_world_size(), order)
