@@ -110,9 +110,15 @@ class Plan:
         return [nodes * self.ranks for nodes in self.domains]
 
     def held_by_nodes(self, layer: int) -> numpy.ndarray:
-        """Replicas of each expert on each node in the order of the columns, [experts, nodes]: for the survival."""
+        """Replicas of each expert on each node, [experts, nodes]: for the survival.
+
+        In the order of the columns: the first ones of all domains, the second ones, and so on.  So holders of an expert
+        are neighbours in domains of equally many nodes, too, which have the same placement.
+        """
         by_member = self.held(layer).reshape(self.experts, len(self.members), self.ranks).sum(axis=2)
-        return by_member[:, numpy.argsort(self.columns)]
+        starts = numpy.repeat([domain.start for domain in spans(self.domains)], self.domains)
+        within = numpy.array(self.columns) - starts
+        return by_member[:, numpy.argsort(within, kind="stable")]
 
     def missing(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Layers and experts of which none of these nodes has a replica."""

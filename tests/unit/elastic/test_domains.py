@@ -1,6 +1,7 @@
 """Domains: tokens are dispatched within each of them, and replicas in all of them survive together."""
 
 import json
+from math import comb
 
 import numpy
 import pytest
@@ -128,6 +129,18 @@ def test_what_each_domain_is_asked_for():
     assert least_in_each(2, [1, 1]) == 1 and least_in_each(3, [2, 2]) == 2
     assert least_in_each(3, [2, 1]) == 2 and least_in_each(9, [2, 1]) == 2
     assert least_in_each(2, [2]) == 2
+
+
+def test_survival_of_many_nodes_in_equal_domains_is_exact():
+    """Of 40 nodes, as of the 20 pairs that have the same place in both domains."""
+    loads = {0: list(range(1, 17)), 1: list(range(17, 1, -1))}
+    before = plan(range(40), loads, Settings(2, 2, 0, domain=20))
+    made = plan(range(40), loads, Settings(2, 2, 0, domain=20), before)
+    assert before.domains == made.domains == (20, 20)
+    held = made.held_by_nodes(0)
+    assert (held[:, ::2] == held[:, 1::2]).all()
+    found, alone = survived(held, 4), survived(held[:, ::2], 2)
+    assert found[:2] == [1, 40] and found[2] == comb(40, 2) - (comb(20, 1) - alone[1])
 
 
 def test_groups_are_alike_in_domains_of_other_sizes_so_that_replicas_survive_together():
