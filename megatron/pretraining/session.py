@@ -111,7 +111,12 @@ def _lasting(config: Config) -> Lasting | None:
         return None
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
-    settings = ElasticSettings(min(elastic.elastic_slots, experts), elastic.elastic_min_replicas, elastic.everywhere)
+    settings = ElasticSettings(
+        slots=min(elastic.elastic_slots, experts),
+        least=elastic.elastic_min_replicas,
+        everywhere=elastic.everywhere,
+        domain=elastic.elastic_domain,
+    )
     return Lasting(least, most, per_node(), experts, settings)
 
 

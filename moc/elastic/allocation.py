@@ -24,7 +24,7 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
             f"{nodes} nodes of {slots} slots hold {nodes * slots} experts, and a layer has {experts}: give each node "
             f"at least {-(-experts // nodes)} slots"
         )
-    return min(wanted, nodes, nodes * slots // experts)
+    return min(wanted, nodes, nodes * slots // max(experts, 1))
 
 
 def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:

@@ -27,6 +27,8 @@ EMPTY = -1
 def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0) -> numpy.ndarray:
     """Places as many replicas of each expert as its load asks for.
 
+    Experts with equally many replicas are in the order of their loads, so that groups are alike on more or fewer nodes.
+
     Args:
         loads: tokens of each expert.
         nodes: that hold replicas.
@@ -41,10 +43,12 @@ def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, ever
         ValueError: the slots do not suffice.
     """
     coldest_first = ascending(loads)
-    hottest = coldest_first[len(loads) - everywhere :]
     least = least_replicas(least, len(loads) - everywhere, nodes, slots - everywhere)
     replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
-    return distinct(place(replicas, nodes, slots, hottest), coldest_first[::-1])
+    numbers = numpy.array([*coldest_first, EMPTY])  # of experts, from the coldest to the hottest; EMPTY is the last
+    hottest = range(len(loads) - everywhere, len(loads))
+    table = place([replicas[expert] for expert in coldest_first], nodes, slots, hottest)
+    return distinct(numbers[table], coldest_first[::-1])
 
 
 def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:

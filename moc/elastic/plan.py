@@ -12,6 +12,8 @@ import numpy
 import xxhash
 
 from moc.elastic import choose
+from moc.elastic.allocation import least_replicas
+from moc.elastic.domains import MOST_RANKS, cut, least_in_each, spans, work_of
 from moc.elastic.migration import columns
 from moc.elastic.placement import EMPTY, holders, place_by_load
 from moc.elastic.split import split
@@ -30,12 +32,19 @@ class Settings:
             nodes are survived for certain.
         everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
         ranks: of a node.
+        domain: ranks among which tokens are dispatched, at most, where these have room for all experts.
     """
 
     slots: int
     least: int = 2
     everywhere: int | None = None
     ranks: int = 1
+    domain: int = MOST_RANKS
+
+    def domains(self, nodes: int, experts: int) -> tuple[int, ...]:
+        """The nodes of each domain, of so many nodes in all."""
+        hot = self.everywhere or 0
+        return cut(nodes, self.ranks, self.slots * self.ranks - hot, experts - hot, self.domain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +55,13 @@ class Plan:
 
     Attributes:
         members: nodes.
-        columns: of each member, its place in the order in which experts were placed, which is that of all layers.
+        columns: of each member, its place in the order in which experts were placed, which is that of all layers; those
+            of a domain's members are those of the domain.
         experts: of a layer.
         ranks: of a node.
         tables: by layer, the experts of each rank, ascending, int64[ranks in all, slots];
             :data:`moc.elastic.placement.EMPTY` after the last one.
+        domains: nodes of each domain, in the order of the members: tokens are dispatched within a domain alone.
     """
 
     members: tuple[int, ...]
@@ -58,6 +69,7 @@ class Plan:
     experts: int
     ranks: int
     tables: Mapping[int, numpy.ndarray] = field(repr=False)
+    domains: tuple[int, ...]
 
     def __post_init__(self):
         for table in self.tables.values():
@@ -80,10 +92,33 @@ class Plan:
         """Replicas of each expert on each rank, 0 or 1, int64[experts, ranks]: what the dispatcher takes."""
         return holders(self.tables[layer], self.experts)
 
+    def domain_of(self, rank: int) -> slice:
+        """The ranks of the domain of a rank."""
+        return next(domain for domain in spans(self._ranks_of_domains) if rank < domain.stop)
+
+    def work(self, layer: int, tokens: Sequence[int]) -> numpy.ndarray:
+        """Of so many tokens of each expert, those that each rank computes if domains level theirs, int64[ranks]."""
+        return work_of(numpy.asarray(tokens, numpy.int64), self.held(layer), self._ranks_of_domains)
+
+    def imbalance(self, layer: int, tokens: Sequence[int]) -> float:
+        """The most of :meth:`work` by its mean; 1.0 without tokens."""
+        done = self.work(layer, tokens)
+        return float(done.max() / done.mean()) if done.any() else 1.0
+
+    @property
+    def _ranks_of_domains(self) -> list[int]:
+        return [nodes * self.ranks for nodes in self.domains]
+
     def held_by_nodes(self, layer: int) -> numpy.ndarray:
-        """Replicas of each expert on each node in the order of the columns, [experts, nodes]: for the survival."""
+        """Replicas of each expert on each node, [experts, nodes]: for the survival.
+
+        In the order of the columns: the first ones of all domains, the second ones, and so on.  So holders of an expert
+        are neighbours in domains of equally many nodes, too, which have the same placement.
+        """
         by_member = self.held(layer).reshape(self.experts, len(self.members), self.ranks).sum(axis=2)
-        return by_member[:, numpy.argsort(self.columns)]
+        starts = numpy.repeat([domain.start for domain in spans(self.domains)], self.domains)
+        within = numpy.array(self.columns) - starts
+        return by_member[:, numpy.argsort(within, kind="stable")]
 
     def missing(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Layers and experts of which none of these nodes has a replica."""
@@ -95,7 +130,7 @@ class Plan:
         )
 
     def among(self, members: Sequence[int], holds: Sequence[bool]) -> Plan:
-        """This plan as other members have it, before anything has moved.
+        """This plan as other members have it, before anything has moved; in one domain, since no token is dispatched.
 
         Nodes that hold nothing are last in the order of columns, since nothing depends on their place there.
 
@@ -111,12 +146,13 @@ class Plan:
         stood = [len(self.members) if empty[n] else self.columns[mine[one]] for n, one in enumerate(members)]
         order = sorted(range(len(members)), key=lambda number: (stood[number], members[number]))
         columns = numpy.argsort(order)
-        return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables)
+        return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables, (len(members),))
 
     @cached_property
     def digest(self) -> str:
         """xxh3-128 in hex; equal plans have equal ones, on any machine."""
-        hasher = xxhash.xxh3_128(json.dumps([self.members, self.columns, self.experts, self.ranks]).encode())
+        about = [self.members, self.columns, self.experts, self.ranks, self.domains]
+        hasher = xxhash.xxh3_128(json.dumps(about).encode())
         for layer in sorted(self.tables):
             hasher.update(json.dumps([layer, *self.tables[layer].shape]).encode())
             hasher.update(self.tables[layer].astype("<i8").tobytes())
@@ -136,23 +172,28 @@ class Plan:
             "columns": list(self.columns),
             "experts": self.experts,
             "ranks": self.ranks,
+            "domains": list(self.domains),
             "tables": tables,
         }
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`.
+        """The inverse of :meth:`to_json`; a plan that does not tell its domains has one.
 
         Raises:
             ValueError: it is no plan.
         """
         try:
             tables = {int(layer): numpy.array(rows, numpy.int64) for layer, rows in given["tables"].items()}
-            found = cls(tuple(given["members"]), tuple(given["columns"]), given["experts"], given["ranks"], tables)
+            members, columns = tuple(given["members"]), tuple(given["columns"])
+            domains = tuple(map(int, given.get("domains", [len(members)])))
+            found = cls(members, columns, given["experts"], given["ranks"], tables, domains)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no plan of experts: {error!r}") from None
         if any(table.ndim != 2 or len(table) != found.size for table in tables.values()):
             raise ValueError(f"it is no plan of experts: a table has not one row for each of {found.size} ranks")
+        if sum(domains) != len(members):
+            raise ValueError(f"it is no plan of experts: its domains have not the {len(members)} nodes that there are")
         return found
 
 
@@ -168,26 +209,45 @@ def plan(members: Sequence[int], loads: Loads, settings: Settings, previous: Pla
     Raises:
         ValueError: the slots do not suffice for all experts.
     """
-    nodes, slots = len(members), settings.slots * settings.ranks
-    rows = [list(loads[layer]) for layer in sorted(loads)]
-    hot = settings.everywhere
-    if hot is None:
-        hot = choose.everywhere(rows, nodes, slots, settings.least)
-    placed = {
-        layer: place_by_load(row, nodes, slots, settings.least, hot)
-        for layer, row in zip(sorted(loads), rows, strict=True)
-    }
-    experts = len(rows[0])
-    order = numpy.arange(nodes)
+    experts = len(next(iter(loads.values())))
+    domains = settings.domains(len(members), experts)
+    placed = _placed(loads, domains, settings)
+    order = numpy.arange(len(members))
     if previous is not None:
         stood = dict(zip(previous.members, previous.columns, strict=True))
-        before = {layer: held_before(previous, members, layer) for layer in placed}
-        order = columns(before, placed, experts, [stood.get(member) for member in members])
-    tables = {}
-    for layer, table in placed.items():
+        for domain, tables in zip(spans(domains), placed, strict=True):
+            there = members[domain]
+            before = {layer: held_before(previous, there, layer) for layer in tables}
+            order[domain] = domain.start + columns(before, tables, experts, [stood.get(member) for member in there])
+    found = {}
+    for layer in sorted(loads):
+        table = numpy.concatenate([tables[layer] for tables in placed])
         kept = None if previous is None else held_before(previous, members, layer)
-        tables[layer] = split(table[order], loads[layer], settings.ranks, kept)
-    return Plan(tuple(members), tuple(order.tolist()), experts, settings.ranks, tables)
+        found[layer] = split(table[order], loads[layer], settings.ranks, kept)
+    return Plan(tuple(members), tuple(order.tolist()), experts, settings.ranks, found, domains)
+
+
+def _placed(loads: Loads, domains: Sequence[int], settings: Settings) -> list[Mapping[int, numpy.ndarray]]:
+    """By domain and layer, the experts of each of its nodes, int64[nodes, slots].
+
+    Domains of equally many nodes have the same placement, and all have the same experts everywhere: their groups are
+    those of equation 1 in the same order, so that replicas of maximum rank overlap survive together.
+    """
+    slots, rows, hot = settings.slots * settings.ranks, [list(loads[layer]) for layer in sorted(loads)], 0
+    sizes = dict.fromkeys(domains)
+    if settings.everywhere is not None:
+        hot = settings.everywhere
+    fit = {nodes: least_replicas(settings.least, len(rows[0]) - hot, nodes, slots - hot) for nodes in sizes}
+    least = least_in_each(settings.least, [fit[nodes] for nodes in domains])
+    if settings.everywhere is None:
+        hot = min(choose.everywhere(rows, nodes, slots, least) for nodes in sizes)
+    found = {
+        nodes: {
+            layer: place_by_load(row, nodes, slots, least, hot) for layer, row in zip(sorted(loads), rows, strict=True)
+        }
+        for nodes in sizes
+    }
+    return [found[nodes] for nodes in domains]
 
 
 def held_before(previous: Plan, members: Sequence[int], layer: int) -> numpy.ndarray:

@@ -14,8 +14,8 @@ from statistics import fmean
 
 import numpy
 
-from moc.elastic import choose
 from moc.elastic.batches import rounds
+from moc.elastic.domains import MOST_RANKS
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import TooManyNodesError, least_survival, survived
 from moc.policy.selection import Counts
@@ -43,6 +43,7 @@ class ElasticSettings:
         everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
         regroup_s: seconds from the end of detection until training goes on, with transfers.
         losses: nodes lost at once, of each loss that is expected: for the interval of fallback checkpoints.
+        domain: ranks among which tokens are dispatched, at most.
     """
 
     slots: int | None = None
@@ -50,6 +51,7 @@ class ElasticSettings:
     everywhere: int | None = None
     regroup_s: float = REGROUP_S
     losses: tuple[int, ...] = (1,)
+    domain: int = MOST_RANKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,8 @@ class ElasticMembers(Members):
     def _plan(self):
         @cache
         def planned(rows: _Rows, nodes: int, ranks: int) -> Plan:
-            settings = Settings(self.slots, self.settings.least, self.settings.everywhere, ranks)
+            asked = self.settings
+            settings = Settings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
             return plan(range(nodes), dict(enumerate(rows)), settings)
 
         return planned
@@ -134,8 +137,10 @@ class ElasticMembers(Members):
     def _imbalance(self):
         @cache
         def imbalance(rows: _Rows, nodes: int, ranks: int) -> float:
-            tables = self._plan(rows, nodes, ranks).tables if rows else {}
-            return fmean([choose.imbalance(row, tables[layer]) for layer, row in enumerate(rows)] or [1.0])
+            if not rows:
+                return 1.0
+            planned = self._plan(rows, nodes, ranks)
+            return fmean([planned.imbalance(layer, row) for layer, row in enumerate(rows)])
 
         return imbalance
 

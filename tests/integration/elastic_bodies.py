@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.pretraining import loop
 from megatron.pretraining.elastic import placing
+from megatron.pretraining.elastic.groups import dispatch_group
 from megatron.pretraining.elastic.placing import plans_to_json
 from megatron.pretraining.elastic.rebalancing import PlansDiffer, Prospect, Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
@@ -25,7 +26,8 @@ def train(flags: dict, vacant: bool = False) -> dict:
     Returns:
         Also ``moved``, the bytes that arrived here in each rebalancing; ``flows``, of each, the plans before and after
         it, the bytes of an expert by layer, and those that went from here to each rank; ``state``, the digest of each
-        fragment of master weights, moments and compute weights; and ``steps``, their updates.
+        fragment of master weights, moments and compute weights; ``steps``, their updates; and ``dispatch``, the
+        workers among which tokens are dispatched.
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
@@ -47,6 +49,7 @@ def train(flags: dict, vacant: bool = False) -> dict:
             for f in state.fragments(state.operators(), detail):
                 more["state"][f"{f.name} {f.slot} {f.region}"] = bodies.digest(f.view)
         more["steps"] = state.steps()
+        more["dispatch"] = dist.get_world_size(dispatch_group())
         return code
 
     Replicas.move_to, loop.train = watched_move, watched_loop

@@ -61,6 +61,21 @@ def test_as_with_expert_parallelism(layout, plain, more, end, data):
     assert_replicas_alike(found)
 
 
+@pytest.mark.parametrize(
+    ("layout", "slots", "most"), [("DP4", 3, 2), *ALL * [("DP4", 4, 1), ("PP2xDP2", 4, 1), ("TP2xDP2", 3, 2)]]
+)
+def test_as_in_one_domain(layout, slots, most, data):
+    """Tokens stay in the domain, and replicas in all of them are alike, also after they have moved."""
+    flags = data | PLAIN | GHOSTS | REPLICATED | dict(elastic_slots=slots, train_iters=8)
+    one = elastic(layout, flags | dict(elastic_rebalance_interval=0))
+    found = elastic(layout, flags | dict(elastic_domain=most, elastic_rebalance_interval=3))
+    assert {worker["dispatch"] for worker in found.workers} == {most}
+    assert {worker["dispatch"] for worker in one.workers} == {2 if layout == "PP2xDP2" else 4}
+    assert bool(moved(found)) == (slots < 4)
+    assert_replicas_alike(found)
+    assert_alike(found, one)
+
+
 OPTIONS = {  # name: flags
     "GPT-2 like": dict(
         swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2

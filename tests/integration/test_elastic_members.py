@@ -26,7 +26,6 @@ FLAGS = SHALLOW | dict(
     attention_dropout=0.1,
     train_iters=ITERATIONS,
 )
-TWO = ["kill node=1 iteration=4", "kill node=3 iteration=4 point=rebalancing"]  # the second while experts move
 MORE = {  # name: faults
     "voted": ["kill node=1 iteration=6 point=after_vote"],
     "landed": ["kill node=2 iteration=4", "kill node=3 iteration=4 point=landed"],
@@ -42,6 +41,7 @@ HOW = {  # name: flags
     "pec": dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3),
     "selective": dict(ckpt_policy="selective", selective_experts=1, snapshot_interval=3),
     "sparse": dict(ckpt_policy="sparse", sparse_window=2, snapshot_interval=1),
+    "domains": dict(elastic_domain=2),
     "pec, ZeRO, bf16": ZERO | dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3, bf16=True),
 }
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
@@ -77,18 +77,21 @@ def assert_as_of_fixed_members(job, data, again=False, layout="DP4", close=CLOSE
 
 @pytest.mark.parametrize("how", HOW if ALL else ["full", "full, ZeRO"])
 def test_nodes_are_lost_and_come_back(data, tmp_path, how):
-    with job_of(data, tmp_path, TWO, **HOW[how]) as job:
+    lost = (2, 3) if how == "domains" else (1, 3)  # a domain as a whole: the other one has all experts
+    first, second = (f"kill node={node} iteration=4" for node in lost)
+    with job_of(data, tmp_path, [first, f"{second} point=rebalancing"], **HOW[how]) as job:  # while experts move
         job.tells("training continues on 2 of 4 nodes")
         before = job.pids
         job.reach(6)
-        for node in (1, 3):
+        for node in lost:
             job.start(node)
         job.tells("4 nodes continue from iteration")
         assert job.wait() == 0, job.console[-4000:]
         assert job.left() == []
     plain = dict(close=6e-4, bf16=True) if "bf16" in how else {}
     assert_as_of_fixed_members(job, data, **plain)
-    assert {job.pids[rank] for rank in (0, 2)} == {before[0], before[2]}  # of the nodes that are left
+    left = {0, 1, 2, 3} - {*lost}
+    assert {job.pids[rank] for rank in left} == {before[rank] for rank in left}
     assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
     assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
@@ -113,13 +116,14 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 goes through a longer history, twice")
-def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("domain", [256, 2])
+def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain):
     """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
     faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=meeting"]
     three, records = dict(elastic_min_replicas=3), []  # of five nodes, two may be lost
     for run in ("first", "second"):
-        with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three) as job:
+        with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three, elastic_domain=domain) as job:
             job.reach(ITERATIONS - 6)
             for node in (1, 4, 5):
                 job.start(node)

@@ -7,6 +7,7 @@ from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
     check_backend,
+    check_domains,
     check_fewest,
     check_world,
     copy_by_copy,
@@ -15,6 +16,7 @@ from megatron.pretraining.config.world import (
     layout_sizes,
     nodes_of_model,
     num_microbatches,
+    plan_settings,
     stage_size,
     stages_on_nodes,
     train_iterations,
@@ -27,6 +29,7 @@ __all__ = [
     "MoeFlags",
     "NetworkFlags",
     "check_backend",
+    "check_domains",
     "check_fewest",
     "check_world",
     "copy_by_copy",
@@ -35,6 +38,7 @@ __all__ = [
     "global_batch_size",
     "layout_sizes",
     "num_microbatches",
+    "plan_settings",
     "split_blend",
     "stage_size",
     "train_iterations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config.flag import FlagGroup, flag, flags_of, refuse
+from moc.elastic.domains import MOST_RANKS
 
 
 def parse_everywhere(text: object) -> str:
@@ -43,6 +44,12 @@ class ElasticFlags(FlagGroup):
         "level",
         "Tokens of each replica: such that all workers get equally many, or as many as other replicas of its expert.",
         choices=("level", "even"),
+    )
+    elastic_domain: int = flag(
+        MOST_RANKS,
+        "Workers of a pipeline stage among which tokens are dispatched, at most: more are cut into domains with all "
+        "experts each, and count tokens by themselves.",
+        limits=">= 1",
     )
 
     def validate(self) -> None:

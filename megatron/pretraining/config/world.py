@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
+from moc.elastic.plan import Settings
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -124,6 +125,32 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
         elastic.elastic_min_replicas > of_stage,
         f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
         f"goes on{', of each stage' * (of_model > 1)}, and each is on a node of its own: lower it, or raise MIN.",
+    )
+
+
+def plan_settings(config: Config, ranks: int) -> Settings:
+    """What elastic training plans for, on nodes with so many workers of a pipeline stage."""
+    elastic, experts = config.elastic, config.moe.num_experts
+    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
+    slots = min(elastic.elastic_slots, experts)
+    return Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain)
+
+
+def check_domains(config: Config, ranks: int) -> None:
+    """Raises ``ConfigError`` if nodes with so many workers of a stage make no domain with all experts."""
+    settings, experts = plan_settings(config, ranks), config.moe.num_experts
+    assert experts is not None  # --elastic requires it
+    most, nodes = settings.domain, settings.domain // ranks
+    refuse(
+        not nodes,
+        f"--elastic-domain {most} is less than the {ranks} workers that each node has of a pipeline stage: make it at "
+        f"least {ranks}.",
+    )
+    fit = settings.domains(2 * nodes, experts) == (nodes, nodes)
+    refuse(
+        not fit,
+        f"--elastic-domain {most} leaves no room for some of {experts} experts in a domain of {nodes * ranks} workers "
+        f"with --elastic-slots {settings.slots}: raise one of them.",
     )
 
 

@@ -1,7 +1,7 @@
 """The dispatcher of elastic training: any number of replicas of any expert, and no padding (Lazarus, section 4.2).
 
-All ranks of the exchange group gather how many tokens each has for each expert, and compute from that the same flows;
-so every rank knows what it sends and receives.  Tokens travel in one all-to-all, ordered by receiver and expert.
+All ranks of a domain gather how many tokens each has for each expert, and compute from that the same flows; so every
+rank knows what it sends and receives.  Tokens travel in one all-to-all, ordered by receiver and expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moc.elastic.dispatch import Capacities, Exchange, exchange
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives in a micro batch; lists are by rank of the exchange group.
+    """What one rank sends and receives in a micro batch; lists are by rank of its domain.
 
     Attributes:
         sent: tokens to each rank.
@@ -79,7 +79,13 @@ class ElasticDispatcher(MoETokenDispatcher):
         self._held: tuple[Sequence[int | None], numpy.ndarray, Capacities] | None = None
 
     def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
-        """From now on, this rank's slots hold these experts, and replicas compute tokens by ``capacities``."""
+        """From now on, this rank's slots hold these experts, and replicas compute tokens by ``capacities``.
+
+        Args:
+            slots: the expert in each slot, None where there is none.
+            replicas: of each expert on each rank of the domain, [experts, ranks].
+            capacities: of these.
+        """
         self._held = slots, replicas, capacities
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):

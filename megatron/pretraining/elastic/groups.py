@@ -10,11 +10,24 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.pretraining.config import Config
 
+_domain: dist.ProcessGroup | None = None  # as megatron-core keeps its groups
+
 
 def exchange_group() -> dist.ProcessGroup:
-    """The workers that hold the experts of this pipeline stage: tokens and gradients of experts travel among them."""
+    """The workers that hold the experts of this pipeline stage: gradients and state of experts travel among them."""
     group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return group
+
+
+def dispatch_group() -> dist.ProcessGroup:
+    """The workers among which tokens travel: those of a domain of the exchange group, or all of it."""
+    return _domain or exchange_group()
+
+
+def dispatch_within(group: dist.ProcessGroup | None) -> None:
+    """From now on, this worker dispatches tokens within a domain; None for all of the exchange group."""
+    global _domain
+    _domain = group
 
 
 def gradient_groups(config: Config) -> ProcessGroupCollection | None:

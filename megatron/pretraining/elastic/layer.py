@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pretraining.elastic.dispatcher import ElasticDispatcher
-from megatron.pretraining.elastic.groups import exchange_group
+from megatron.pretraining.elastic.groups import dispatch_group, exchange_group
 from moc.elastic.dispatch import Capacities
 
 _ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
@@ -91,7 +91,7 @@ class ElasticLayer(MoELayer):
         )
         whole = config
         super().__init__(inside, submodules, pg_collection=groups)
-        self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, exchange_group())
+        self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, dispatch_group())
         for parameter in self.experts.parameters():
             marked: Any = parameter
             marked.allreduce = False  # megatron-core reduces and updates experts apart from the rest
@@ -102,15 +102,22 @@ class ElasticLayer(MoELayer):
         assert self.layer_number is not None  # every layer of a model has one
         return self.layer_number - 1
 
-    def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
-        """From now on, this worker's slots hold these experts; ``replicas`` are those of all, [experts, ranks]."""
+    def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, domain: slice, capacities: Capacities) -> None:
+        """From now on, this worker's slots hold these experts.
+
+        Args:
+            slots: the expert in each slot, None where there is none.
+            replicas: of each expert on each rank of the exchange group, [experts, ranks].
+            domain: of these ranks, those among which this worker dispatches tokens.
+            capacities: by which replicas compute tokens.
+        """
         self.experts.slots = tuple(slots)
         self.experts.holders = tuple(tuple(numpy.flatnonzero(row).tolist()) for row in replicas)
         for expert, mlp in zip(self.experts.slots, self.experts.local_experts, strict=True):
             for parameter in mlp.parameters():
                 marked: Any = parameter
                 marked.unused = expert is None
-        self.token_dispatcher.hold(self.experts.slots, replicas, capacities)
+        self.token_dispatcher.hold(self.experts.slots, replicas[:, domain], capacities)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """Sends no token of a ghost to an expert, and counts none in auxiliary losses."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.pretraining.config import Config, stage_size
+from megatron.pretraining.config import Config, plan_settings, stage_size
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
 from megatron.pretraining.process.nodes import goes_by_copies, numbers_of_nodes, per_node, stages_here
 from moc.elastic.dispatch import even, level
-from moc.elastic.plan import Loads, Plan, Settings, plan
+from moc.elastic.plan import Loads, Plan, plan
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -53,11 +53,8 @@ def no_loads(config: Config) -> Loads:
 
 def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plans | None = None) -> Plans:
     """The plans for these loads, of all layers with experts; pure, so that all workers agree without asking."""
-    elastic, network, stages = config.elastic, config.network, config.parallel.pipeline_model_parallel_size
-    experts = config.moe.num_experts
-    assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
-    slots = min(elastic.elastic_slots, experts)
-    settings = Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, nodes[0].ranks)
+    network, stages = config.network, config.parallel.pipeline_model_parallel_size
+    settings = plan_settings(config, nodes[0].ranks)
     of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
     for layer, tokens in loads.items():
         of_stage[Layout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
@@ -106,9 +103,10 @@ def plans_from_json(told: Mapping[str, Any]) -> Plans:
 
 
 def fit(plans: Plans, others: Plans) -> bool:
-    """Whether plans are for the same workers, layers and slots as others."""
+    """Whether plans are for the same workers, domains, layers and slots as others."""
     return plans.keys() == others.keys() and all(
-        (mine.members, mine.ranks, mine.experts, _shapes(mine)) == (its.members, its.ranks, its.experts, _shapes(its))
+        (mine.members, mine.ranks, mine.domains, mine.experts, _shapes(mine))
+        == (its.members, its.ranks, its.domains, its.experts, _shapes(its))
         for mine, its in ((plans[stage], others[stage]) for stage in plans)
     )
 
@@ -120,10 +118,11 @@ def _shapes(of: Plan) -> dict[int, tuple[int, ...]]:
 def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
     """Lets the slots of this worker hold what the plan of its stage says; the state in them does not move."""
     rank = dist.get_rank(exchange_group())
+    domain = of.domain_of(rank)
     for layer in layers:
         held = of.experts_of(layer.layer, rank)
         slots = slots_after(layer.experts.slots or (None,) * layer.experts.num_local_experts, held)
-        layer.hold(slots, of.held(layer.layer), CAPACITIES[dispatch])
+        layer.hold(slots, of.held(layer.layer), domain, CAPACITIES[dispatch])
 
 
 def slots_after(before: Sequence[int | None], held: Collection[int]) -> tuple[int | None, ...]:

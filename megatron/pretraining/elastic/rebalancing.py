@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import numpy
 import torch
 import torch.distributed as dist
 import xxhash
@@ -21,7 +20,6 @@ from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
 from moc.elastic.boxes import copies
-from moc.elastic.dispatch import level
 from moc.elastic.plan import Loads
 from moc.events import EventLog
 from moc.runtime.agreement import gather
@@ -76,7 +74,7 @@ def imbalance(plans: Plans, loads: Loads) -> float:
     most = mean = 0.0
     for plan in plans.values():
         for layer in plan.tables:
-            work = level(numpy.array(loads[layer], dtype=numpy.int64), plan.held(layer)).sum(axis=0)
+            work = plan.work(layer, loads[layer])
             most, mean = most + float(work.max()), mean + float(work.mean())
     return most / mean if mean else 1.0
 

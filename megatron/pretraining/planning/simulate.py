@@ -10,6 +10,7 @@ import sys
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
+from moc.elastic.domains import MOST_RANKS
 from moc.output import ToolError
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
@@ -190,6 +191,13 @@ def _member_flags(group) -> None:
         "--elastic-everywhere", type=int, metavar="H", help="hottest experts on every node; by default as needed"
     )
     group.add_argument(
+        "--elastic-domain",
+        type=int,
+        default=MOST_RANKS,
+        metavar="N",
+        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MOST_RANKS})",
+    )
+    group.add_argument(
         "--elastic-regroup",
         type=duration,
         metavar="TIME",
@@ -332,6 +340,7 @@ def _elastic(args: argparse.Namespace, faults: Faults) -> ElasticSettings:
         slots=args.elastic_slots,
         least=args.elastic_min_replicas,
         everywhere=args.elastic_everywhere,
+        domain=args.elastic_domain,
         regroup_s=regroup_s,
         losses=tuple(event.lost for event in faults.trace if event.lost) or (faults.together,),
     )

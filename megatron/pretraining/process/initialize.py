@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.pretraining.config import Config, check_backend, check_fewest, check_world
+from megatron.pretraining.config import Config, check_backend, check_domains, check_fewest, check_world
 from megatron.pretraining.config.deterministic import deterministic_environment
+from megatron.pretraining.elastic.domains import build_domains
+from megatron.pretraining.elastic.placing import nodes_of
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.nodes import (
     fewest_nodes,
     goes_on_in_process,
+    numbers_of_nodes,
     order_of_ranks,
     parts_of_model,
     per_node,
@@ -34,7 +37,10 @@ def initialize(config: Config, job: Job | None = None) -> World:
     job = job or Job()
     goes_on, job.parts = goes_on_in_process(config), parts_of_model(config)
     at_once = job.parts * per_node()  # workers are as many as make whole copies of the model, once they are connected
-    check_world(config, job.size // at_once * at_once if job.parts > 1 else job.size)
+    workers = job.size // at_once * at_once if job.parts > 1 else job.size
+    check_world(config, workers)
+    if config.elastic.elastic:
+        check_domains(config, nodes_of(config, workers)[0].ranks)
     if goes_on and (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node())
     backend = config.parallel.distributed_backend or cpu.default_backend()
@@ -131,3 +137,5 @@ def _build_groups(config: Config) -> None:
             distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
             create_gloo_process_groups=False,
         )
+        varies = fewest_nodes() is not None
+        build_domains(config, numbers_of_nodes()[1] * per_node() if varies else dist.get_world_size())

@@ -110,5 +110,5 @@ def test_experts_move_layer_by_layer_in_bytes_that_nobody_sends_more_of_than_oth
 
 def test_copies_are_those_of_the_ranks_that_hold_them_anew():
     tables = [numpy.array([[0, 1], [0, 1], empty, empty]) for empty in ([-1, -1], [0, 1])]
-    old, new = (Plan(tuple(range(4)), tuple(range(4)), 2, 1, {0: table}) for table in tables)
+    old, new = (Plan(tuple(range(4)), tuple(range(4)), 2, 1, {0: table}, (4,)) for table in tables)
     assert (copies(old, new), copies(new, old), copies(new, new)) == (4, 0, 0)

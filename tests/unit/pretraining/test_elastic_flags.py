@@ -2,7 +2,14 @@
 
 import pytest
 
-from megatron.pretraining.config import ConfigError, check_fewest, check_world, num_microbatches, why_anew
+from megatron.pretraining.config import (
+    ConfigError,
+    check_domains,
+    check_fewest,
+    check_world,
+    num_microbatches,
+    why_anew,
+)
 from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
@@ -11,6 +18,7 @@ NOT_WHOLE = "with a model that does not take whole nodes"
 REFUSED = [
     ("--elastic-slots 4", "--elastic-slots has no effect without --elastic: add it"),
     ("--elastic", "--elastic needs --elastic-slots: add it"),
+    ("--elastic-domain 8", "--elastic-domain has no effect without --elastic: add it"),
     (ELASTIC.replace("--global-batch-size 12", ""), "--elastic needs --global-batch-size"),
     (ELASTIC.replace("--calculate-per-token-loss", ""), "--elastic needs --calculate-per-token-loss"),
     (f"{ELASTIC} --elastic-everywhere 5", "--elastic-everywhere 5 is more than --elastic-slots 4"),
@@ -107,6 +115,25 @@ def test_a_copy_of_the_model_needs_its_nodes():
     with pytest.raises(ConfigError, match="--elastic-slots 4 leave no room .* make it at least 8"):
         check_fewest(config, 3, 1)  # one worker of each stage
     check_fewest(config, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "sentence"),
+    [
+        (
+            "--elastic-domain 3",
+            4,
+            "--elastic-domain 3 is less than the 4 workers that each node has of a pipeline stage",
+        ),
+        ("--elastic-domain 1", 1, "--elastic-domain 1 leaves no room for some of 8 experts in a domain of 1 workers"),
+        ("--elastic-domain 5 --elastic-slots 1", 2, "in a domain of 4 workers with --elastic-slots 1: raise one"),
+        ("--elastic-domain 2 --elastic-everywhere 2", 1, "leaves no room for some of 8 experts"),
+    ],
+)
+def test_domains_that_do_not_fit(flags, ranks, sentence):
+    check_domains(parse(f"{ELASTIC} --elastic-domain 4"), ranks)
+    with pytest.raises(ConfigError, match=sentence):
+        check_domains(parse(f"{ELASTIC} {flags}"), ranks)
 
 
 def test_batches_need_not_divide():

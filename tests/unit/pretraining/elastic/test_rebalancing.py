@@ -43,6 +43,23 @@ def test_a_plan_by_load_is_more_even(elastic):
     assert elastic[1].imbalance(first, dict.fromkeys(range(4), [0] * 8)) == 1.0
 
 
+def test_each_domain_has_a_busiest_worker_of_its_own(elastic):
+    placing, rebalancing = elastic
+    flags = f"{FLAGS} --elastic-slots 3 --elastic-min-replicas 1 --elastic-everywhere 0"
+    load = [800, 50, 50, 20, 20, 20, 20, 20]
+    apart = plans_for(elastic, 6, load, f"{flags} --elastic-domain 3")
+    assert apart[0].domains == (3, 3)
+    within = [plans_for(elastic, 3, load, flags), plans_for(elastic, 6, load, flags)]
+    told = [rebalancing.imbalance(plans, dict.fromkeys(range(4), load)) for plans in (apart, *within)]
+    assert told[0] == pytest.approx(told[1], rel=0.01) and told[1] > told[2]
+
+
+def test_plans_of_other_domains_do_not_fit(elastic):
+    placing, _ = elastic
+    one, two = (plans_for(elastic, 4, [1] * 8, f"{FLAGS} --elastic-domain {most}") for most in (4, 2))
+    assert placing.fit(two, two) and not placing.fit(one, two)
+
+
 def test_what_pays(elastic):
     _, rebalancing = elastic
     found = rebalancing.prospect(2.0, 0.5, (3.0, 1.0), moved=1000, second_per_byte=0.1)

@@ -1,0 +1,48 @@
+"""The process groups in which tokens are dispatched, where workers are more than a domain takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.pretraining.config import Config, plan_settings
+from megatron.pretraining.elastic.groups import dispatch_within
+from megatron.pretraining.elastic.placing import nodes_of
+from moc.elastic.domains import spans
+
+
+def build_domains(config: Config, most: int) -> None:
+    """Creates the group of each domain; after megatron-core's groups, numbered as they are, and on all ranks alike.
+
+    A worker that goes on has as many groups in each generation as in the first one: it has one of a domain also where
+    few nodes are left, whose workers are all in one domain.
+
+    Args:
+        config: the flags.
+        most: workers of the job, if all nodes are there.
+    """
+    dispatch_within(None)
+    if not config.elastic.elastic or len(_ranks_of_domains(config, most)) == 1:
+        return
+    parallel, world = config.parallel, dist.get_world_size()
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    ranks = parallel_state.RankGenerator(tp=tp, ep=1, dp=world // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    for stage in ranks.get_ranks("tp-dp-cp"):
+        for domain in spans(_ranks_of_domains(config, world)):
+            members = sorted(stage)[domain]
+            group: Any = dist.new_group(members, group_desc="ELASTIC_DOMAIN")
+            if dist.get_rank() in members:
+                dispatch_within(group)
+
+
+def _ranks_of_domains(config: Config, workers: int) -> list[int]:
+    """Ranks of each domain of a stage, of so many workers in all: as a plan of these has them."""
+    nodes = nodes_of(config, workers)[0]  # those of each stage are alike
+    domains = plan_settings(config, nodes.ranks).domains(len(nodes.members), config.moe.num_experts or 0)
+    return [of * nodes.ranks for of in domains]
