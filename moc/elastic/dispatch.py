@@ -6,10 +6,12 @@ gives shares that are no integers, and does not say how they are rounded; here s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
+
+from moc.elastic.domains import spans
 
 Capacities = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
 """From tokens of each expert [experts] and replicas [experts, ranks] to tokens that each rank computes, of the same
@@ -55,6 +57,24 @@ def work(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
     for _ in _levelled(tokens, replicas, loads):
         pass
     return loads
+
+
+def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
+    """Tokens that each rank computes if each domain levels its own, and all ranks have equally many of each expert.
+
+    Args:
+        tokens: of each expert, int64[experts].
+        replicas: of each expert on each rank, [experts, ranks].
+        sizes: ranks of each domain.
+
+    Returns:
+        int64[ranks]; the sum is that of the tokens.
+    """
+    until = numpy.cumsum(sizes)
+    shares = numpy.diff(tokens[:, None] * until // until[-1], axis=1, prepend=0)
+    return numpy.concatenate(
+        [work(shares[:, number], replicas[:, domain]) for number, domain in enumerate(spans(sizes))]
+    )
 
 
 def _levelled(

@@ -9,10 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy
-
-from moc.elastic.dispatch import work
-
 MOST_RANKS = 256
 """Of a domain, by default: with 256 experts, the counts of a micro batch are 0.5 MB."""
 
@@ -54,21 +50,3 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     """What is in each domain, of what is in order of the domains; sizes are of any unit."""
     stops = [*itertools.accumulate(sizes)]
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-
-
-def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
-    """Tokens that each rank computes if each domain levels its own, and all ranks have equally many of each expert.
-
-    Args:
-        tokens: of each expert, int64[experts].
-        replicas: of each expert on each rank, [experts, ranks].
-        sizes: ranks of each domain.
-
-    Returns:
-        int64[ranks]; the sum is that of the tokens.
-    """
-    until = numpy.cumsum(sizes)
-    shares = numpy.diff(tokens[:, None] * until // until[-1], axis=1, prepend=0)
-    return numpy.concatenate(
-        [work(shares[:, number], replicas[:, domain]) for number, domain in enumerate(spans(sizes))]
-    )

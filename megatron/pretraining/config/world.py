@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
-from moc.elastic.plan import Settings
+from moc.elastic.settings import Settings
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.elastic.allocation import least_replicas
-from moc.elastic.dispatch import even, exchange, level
-from moc.elastic.domains import cut, least_in_each, work_of
+from moc.elastic.dispatch import even, exchange, level, work_of
+from moc.elastic.domains import cut, least_in_each
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import survived
 
