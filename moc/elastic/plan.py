@@ -169,8 +169,10 @@ class Plan:
             raise ValueError(f"it is no plan of experts: {error!r}") from None
         if any(table.ndim != 2 or len(table) != found.size for table in tables.values()):
             raise ValueError(f"it is no plan of experts: a table has not one row for each of {found.size} ranks")
-        if sum(domains) != len(members):
-            raise ValueError(f"it is no plan of experts: its domains have not the {len(members)} nodes that there are")
+        if sum(domains) != len(members) or min(domains, default=0) < 1:
+            raise ValueError(
+                f"it is no plan of experts: its domains {list(domains)} are no cut of {len(members)} nodes"
+            )
         return found
 
 
