@@ -3,7 +3,9 @@
 Two workers and eight experts, of which four get K times the tokens of the other four; expert parallelism puts the four
 on one worker, which is the case that elastic replicas are for (Lazarus, section 6.4, figure 10, K from 1 to 4).
 Routers are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
-iterations each, so that whatever else the machine does meets all alike:
+iterations each, so that whatever else the machine does meets all alike.  Each worker has a processor of its own, and
+what it leaves of that is taken by matrix products at the lowest priority: processors that share a core or its clock are
+faster while others are idle, as accelerators are not, and a worker that waits would so speed up the one it waits for.
 
     elastic   --elastic --elastic-slots 5, with a plan for the load
     ep        --expert-model-parallel-size 2, tokens sent without padding
@@ -21,6 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,6 +47,37 @@ CASES = {
     "padded": f"--expert-model-parallel-size {WORKERS} --moe-pad-expert-input-to-capacity "
     f"--moe-expert-capacity-factor {2 * MOST / (MOST + 1) + 0.01}",
 }
+
+
+@contextmanager
+def no_idle_processors() -> Iterator[None]:
+    """Meanwhile, whatever workers leave of their processors is used up."""
+    command = [sys.executable, __file__, "--busy"]
+    busy = [subprocess.Popen([*command, str(number)]) for number in range(WORKERS)]
+    try:
+        yield
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+
+
+def use_up(number: int) -> None:
+    """Uses up what others leave of a processor; ends when it is killed."""
+    own_processor(number)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    some = torch.ones(64, 64)
+    while True:
+        some @ some
+
+
+def own_processor(number: int) -> None:
+    """Keeps this process, and the threads that it starts from now on, on one processor."""
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {allowed[number % len(allowed)]})
 
 
 class Pair:
@@ -86,6 +121,7 @@ def work(case: str) -> None:
     """A worker: sets up training, and runs iterations as it is told."""
     from benchmarks.save_peers.trainer import begin
 
+    own_processor(int(os.environ["RANK"]))
     run, stop, _ = begin([*FLAGS.split(), *CASES[case].split()])
     from megatron.core.transformer.moe import router
 
@@ -178,13 +214,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn (default: 3)")
     parser.add_argument("--ratios", type=int, nargs="*", default=[2, 3], help=f"beside 1 and {MOST} (default: 2 3)")
     parser.add_argument("--worker", choices=sorted(CASES), help="for the workers that it starts")
+    parser.add_argument("--busy", type=int, metavar="PROCESSOR", help="for the processes that leave none idle")
     own = parser.parse_args()
     if own.worker:
         work(own.worker)
         return
+    if own.busy is not None:
+        use_up(own.busy)
     before = machine(load=True)
     ratios = sorted({1, MOST, *own.ratios})
-    seconds = measure(ratios, own.rounds, own.iterations)
+    with no_idle_processors():
+        seconds = measure(ratios, own.rounds, own.iterations)
     speeds = {clock: speed_of(found) for clock, found in seconds.items()}
     show(70, [(shown(clock, speed), ()) for clock, speed in speeds.items()])
     speed = speeds["wall"]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
+from types import MappingProxyType
 
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
@@ -17,6 +18,7 @@ from moc.session.tiers import Tiers
 from moc.snapshot.background import background
 from moc.snapshot.saver import GivenUpError
 from moc.store.errors import CheckpointError
+from moc.store.manifest import RankReport
 from moc.store.publish import assemble
 from moc.store.store import Store
 
@@ -39,14 +41,15 @@ class Publisher:
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()
         self._under_way: list[Future] = []
 
-    def in_memory(self, plan: SnapshotPlan, state: dict) -> None:
-        """Publishes the parts of this node's workers in its memory, at once.
+    def in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
+        """Publishes the parts of this node's workers in its memory, at once; ``mine`` is this worker's.
 
         Raises:
             CheckpointError: a part is missing, or the manifest cannot be written.
         """
         assert self._tiers.memory is not None  # callers have a memory tier
-        self._publish(self._tiers.memory, plan, state | self._redundancy.state(plan.operators), self._tiers.node)
+        state = state | self._redundancy.state(plan.operators)
+        self._publish(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
 
     def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
         """Publishes at once the parts that ranks have reported, whatever the plan was.
@@ -109,9 +112,16 @@ class Publisher:
         if self._given_up.is_set():
             raise GivenUpError
 
-    def _publish(self, store: Store, plan: SnapshotPlan, state: dict, ranks: Iterable[int]) -> None:
+    def _publish(
+        self,
+        store: Store,
+        plan: SnapshotPlan,
+        state: dict,
+        ranks: Iterable[int],
+        known: Mapping[int, RankReport] = MappingProxyType({}),
+    ) -> None:
         try:
-            parts = store.reported(plan.iteration, ranks)
+            parts = store.reported(plan.iteration, ranks, known)
             planned = [self._operators[name] for name in plan.operators]
             manifest = assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state)
             self._unless_given_up()

@@ -328,7 +328,7 @@ class Snapshots:
         if self._memory is not None and self._tiers.leads_node:
             # now: until the next vote no worker may overwrite the previous snapshot
             with self._remembering_failure():
-                self._publisher.in_memory(taken.plan, taken.state_in_memory)
+                self._publisher.in_memory(taken.plan, taken.state_in_memory, taken.snapshot.sealed.result())
             self._carrying.published(iteration)
         reach("snapshot_published")
         if self._peers is None:

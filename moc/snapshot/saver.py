@@ -263,7 +263,7 @@ class Saver:
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
         part = RankReport(file_of(self._rank), entry, snapshot.operators)
         if self._memory is not None and snapshot.in_memory:
-            self._name_in_memory(snapshot, part)
+            part = self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
         if snapshot.after is not None:
             snapshot.after.result()
@@ -336,12 +336,12 @@ class Saver:
         if self._given_up.is_set():
             raise GivenUpError
 
-    def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> None:
+    def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> RankReport:
         memory = self._memory
         assert memory is not None  # checked by _seal()
         try:
             self._link(snapshot)
-            memory.report(snapshot.iteration, self._rank, part)
+            return memory.report(snapshot.iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
                 f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.place.name} "

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from moc.state.detail import Detail
 from moc.store import valid
+from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -105,10 +104,11 @@ class Manifest:
     def to_json(self) -> str:
         """The text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
+        described["state"] = json.loads(json.dumps(self.state))  # as a reader will see it: its keys may be numbers
         fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
-        text = json.dumps({"format": FORMAT, **fields, **described, **author})
-        return f'{text[:-1]}, "xxh3_128": "{_digest(json.loads(text))}"}}'  # the hash is of what a reader will see
+        text = _canonical({"format": FORMAT, **fields, **described, **author})
+        return f'{text[:-1]},"xxh3_128":"{digest_of(text.encode())}"}}'
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
@@ -206,5 +206,10 @@ def _operators(plain: dict) -> dict[str, OperatorEntry]:
     return entries
 
 
+def _canonical(plain: dict) -> str:
+    """The text whose hash a manifest has: of equal objects, the same."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
 def _digest(plain: dict) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+    return digest_of(_canonical(plain).encode())

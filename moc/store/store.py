@@ -7,7 +7,8 @@ import dataclasses
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from moc.store import manifest as manifests
 from moc.store.blobs import Blob
@@ -137,16 +138,21 @@ class Store:
             blob, starts = self.place.blob(path), range(0, entry.bytes, _CHUNK)
             target.place.write(path, (blob.read(i, min(i + _CHUNK, entry.bytes)) for i in starts), final=False)
 
-    def report(self, iteration: int, rank: int, part: RankReport) -> None:
-        """Stores a rank's report for the publisher."""
+    def report(self, iteration: int, rank: int, part: RankReport) -> RankReport:
+        """Stores a rank's report for the publisher; returns it as it is stored."""
         claim, path = self.place.claim, f"{directory_of(iteration)}/.rank_{rank:05d}.json"
         if claim is not None:  # one file per term, so that generations do not overwrite each other's
             part = dataclasses.replace(part, job=claim.job, term=claim.term)
             path = f"{directory_of(iteration)}/.rank_{rank:05d}.{claim.tag}.json"
         self.place.write(path, [part.to_json().encode()], final=False)
+        return part
 
-    def reported(self, iteration: int, ranks: Iterable[int]) -> list[RankReport]:
+    def reported(
+        self, iteration: int, ranks: Iterable[int], known: Mapping[int, RankReport] = MappingProxyType({})
+    ) -> list[RankReport]:
         """Reports of ranks from the place's launch, the newest term of each; terms continue each other's saves.
+
+        Those ``known``, by rank, are this process's own, and not read again.
 
         Raises:
             CheckpointError: a rank has not reported, its file does not match, or the checkpoint is being removed.
@@ -154,7 +160,7 @@ class Store:
         names = self.place.names(directory_of(iteration))
         if _REMOVED in names:
             raise CheckpointError(f"{self.place.path(directory_of(iteration))} is being removed: nothing is published")
-        return [self._reported(iteration, rank, names) for rank in ranks]
+        return [known.get(rank) or self._reported(iteration, rank, names) for rank in ranks]
 
     def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
         """Whether a checkpoint is published, or could be because all these ranks have reported."""

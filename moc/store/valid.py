@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 MOST = 1 << 62
 """Largest number of bytes or elements."""
 
+_LONGEST = 1000  # characters of a name
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -27,9 +28,16 @@ def table(value: object, what: str) -> Mapping[str, Any]:
     """An object whose keys are names; raises ValueError for anything else, as all of the following do."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {shown(value)}, and not an object")
-    for key in value:
-        name(key, f"a key of {what}")
+    if not _are_names(value):
+        for key in value:
+            name(key, f"a key of {what}")
     return value
+
+
+def _are_names(keys: Iterable[str]) -> bool:
+    """Whether keys, of JSON, are certainly names: all at once, since reports have hundreds of objects."""
+    text = "".join(keys)
+    return len(text) <= _LONGEST and text.isprintable()
 
 
 def number(value: object, what: str, most: int = MOST) -> int:
@@ -41,7 +49,7 @@ def number(value: object, what: str, most: int = MOST) -> int:
 
 def name(value: object, what: str) -> str:
     """Text that a terminal shows as it is."""
-    if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
+    if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
         raise ValueError(f"{what} is {shown(value)}, and no name")
     return value
 

@@ -7,7 +7,7 @@ and 2 (:class:`ZeroOptimizer`); and in blocks, of which several ranks hold each 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +57,11 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
-        sharded = _is_cut(member)
-        groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
+        sharded, counter_of = _is_cut(member), _counter_of(member)
         for part in _parts(member):
             state = _primed_state(member.optimizer, part.main, moments)
             slots = {MASTER: part.main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
-            counter = _counter(member, state, groups[part.main])
+            counter = counter_of(part.main)
             yield OwnedSlice(part.parameter, part.start, part.stop, slots, sharded, counter, part.copy)
 
 
@@ -151,18 +150,19 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
-        inner = member.optimizer
-        groups = {main: group for group in inner.param_groups for main in group["params"]}
-        for parameter, main in _of_member(member):
-            if not getattr(parameter, "unused", False):
-                yield _counter(member, inner.state[main], groups[main])
+        counter_of, own = _counter_of(member), _of_member(member)
+        yield from (counter_of(main) for parameter, main in own if not getattr(parameter, "unused", False))
 
 
-def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
+def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
+    """Returns what finds the counter of a parameter's updates, by its master weights."""
+    inner = member.optimizer
     if member.config.optimizer != "adam":
-        return {}
+        return lambda main: {}
+    if isinstance(inner, _TORCH_ADAMS):
+        return inner.state.__getitem__
     # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on
-    return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
+    return {main: group for group in inner.param_groups for main in group["params"]}.__getitem__
 
 
 class _Part(NamedTuple):
