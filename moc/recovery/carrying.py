@@ -87,6 +87,7 @@ class Carrier:
         self._store, self.name = store, store.place.name
         self._experts = {one.name: one.parameters for one in experts}
         self._known: dict[int, tuple[bool, Held]] = {}
+        self._retired = 0  # snapshots before it are reduced
         self._shared: set[str] = set()  # experts of which other nodes save parts, too
         self.compares = False
         """Whether chains are kept until they are compared with the state that snapshots have beside gradients."""
@@ -125,9 +126,11 @@ class Carrier:
         Raises:
             CheckpointError, OSError: it cannot be written.
         """
-        for iteration, names in self._store.listed():
+        since = self._retired if self._retired <= before else 0  # after a recovery, iterations come again
+        for iteration, names in self._store.listed(since):
             if iteration < before and any(map(is_by_rank, names)):
                 self._retire(iteration, names)
+        self._retired = before
 
     def whole(self) -> set[int]:
         """Returns the iterations of the snapshots that are not reduced."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -45,6 +46,7 @@ class _Saved:
         operator: that it belongs to.
         entry: its description.
         values: a flat view of its live memory.
+        elements: number of them.
         memory: where that is: slot and storage.
         order: within these.
     """
@@ -52,6 +54,7 @@ class _Saved:
     operator: str
     entry: Entry
     values: torch.Tensor
+    elements: int
     memory: tuple[str, int]
     order: tuple
 
@@ -69,22 +72,25 @@ def _saved(fragment: Fragment) -> _Saved:
     entry = Entry(one.name, one.slot, one.global_shape, one.region, view.dtype)
     memory = one.slot, view.untyped_storage().data_ptr()
     order = one.slot, view.storage_offset(), one.name, one.region.offset
-    return _Saved(one.operator, entry, view.view(-1), memory, order)
+    return _Saved(one.operator, entry, view.view(-1), view.numel(), memory, order)
 
 
 def _share_of(saved: Iterable[_Saved]) -> Share:
     elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    views = {}
-    for one in _as_in_memory(saved):
-        views[one.entry] = one.values
-        elements[one.operator][one.entry.slot] += one.values.numel()
-    layout = FileLayout(views)
-    return Share(layout, tuple(views[entry] for entry in layout.entries), {o: dict(n) for o, n in elements.items()})
+    ordered = _as_in_memory(saved)
+    for one in ordered:
+        elements[one.operator][one.entry.slot] += one.elements
+    return _laid_out(((one.entry, one.values) for one in ordered), {o: dict(n) for o, n in elements.items()})
+
+
+def _laid_out(parts: Iterable[tuple[Entry, torch.Tensor]], elements: Mapping[str, Mapping[str, int]]) -> Share:
+    ordered = sorted(parts, key=lambda part: -part[0].itemsize)  # as in the file, which so keeps their order
+    return Share(FileLayout(entry for entry, _ in ordered), tuple(source for _, source in ordered), elements)
 
 
 def _as_in_memory(saved: Iterable[_Saved]) -> list[_Saved]:
     """Sorts by slot and by offset in their storage; storages by the first name in each."""
-    ordered, first = sorted(saved, key=lambda one: one.order), {}
+    ordered, first = sorted(saved, key=attrgetter("order")), {}
     for one in ordered:
         first.setdefault(one.memory, one.order[2:])
     return sorted(ordered, key=lambda one: (one.memory[0], first[one.memory]))
@@ -92,14 +98,11 @@ def _as_in_memory(saved: Iterable[_Saved]) -> list[_Saved]:
 
 def joined(one: Share, other: Share) -> Share:
     """Returns the share of both, in one file; they have no entry in common."""
-    entries, sources = (*one.layout.entries, *other.layout.entries), (*one.sources, *other.sources)
-    of = dict(zip(entries, sources, strict=True))
-    layout, elements = FileLayout(entries), dict(one.elements)
+    elements = dict(one.elements)
     for name, slots in other.elements.items():
         elements[name] = {**elements.get(name, {}), **slots}
-    return dataclasses.replace(
-        one, layout=layout, sources=tuple(of[entry] for entry in layout.entries), elements=elements
-    )
+    parts = (part for share in (one, other) for part in zip(share.layout.entries, share.sources, strict=True))
+    return dataclasses.replace(_laid_out(parts, elements), stored=one.stored)
 
 
 class Contents:

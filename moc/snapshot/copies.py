@@ -33,20 +33,24 @@ def coalesced(
     Yields:
         Sources, and their spans.
     """
-    first, run = None, (0, 0, 0, 0)  # storage, position after the last byte, first byte and end in the file
+    first, begin, end, behind = None, 0, 0, 0  # the last: the address after the run, which is [begin, end) of the file
     for source, (start, stop) in zip(sources, spans, strict=True):
         if start == stop:
             continue
-        storage, position = source.untyped_storage().data_ptr(), source.data_ptr()
-        if first is not None and run[0] == storage and run[1] == position and run[3] == start:
-            if first.dtype == source.dtype:
-                run = storage, position + stop - start, run[2], stop
-                continue
+        address = source.data_ptr()
         if first is not None:
-            yield _extended(first, run[3] - run[2]), run[2], run[3]
-        first, run = source, (storage, position + stop - start, start, stop)
+            if address == behind and start == end and _alike(first, source):
+                end, behind = stop, address + stop - start
+                continue
+            yield _extended(first, end - begin), begin, end
+        first, begin, end, behind = source, start, stop, address + stop - start
     if first is not None:
-        yield _extended(first, run[3] - run[2]), run[2], run[3]
+        yield _extended(first, end - begin), begin, end
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a view of one storage can be of both."""
+    return one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _extended(first: torch.Tensor, nbytes: int) -> torch.Tensor:

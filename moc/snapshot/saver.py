@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -387,5 +388,21 @@ def _slot_of(rank: int) -> str:
 
 
 def _copies(buffer: Buffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[Copy]:
-    joined = coalesced((source for source, _ in parts), (span for _, span in parts))
-    return [Copy(source, buffer.view(start, stop, source.dtype)) for source, start, stop in joined]
+    copies = []
+    for run in _runs(coalesced((source for source, _ in parts), (span for _, span in parts))):
+        sources, starts, stops = zip(*run, strict=True)
+        targets = buffer.views(starts[0], map(operator.sub, stops, starts), sources[0].dtype)
+        copies += map(Copy, sources, targets)
+    return copies
+
+
+def _runs(parts: Iterable[tuple[torch.Tensor, int, int]]) -> Iterator[list[tuple[torch.Tensor, int, int]]]:
+    """Cuts parts into those of one dtype that follow each other in the file."""
+    run = []
+    for source, start, stop in parts:
+        if run and (run[-1][2] != start or run[-1][0].dtype != source.dtype):
+            yield run
+            run = []
+        run.append((source, start, stop))
+    if run:
+        yield run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moc.state.region import Region
@@ -76,30 +76,35 @@ class FileLayout(Generic[B]):
     def __init__(self, entries: Iterable[B]):
         self.entries = tuple(sorted(entries, key=lambda entry: -entry.itemsize))
         ends = list(accumulate((entry.nbytes for entry in self.entries), initial=0))
-        self._described, self.header_bytes = _described(self.entries, ends), 0
-        unpadded = len(self.header([_NO_DIGEST] * len(self.entries)))
+        self._around = _around_digests(self.entries, ends)
+        unpadded = 8 + sum(map(len, self._around)) + len(_NO_DIGEST) * len(self.entries)
         self.header_bytes = begin = -(-unpadded // _PAGE) * _PAGE
         self.spans = tuple((begin + start, begin + stop) for start, stop in pairwise(ends))
         self.nbytes = begin + ends[-1]
 
     def header(self, digests: Sequence[str]) -> bytes:
         """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
-        rows = zip(self.entries, digests, strict=True)
-        index = ", ".join(
-            f'\\"{number}\\": {entry.texts.named}, \\"{digest}\\"]' for number, (entry, digest) in enumerate(rows)
-        )
-        header = f'{{"__metadata__": {{"{INDEX}": "{{{index}}}"}}{self._described}}}'
-        text = header.encode().ljust(self.header_bytes - 8)
+        *before, last = self._around
+        rows = zip(before, digests, strict=True)
+        text = "".join([*chain.from_iterable(rows), last]).encode().ljust(self.header_bytes - 8)
         return len(text).to_bytes(8, "little") + text
 
 
-def _described(entries: Sequence[Box], ends: Sequence[int]) -> str:
-    """The safetensors part of a header: dtype, shape, and offsets from the first byte of the data."""
-    each = zip(entries, pairwise(ends), strict=True)
-    return "".join(
-        f', "{number}": {{{entry.texts.kind}, "data_offsets": [{start}, {stop}]}}'
-        for number, (entry, (start, stop)) in enumerate(each)
+def _around_digests(entries: Sequence[Box], ends: Sequence[int]) -> list[str]:
+    """The text of a header before each digest, and after the last: the index, and what safetensors needs.
+
+    The latter are dtype, shape, and offsets from the first byte of the data.
+    """
+    texts = [entry.texts for entry in entries]
+    rows = [f'\\"{number}\\": {text.named}, \\"' for number, text in enumerate(texts)]
+    each = zip(texts, pairwise(ends), strict=True)
+    described = "".join(
+        f', "{number}": {{{text.kind}, "data_offsets": [{start}, {stop}]}}'
+        for number, (text, (start, stop)) in enumerate(each)
     )
+    begin, end = f'{{"__metadata__": {{"{INDEX}": "{{', f'}}"}}{described}}}'
+    around = [begin, *(['\\"], '] * (len(rows) - 1)), '\\"]' + end] if rows else [begin + end]
+    return [text + row for text, row in zip(around, [*rows, ""], strict=True)]
 
 
 class Extract(NamedTuple):

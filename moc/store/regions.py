@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class Entry(Described):
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
+        return self._nbytes
+
+    @cached_property
+    def _nbytes(self) -> int:
         return self.region.numel * self.dtype.itemsize
 
     @property

@@ -102,9 +102,11 @@ class Store:
         """Iterations that have a manifest, ascending."""
         return [iteration for iteration, _ in self.listed()]
 
-    def listed(self) -> Iterator[tuple[int, list[str]]]:
-        """Iterations that have a manifest, ascending, and the names of their files."""
+    def listed(self, since: int = 0) -> Iterator[tuple[int, list[str]]]:
+        """Iterations from one on that have a manifest, ascending, and the names of their files."""
         for iteration in self._directories():
+            if iteration < since:
+                continue
             names = self.place.names(directory_of(iteration))
             if self._counts(iteration, names):
                 yield iteration, names
