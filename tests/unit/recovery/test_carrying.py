@@ -318,3 +318,13 @@ def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_ne
             i: {int(n.split(".")[-1]) for n in store.manifest(i).operators if n != "output"} for i in store.iterations()
         }
         assert there == versions | {3: {0, 1, 2}}
+
+
+def test_snapshots_whose_iterations_come_again_are_reduced_too(store):
+    carrier = Carrier(store, OPERATORS)
+    for iteration in (*range(1, 9), *range(5, 9)):  # a recovery goes back to the fourth
+        if iteration == 5:
+            for later in range(5, 9):
+                store.remove(later)
+        take(store, carrier, iteration, in_full(iteration % EXPERTS))
+        assert carrier.whole() == {iteration}

@@ -46,6 +46,14 @@ def test_bytes_and_tensors_are_the_same_memory(tmp_path):
     assert (tmp_path / "buffer").stat().st_mode & 0o777 == 0o600
 
 
+def test_views_follow_each_other():
+    buffer = Buffer(64)
+    first, second = buffer.views(8, [4, 12], torch.float32)
+    first.fill_(1)
+    second.fill_(2)
+    assert buffer.view(4, 28, torch.float32).tolist() == [0, 1, 2, 2, 2, 0]
+
+
 def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_path):
     buffer = Buffer(16, tmp_path / "buffer")
     buffer.memory[:4] = b"kept"

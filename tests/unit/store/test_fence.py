@@ -311,3 +311,14 @@ def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
     assert not second.has_all(30, [0, 1]) and not first.has_all(30, [0, 1])
     with pytest.raises(CheckpointError, match=r"\.rank_00000\.second-0-0\.json cannot be read"):
         second.reported(30, [0, 1])
+
+
+def test_a_report_that_its_writer_still_has_is_not_read_again(tmp_path):
+    store = store_of(tmp_path, Claim("job"))
+    store.take()
+    parts, part = file_parts(30, 0)
+    store.write_file(30, 0, parts)
+    part = store.report(30, 0, part)
+    assert store.reported(30, [0]) == [part] and part.job == "job"
+    (tmp_path / directory_of(30) / f".rank_00000.{Claim('job').tag}.json").write_text("?")
+    assert store.reported(30, [0], {0: part}) == [part]
