@@ -322,9 +322,11 @@ def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_ne
 
 def test_snapshots_whose_iterations_come_again_are_reduced_too(store):
     carrier = Carrier(store, OPERATORS)
-    for iteration in (*range(1, 9), *range(5, 9)):  # a recovery goes back to the fourth
-        if iteration == 5:
-            for later in range(5, 9):
-                store.remove(later)
+    for iteration in range(1, 9):
+        take(store, carrier, iteration, in_full(iteration % EXPERTS))
+    for later in range(4, 9):
+        store.remove(later)
+    save(store, 4, in_full(*range(EXPERTS)))  # what a recovery has gone back to
+    for iteration in range(5, 9):
         take(store, carrier, iteration, in_full(iteration % EXPERTS))
         assert carrier.whole() == {iteration}
