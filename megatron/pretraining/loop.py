@@ -146,7 +146,7 @@ def rebalance(run: TrainingRun, due: bool = False) -> None:
     if wanted is not None:
         progress("save")
         with run.session.moving():
-            run.rebalancer.move(run.position.iteration, *wanted, run.log.events)
+            run.rebalancer.move(run.position.iteration, wanted, run.log.events)
         run.log.skip_time()
 
 
