@@ -14,9 +14,7 @@ TOLERATED = 1.05
 """Work of the busiest node by that of the mean, below which another hot expert on every node brings little."""
 
 
-def everywhere(
-    loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int, alike: bool = False
-) -> int:
+def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int, alike: bool = False) -> int:
     """The fewest hottest experts that must be on every node for levelled work.
 
     Maximum rank overlap puts cold experts on the same few nodes, which then have little to do, and each slot for a hot

@@ -93,7 +93,7 @@ class Job:
 
     @property
     def guests_wait(self) -> bool:
-        """Whether this worker has heard that nodes have come whose workers are ready to train with this generation's."""
+        """Whether this worker has heard of nodes that have come, whose workers are ready to train with the others."""
         return False
 
     def meet_guests(self) -> Interruption:

@@ -11,7 +11,7 @@ from moc.session.engine import VoteParticipant
 
 
 class GuestsWait(Exception):
-    """This worker has left its generation, as all others have after the same iteration, to meet nodes that have come."""
+    """This worker leaves its generation, as all others do after the same iteration, to meet nodes that have come."""
 
 
 class Guests(VoteParticipant):

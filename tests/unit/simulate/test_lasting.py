@@ -65,9 +65,10 @@ def choices(parts, nodes, lost, least):
         whole = copies_at_once(there, len(parts))
         if whole < max(1, least // len(parts)):
             whole = min(copies, len(there) // len(parts)) if len(there) >= least else None
-        now = {} if whole is None else dict(enumerate(seats(there, len(parts), whole)))
-        stay = {place for seat, place in now.items() for one in there if (one.place, one.part) == (place, seat % len(parts))}
-        kept = [sum(one.part == part and (whole is None or one.place in stay) for one in there) for part in range(len(parts))]
+        stay = {one.place: one.part for one in there}
+        if whole is not None:
+            stay = {n: seat % len(parts) for seat, n in enumerate(seats(there, len(parts), whole))}
+        kept = [sum(one.part == part == stay.get(one.place) for one in there) for part in range(len(parts))]
         assert all(copies - left >= part for left, part in zip(kept, of_parts, strict=True))
         found.append(prod(part(copies, copies - left) for part, left in zip(parts, kept, strict=True)))
     return sum(found) / len(found)
