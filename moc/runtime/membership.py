@@ -206,7 +206,7 @@ class Membership:
     def guests_are_ready(self) -> bool:
         """Whether guests can be taken in: all have built what they need, and more nodes can train with them."""
         built = bool(self.guests) and all(guest.built for guest in self.guests.values())
-        return built and self._some_are_ready
+        return built and bool(self._who_has_come)
 
     @property
     def need_not_wait(self) -> bool:
@@ -343,8 +343,8 @@ class Membership:
         self.workers[name].parted = generation
         if len(self.workers) < self.size or any(one.parted < self.generation for one in self.workers.values()):
             return []
-        if self.can_grow and self._some_are_ready:
-            return self._change_members("nodes have waited, and are ready" if self._waited else "nodes have come")
+        if self.can_grow and (come := self._who_has_come):
+            return self._change_members(come)
         self._growing = bool(self.guests)  # whoever is gone may come again at once
         why = "nodes that were ready are gone again" if self.asked is None else "the job is to stop, and meets no more"
         return self._next_generation(why)
@@ -464,9 +464,11 @@ class Membership:
         )
 
     @property
-    def _some_are_ready(self) -> bool:
-        """Whether more nodes than the members can train without building."""
-        return len(self._fit_at_once(self._ready)) > len(self.places.members)
+    def _who_has_come(self) -> str:
+        """Nodes with which more can train than now, without building, as a sentence; empty if there are none."""
+        if len(self._fit_at_once(self._ready)) <= len(self.places.members):
+            return ""
+        return "nodes have waited, and are ready" if self._waited else "nodes have come"
 
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
