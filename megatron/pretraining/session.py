@@ -102,12 +102,12 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,
         gradients=may_save_gradients(config),
-        lasting=_lasting(config),
+        lasting=lasting(config),
     )
     return AutoPolicy(limits, FlaggedChoices(config), log)
 
 
-def _lasting(config: Config) -> Lasting | None:
+def lasting(config: Config) -> Lasting | None:
     """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come."""
     least, most = numbers_of_nodes()
     if least == most or not goes_on_in_process(config):
