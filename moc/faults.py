@@ -34,7 +34,9 @@ RECOVERY = {
     "loaded": "a worker has its state again",
 }
 ELASTIC = {
+    "parting": "nodes have come, and all workers have voted to meet them: this one is about to leave its generation",
     "rebalancing": "state moves: what this worker is to hold anew (of a layer, or of shards) is here, and not in use",
+    "passing_on": "state moves: workers have got parts of it, and are about to pass them on to one another",
     "landed": "state moves: all workers have what they will hold, and this one is about to take it into use",
 }
 POINTS = STEP | SNAPSHOT | RECOVERY | ELASTIC

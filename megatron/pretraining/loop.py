@@ -7,6 +7,7 @@ import gc
 import time
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.elastic.guests import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.process.faults import inject_faults
@@ -28,7 +29,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     """Trains until all iterations are done or a stop is requested, recovering from lost workers.
 
     A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
-    that, else from a snapshot (:mod:`moc.recovery.plan`).
+    that, else from a snapshot (:mod:`moc.recovery.plan`).  Nodes that come are met between two iterations.
 
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
@@ -51,6 +52,8 @@ def pretrain(config: Config, providers: Providers) -> int:
             job.start_over()
         except PolicySwitched:
             loss = None
+        except GuestsWait:
+            loss = job.meet_guests()
         except Exception as error:
             loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
         assert parts is not None  # a loss before the worker is built is not survived
@@ -83,6 +86,7 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
         if stopping or exiting:
             return leave(run, stop)
         if run.position.iteration < run.train_iters:
+            meet_guests(run)
             rebalance(run)
             plan_anew(run)
     return finish(run, stop)
@@ -124,6 +128,16 @@ def plan_anew(run: TrainingRun) -> None:
     raise PolicySwitched
 
 
+def meet_guests(run: TrainingRun) -> None:
+    """With ``--elastic``, leaves this generation if nodes have come: training goes on with them in the next one.
+
+    Raises:
+        GuestsWait: on all workers, after the same iteration.
+    """
+    if run.guests is not None:
+        run.guests.meet()
+
+
 def rebalance(run: TrainingRun, due: bool = False) -> None:
     """With ``--elastic``, moves replicas of experts to where the load asks for them, if it is ``due`` and pays."""
     if run.rebalancer is None or not (due or run.rebalancer.due(run.position.iteration)):
@@ -132,7 +146,7 @@ def rebalance(run: TrainingRun, due: bool = False) -> None:
     if wanted is not None:
         progress("save")
         with run.session.moving():
-            run.rebalancer.move(run.position.iteration, *wanted, run.log.events)
+            run.rebalancer.move(run.position.iteration, wanted, run.log.events)
         run.log.skip_time()
 
 

@@ -9,12 +9,19 @@ from megatron.pretraining.config import Config, ConfigError, num_microbatches, t
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
-from megatron.pretraining.process.nodes import goes_on_in_process, numbers_of_nodes, parts_of_model, per_node
+from megatron.pretraining.process.nodes import (
+    goes_on_in_process,
+    numbers_of_nodes,
+    parts_of_model,
+    per_node,
+    stages_here,
+)
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
+from moc.sharding.layout import Layout
 from moc.simulate.elastic import ElasticSettings
 from moc.simulate.lasting import Lasting
 
@@ -95,19 +102,15 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,
         gradients=may_save_gradients(config),
-        lasting=_lasting(config),
+        lasting=lasting(config),
     )
     return AutoPolicy(limits, FlaggedChoices(config), log)
 
 
-def _lasting(config: Config) -> Lasting | None:
-    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come.
-
-    Where a copy of the model takes several nodes, losses are taken for such, too: how seldom one takes the last node of
-    a stage along is not planned.
-    """
+def lasting(config: Config) -> Lasting | None:
+    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come."""
     least, most = numbers_of_nodes()
-    if least == most or not goes_on_in_process(config) or parts_of_model(config) > 1:
+    if least == most or not goes_on_in_process(config):
         return None
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
@@ -117,7 +120,18 @@ def _lasting(config: Config) -> Lasting | None:
         everywhere=elastic.everywhere,
         domain=elastic.elastic_domain,
     )
-    return Lasting(least, most, per_node(), experts, settings)
+    return Lasting(least, most, per_node() // stages_here(config), experts, settings, _layers_of_parts(config))
+
+
+def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The layers with experts of each part of the model, of a node each."""
+    parts, stages = parts_of_model(config), config.parallel.pipeline_model_parallel_size
+    layers = config.network.num_layers
+    found: list[list[int]] = [[] for _ in range(parts)]
+    for layer, has in enumerate(config.moe.expert_layers(layers)):
+        if has:
+            found[Layout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
+    return tuple(map(tuple, found))
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:

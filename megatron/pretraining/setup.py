@@ -14,6 +14,7 @@ from megatron.pretraining.config import Config, ConfigError, global_batch_size, 
 from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.layer import elastic_layers
 from megatron.pretraining.elastic.members import is_settled, migrate, settle
 from megatron.pretraining.elastic.placing import first_plans, nodes_of
@@ -32,7 +33,7 @@ from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.initialize import world_of
-from megatron.pretraining.process.nodes import fewest_nodes, per_node
+from megatron.pretraining.process.nodes import fewest_nodes, goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
@@ -131,6 +132,7 @@ class TrainingRun:
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
         rebalancer: as in :class:`WorkerParts`.
+        guests: nodes that come; None where their number does not vary, or workers are started anew.
     """
 
     config: Config
@@ -145,6 +147,7 @@ class TrainingRun:
     train_iters: int
     vocab_size: int
     rebalancer: Rebalancer | None = None
+    guests: Guests | None = None
 
     @property
     def position(self) -> Position:
@@ -257,7 +260,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
             parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
-    stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
+    guests = Guests(world) if fewest_nodes() is not None and goes_on_in_process(config) else None
+    stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer, guests))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
@@ -279,7 +283,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
     )
     parts.remains.trained = True
-    data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer
+    data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer, guests
     return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
 
 

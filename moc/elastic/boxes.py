@@ -5,15 +5,12 @@ Holders of an operator have the same bits, so that each part of it may come from
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy
-
-from moc.elastic.dispatch import filled_up
 from moc.elastic.plan import Plan
 from moc.state.region import Region
 
@@ -42,7 +39,7 @@ class Tensor:
     region: Region
     itemsize: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size in bytes."""
         return self.region.numel * self.itemsize
@@ -62,7 +59,7 @@ class Transfer:
     piece: Tensor
 
 
-_SWEEPS = 8  # after which a further one changes little
+_SWEEPS = 4  # after which a further one changes little
 _Delivery = tuple[int, Tensor]  # target and piece
 
 
@@ -94,17 +91,24 @@ def transfers(
     Raises:
         NoSourceError: an operator is needed, and held by no rank.
     """
-    parts: dict[str, list[Tensor]] = {}
+    whole: dict[str, list[Tensor]] = {}
     for tensor in tensors:
-        cut = tensor.region.cut(max(1, most // tensor.itemsize))
-        parts.setdefault(tensor.operator, []).extend(dataclasses.replace(tensor, region=region) for region in cut)
-    needed = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in parts}
-    moved = [operator for operator in parts if needed[operator]]
+        whole.setdefault(tensor.operator, []).append(tensor)
+    needed = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in whole}
+    moved = [operator for operator in whole if needed[operator]]
     if lost := [operator for operator in moved if not before.get(operator)]:
         raise NoSourceError(
             f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}: load a checkpoint"
         )
-    groups = [group for one in moved for group in _groups(sorted(before[one]), needed[one], parts[one])]
+    cut = functools.cache(lambda region, count: [*region.cut(count)])  # most tensors are alike
+    groups: list[_Group] = []
+    for one in moved:
+        pieces = [
+            Tensor(one, tensor.name, tensor.slot, region, tensor.itemsize)
+            for tensor in whole[one]
+            for region in cut(tensor.region, max(1, most // tensor.itemsize))
+        ]
+        groups += _groups(sorted(before[one]), needed[one], pieces)
     result = [
         Transfer(group.round, source, target, piece)
         for group, sources in zip(groups, _sources(groups, _shares(groups)), strict=True)
@@ -118,7 +122,7 @@ class _Group:
     """Deliveries that any of the same ranks may make."""
 
     round: int
-    sources: numpy.ndarray
+    sources: list[int]
     deliveries: list[_Delivery]
 
     @cached_property
@@ -129,40 +133,68 @@ class _Group:
 def _groups(sources: list[int], targets: list[int], pieces: list[Tensor]) -> Iterator[_Group]:
     """Of one operator: each piece once, to one target; then each target's, to the others."""
     dealt = {target: pieces[place :: len(targets)] for place, target in enumerate(targets)}
-    yield _Group(0, numpy.array(sources), [(target, piece) for target, mine in dealt.items() for piece in mine])
+    yield _Group(0, sources, [(target, piece) for target, mine in dealt.items() for piece in mine])
     for holder, mine in dealt.items():
         deliveries = [(target, piece) for target in targets if target != holder for piece in mine]
         if deliveries:
-            yield _Group(1, numpy.array([*sources, holder]), deliveries)
+            yield _Group(1, [*sources, holder], deliveries)
 
 
-def _shares(groups: Sequence[_Group]) -> list[numpy.ndarray]:
+def _shares(groups: Sequence[_Group]) -> list[list[int]]:
     """Bytes that each source of each group sends: those that send least are filled up, until all are level.
 
     One group after the other is shared out anew among its sources, on top of what they send of the others.  That lowers
     the sum of squares at each step, and so leads to the most even shares there are.
     """
-    loads = numpy.zeros(1 + max((int(group.sources.max()) for group in groups), default=0), numpy.int64)
-    shares = [numpy.zeros(len(group.sources), numpy.int64) for group in groups]
+    loads = [0] * _ranks(groups)
+    shares = [[0] * len(group.sources) for group in groups]
     order = sorted(range(len(groups)), key=lambda number: len(groups[number].sources))
-    for _, number in itertools.product(range(_SWEEPS), order):
-        sources = groups[number].sources
-        loads[sources] -= shares[number]
-        shares[number] = filled_up(loads[sources], groups[number].nbytes)
-        loads[sources] += shares[number]
+    for _ in range(_SWEEPS):
+        changed = False
+        for number in order:
+            group, before = groups[number], shares[number]
+            for source, share in zip(group.sources, before, strict=True):
+                loads[source] -= share
+            now = levelled([loads[source] for source in group.sources], group.nbytes)
+            for source, share in zip(group.sources, now, strict=True):
+                loads[source] += share
+            shares[number], changed = now, changed or now != before
+        if not changed:
+            break
     return shares
 
 
-def _sources(groups: Sequence[_Group], shares: Sequence[numpy.ndarray]) -> Iterator[list[int]]:
+def levelled(loads: Sequence[int], amount: int) -> list[int]:
+    """As :func:`moc.elastic.dispatch.filled_up`; faster where they are few."""
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    count = total = 0
+    for place in order:
+        if loads[place] * count - total > amount:
+            break
+        count, total = count + 1, total + loads[place]
+    height, more = divmod(amount + total, count)
+    result = [0] * len(loads)
+    for number, place in enumerate(order[:count]):
+        result[place] = height - loads[place] + (number < more)
+    return result
+
+
+def _sources(groups: Sequence[_Group], shares: Sequence[list[int]]) -> Iterator[list[int]]:
     """Who makes each delivery of each group: of its sources, the one that is most behind its shares so far."""
-    behind = numpy.zeros(1 + max((int(group.sources.max()) for group in groups), default=0), numpy.int64)
+    behind = [0] * _ranks(groups)
     for group, share in zip(groups, shares, strict=True):
-        behind[group.sources] += share
+        for source, nbytes in zip(group.sources, share, strict=True):
+            behind[source] += nbytes
         chosen = []
         for _, piece in group.deliveries:
-            chosen.append(int(group.sources[behind[group.sources].argmax()]))
-            behind[chosen[-1]] -= piece.nbytes
+            source = max(group.sources, key=behind.__getitem__)
+            behind[source] -= piece.nbytes
+            chosen.append(source)
         yield chosen
+
+
+def _ranks(groups: Sequence[_Group]) -> int:
+    return 1 + max((max(group.sources) for group in groups), default=0)
 
 
 def expert_operator(layer: int, expert: int) -> str:

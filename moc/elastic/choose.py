@@ -14,7 +14,7 @@ TOLERATED = 1.05
 """Work of the busiest node by that of the mean, below which another hot expert on every node brings little."""
 
 
-def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int) -> int:
+def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int, alike: bool = False) -> int:
     """The fewest hottest experts that must be on every node for levelled work.
 
     Maximum rank overlap puts cold experts on the same few nodes, which then have little to do, and each slot for a hot
@@ -25,6 +25,7 @@ def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: in
         nodes: that hold replicas.
         slots: of each node.
         least: replicas of each expert; what fits of that is kept.
+        alike: as in :func:`moc.elastic.placement.place_by_load`.
 
     Returns:
         The number with which the busiest node has at most 1.05 times the mean work, in the mean over layers; otherwise
@@ -39,7 +40,7 @@ def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: in
         others, left = experts - count, slots - count
         if nodes * left < others or least_replicas(least, others, nodes, left) < kept:
             break
-        tables = [place_by_load(row, nodes, slots, least, count) for row in loads]
+        tables = [place_by_load(row, nodes, slots, least, count, alike) for row in loads]
         found.append(float(numpy.mean([imbalance(row, table) for row, table in zip(loads, tables, strict=True)])))
         if found[-1] <= TOLERATED:
             return count

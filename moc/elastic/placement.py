@@ -24,10 +24,12 @@ EMPTY = -1
 """A slot without an expert."""
 
 
-def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0) -> numpy.ndarray:
+def place_by_load(
+    loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0, alike: bool = False
+) -> numpy.ndarray:
     """Places as many replicas of each expert as its load asks for.
 
-    Experts with equally many replicas are in the order of their loads, so that groups are alike on more or fewer nodes.
+    Experts with equally many replicas are in the order of their numbers, which stays when loads change a little.
 
     Args:
         loads: tokens of each expert.
@@ -35,6 +37,8 @@ def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, ever
         slots: of each node.
         least: replicas of each expert, if they fit (:func:`moc.elastic.allocation.least_replicas`).
         everywhere: of the hottest experts, so many are on every node.
+        alike: groups are to be those of more or fewer nodes; so experts with equally many replicas are in the order of
+            their loads, since on another number of nodes they may have unequally many.
 
     Returns:
         Experts by node and slot, int64[nodes, slots], each once on a node; :data:`EMPTY` where all are there already.
@@ -45,9 +49,10 @@ def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, ever
     coldest_first = ascending(loads)
     least = least_replicas(least, len(loads) - everywhere, nodes, slots - everywhere)
     replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
-    numbers = numpy.array([*coldest_first, EMPTY])  # of experts, from the coldest to the hottest; EMPTY is the last
-    hottest = range(len(loads) - everywhere, len(loads))
-    table = place([replicas[expert] for expert in coldest_first], nodes, slots, hottest)
+    order = coldest_first if alike else range(len(loads))
+    numbers = numpy.array([*order, EMPTY])  # EMPTY is the last
+    hottest = [order.index(expert) for expert in coldest_first[len(loads) - everywhere :]]
+    table = place([replicas[expert] for expert in order], nodes, slots, hottest)
     return distinct(numbers[table], coldest_first[::-1])
 
 

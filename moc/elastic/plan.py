@@ -214,15 +214,17 @@ def _placed(loads: Loads, domains: Sequence[int], settings: Settings) -> list[Ma
     """
     slots, rows, hot = settings.slots * settings.ranks, [list(loads[layer]) for layer in sorted(loads)], 0
     sizes = dict.fromkeys(domains)
+    alike = len(sizes) > 1
     if settings.everywhere is not None:
         hot = settings.everywhere
     fit = {nodes: least_replicas(settings.least, len(rows[0]) - hot, nodes, slots - hot) for nodes in sizes}
     least = least_in_each(settings.least, [fit[nodes] for nodes in domains])
     if settings.everywhere is None:
-        hot = min(choose.everywhere(rows, nodes, slots, least) for nodes in sizes)
+        hot = min(choose.everywhere(rows, nodes, slots, least, alike) for nodes in sizes)
     found = {
         nodes: {
-            layer: place_by_load(row, nodes, slots, least, hot) for layer, row in zip(sorted(loads), rows, strict=True)
+            layer: place_by_load(row, nodes, slots, least, hot, alike)
+            for layer, row in zip(sorted(loads), rows, strict=True)
         }
         for nodes in sizes
     }

@@ -199,6 +199,9 @@ class Agent:
         elif kind == "leave":
             for worker in self._workers.values():
                 self._signal(worker, signal.SIGTERM)
+        elif kind == "welcome":
+            for worker in self._workers.values():
+                self._pass_on(worker, order)
         elif kind == "noted":
             self._unnoted.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
@@ -267,7 +270,7 @@ class Agent:
             worker.heard = self._clock.now
             if said["kind"] == "built":
                 worker.built, worker.stays = True, said["stays"]
-            elif said["kind"] in ("here", "met"):
+            elif said["kind"] in ("here", "met", "parted"):
                 setattr(worker, said["kind"], said["generation"])
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]

@@ -27,7 +27,7 @@ from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
 from moc.runtime.membership import Membership, nodes
 from moc.runtime.message import Message
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
@@ -42,7 +42,9 @@ DOUBT_S = 2.0
 """Seconds from a report of lost connections to a new generation, if no loss is reported meanwhile."""
 
 LEAVE_S = 60.0
-"""Seconds that workers have to save and to leave when more nodes are about to join, or guests to build."""
+"""Seconds that workers have to save and to leave when more nodes are about to join, or guests to build.
+
+After these, the order is repeated."""
 
 GATHER_S = 2.0
 """Seconds that a new leader waits for agents that its predecessor knew."""
@@ -168,13 +170,15 @@ class Controller:
             self._grows_at = math.inf
         elif (
             now >= self._grows_at
-            or membership.guests_are_ready
+            or (membership.guests_are_ready and not membership.welcomes_guests)
             or (membership.need_not_wait and not membership.is_growing)
         ):
             self._grows_at = now + LEAVE_S
-            orders = membership.grow()
+            told, orders = membership.welcomes_guests, membership.grow()
             if any(isinstance(order, StartWorker) and order.guest for order in orders):
                 _log.warning("more nodes can train: their workers build, and are taken in when they are ready")
+            if membership.welcomes_guests and not told:
+                _log.warning("nodes that have come are ready: all meet them at the end of an iteration")
             self._obey(orders)
         elif self._grows_at == math.inf:
             self._grows_at = now + self._grow_wait_s
@@ -337,6 +341,8 @@ class Controller:
             self._obey(membership.here(said["worker"], said["generation"], said["parts"]))
         elif message.kind == "met":
             self._obey(membership.met(said["worker"], said["generation"]))
+        elif message.kind == "parted":
+            self._obey(membership.parted(said["worker"], said["generation"]))
         elif message.kind == "suspects":
             asyncio.get_running_loop().call_later(DOUBT_S, self._believe, said["worker"], said["generation"])
         elif message.kind == "hangs":
@@ -361,6 +367,8 @@ class Controller:
             elif isinstance(order, Leave):
                 _log.warning("nodes have come: all workers save and leave, and more start")
                 self._tell_all("leave")
+            elif isinstance(order, Welcome):
+                self._tell_all("welcome", generation=order.generation)
             elif isinstance(order, GiveUp):
                 _log.error("%s", order.why)
                 self._tell(order.node, "give_up", why=order.why)

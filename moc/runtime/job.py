@@ -91,6 +91,18 @@ class Job:
         """Waits until the job is whole again, if a lost worker caused the error; otherwise raises the error."""
         raise error
 
+    @property
+    def guests_wait(self) -> bool:
+        """Whether this worker has heard of nodes that have come, whose workers are ready to train with the others."""
+        return False
+
+    def meet_guests(self) -> Interruption:
+        """Leaves this generation between two iterations, and waits until all have, and have met those that have come.
+
+        To be called by all workers after the same iteration: what one of them has heard, all agree on in a vote.
+        """
+        raise RuntimeError("only a job that goes on in the same processes has guests")
+
     def start_over(self) -> NoReturn:
         """Ends this process, for another one to replace it; raises RuntimeError if the launcher replaces none."""
         raise RuntimeError("only a worker of a job that replaces workers can start over")

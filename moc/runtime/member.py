@@ -80,6 +80,7 @@ class JobMember(Job):
         self._store: tuple[int, str] = (-1, "")
         self._seat = self.rank, self.size  # of the generation that the store is of
         self._generation = -1  # of the groups; -1 before the first
+        self._welcomes = -1  # the newest generation that was told of guests
         self._epoch = 0
         self._lease = Lease.of_this_worker()
         PROGRESS.forget("setup")
@@ -136,6 +137,22 @@ class JobMember(Job):
         self._settle()
         self._meet()
         return Interruption(self._generation, self._reason, begun - heard, time.monotonic() - begun)
+
+    @property
+    def guests_wait(self) -> bool:
+        """As :attr:`Job.guests_wait`."""
+        return 0 <= self._generation == self._welcomes
+
+    def meet_guests(self) -> Interruption:
+        """As :meth:`Job.meet_guests`.  What is lost meanwhile begins a generation, too."""
+        PROGRESS.forget()
+        begun = time.monotonic()
+        self._say("parted", generation=self._generation)
+        while not self._hears_of_loss():
+            self._say("parted", generation=self._generation)
+        self._settle()
+        self._meet()
+        return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
@@ -277,6 +294,8 @@ class JobMember(Job):
                     self._store = said["generation"], said["store"]
                     self._epoch, self.id = said["epoch"], said["job"]
                     self._seat = said["rank"], said["size"]
+                elif said["kind"] == "welcome":
+                    self._welcomes = said["generation"]
                 elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too
                     self._wanted, self._reason = said["generation"], said["reason"]
                     self._heard_at = time.monotonic()

@@ -7,7 +7,8 @@ places, and the node that fills a place may change: see :mod:`moc.runtime.assign
 
 A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A
 program whose workers *stay* goes on in the same processes, which get other ranks.  When nodes come, their workers build
-as *guests*, and are seated among the others once they are ready.  Where a copy of its model takes several nodes, each
+as *guests*.  Once these are ready, the others are told to *welcome* them: they *part* at the end of the same iteration,
+and guests are seated among them when all have.  Where a copy of its model takes several nodes, each
 has a part of it; the job trains with whole copies, and other nodes wait (:mod:`moc.runtime.seats`).  A worker keeps its
 part as long as it lives.  Workers of any other program are all started anew, since their number is another one; when
 nodes come, they are asked to save and to leave first.
@@ -23,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from moc.runtime.assignment import NodeAssignment
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Worker
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
 from moc.runtime.seats import Candidate, copies_at_once, seats
 
 SAVED = 75
@@ -84,6 +85,7 @@ class Membership:
     _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
     _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
     _waited: bool = False  # when the members last changed, nodes were there that can train once their workers are built
+    _welcomes: int = -1  # the newest generation whose workers were told that guests are ready
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
@@ -204,18 +206,24 @@ class Membership:
     def guests_are_ready(self) -> bool:
         """Whether guests can be taken in: all have built what they need, and more nodes can train with them."""
         built = bool(self.guests) and all(guest.built for guest in self.guests.values())
-        return built and len(self._fit_at_once(self._ready)) > len(self.places.members)
+        return built and bool(self._who_has_come)
 
     @property
     def need_not_wait(self) -> bool:
         """Whether no more nodes can come, since all places are filled, or those to be taken in have waited already."""
         return self._waited or len(self.places.filled) == self.places.count
 
+    @property
+    def welcomes_guests(self) -> bool:
+        """Whether workers of this generation were told that guests are ready, and some are yet to part."""
+        return self._welcomes == self.generation
+
     def grow(self) -> list[Order]:
         """Begins with the nodes that are there, or takes in those that have come.
 
-        If workers stay, those of the nodes that have come are started as guests, again if they have died.  Otherwise
-        workers are asked to save and to leave; if they have not when this is called again, they are killed.
+        If workers stay, those of the nodes that have come are started as guests, again if they have died; when these
+        are ready, the others are told so, again if they are yet to part.  Otherwise workers are asked to save and to
+        leave; if they have not when this is called again, they are killed.
         """
         if not self.can_grow:
             return []
@@ -223,10 +231,11 @@ class Membership:
             self.places.members = self._fits(self.places.filled)
             return self._fill()
         if self.guests_are_ready:
-            return self._change_members("nodes have waited, and are ready" if self._waited else "nodes have come")
+            self._welcomes = self.generation
+            return [Welcome(self.generation)]
         if self._stays:
             self._growing = True
-            return self._invite()
+            return self._start_guests()
         if self._growing:
             return self._change_members("nodes have come, and workers do not leave")
         self._growing = True
@@ -323,6 +332,22 @@ class Membership:
         if name in self.workers:
             self.workers[name].met = generation
         return []
+
+    def parted(self, name: str, generation: int) -> list[Order]:
+        """A worker has left a generation at the end of an iteration, and waits for guests; all have, when this ends.
+
+        No iteration is under way then.  If guests were lost meanwhile, the others meet again without them.
+        """
+        if name not in self.workers or self.end:
+            return []
+        self.workers[name].parted = generation
+        if len(self.workers) < self.size or any(one.parted < self.generation for one in self.workers.values()):
+            return []
+        if self.can_grow and (come := self._who_has_come):
+            return self._change_members(come)
+        self._growing = bool(self.guests)  # whoever is gone may come again at once
+        why = "nodes that were ready are gone again" if self.asked is None else "the job is to stop, and meets no more"
+        return self._next_generation(why)
 
     def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
         """A worker of a generation cannot continue although no loss is known: connections are lost, or it hangs."""
@@ -438,6 +463,13 @@ class Membership:
             place for place in self.places.filled if place in self.places.members or built[place] == self.per_node
         )
 
+    @property
+    def _who_has_come(self) -> str:
+        """Nodes with which more can train than now, without building, as a sentence; empty if there are none."""
+        if len(self._fit_at_once(self._ready)) <= len(self.places.members):
+            return ""
+        return "nodes have waited, and are ready" if self._waited else "nodes have come"
+
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
 
@@ -461,7 +493,7 @@ class Membership:
         worker.born, worker.guest = self._anew, False
         return Seat(worker.node, worker.name, worker.rank, self._anew, self.size)
 
-    def _invite(self) -> list[Order]:
+    def _start_guests(self) -> list[Order]:
         """Starts the workers of nodes that have come, as far as they are not there: they build beside the others."""
         wanted = self._fits(self.places.filled)
         parts = {self.places.filler(place): seat % self.parts for seat, place in enumerate(wanted)}

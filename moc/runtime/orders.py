@@ -36,6 +36,13 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Welcome:
+    """To all workers: guests are ready; leave this generation at the end of an iteration, to meet them in the next."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Kill:
     """To a node: kill a worker that is no longer needed."""
 
@@ -76,7 +83,7 @@ class End:
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
 
 
-Order = StartWorker | Seat | Leave | Kill | GiveUp | Abort | Go | End
+Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Worker:
     built: bool = False  # it is ready to train, and so can survive the loss of others
     here: int = -1  # the generation in which it last reported
     met: int = -1  # the generation in which it last connected with the others
+    parted: int = -1  # the generation that it last left at the end of an iteration, to meet guests
     born: int = 0  # the generation that it got its rank in
     stays: bool = False  # the program goes on in the same processes when their number changes
     guest: bool = False  # it builds for a node that is to be taken in, and has no part in generations yet

@@ -2,12 +2,18 @@
 
 What a checkpoint is good for there is the rare loss after which an expert is on no node any more.  It happens if more
 nodes are lost at once than each expert has holders; and *at once* is what is lost until all have gone on.
+
+Where a copy of the model takes several nodes, each has a *part* of it, and an expert's holders are nodes of its part.
+Training then goes on with the copies that are left whole: of each part, so many nodes keep their state, and one without
+a partner gives it up (:mod:`moc.runtime.seats`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb, prod
 
 from moc.simulate.elastic import REGROUP_S, ElasticMembers, ElasticSettings
 
@@ -18,6 +24,8 @@ MEMBERSHIPS = 8
 
 Tokens = Mapping[int, Sequence[int]]
 """By layer, the tokens of each expert."""
+Survival = Callable[[int, int], float]
+"""Of a part of the model: the probability that all of it is left, of so many nodes, when so many lose their state."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,10 @@ class Lasting:
     Attributes:
         least: MIN nodes.
         most: MAX nodes.
-        ranks: of a node.
+        ranks: of a node, that hold experts of a layer.
         experts: of a layer.
         settings: of the plans.
+        parts: of the model, of a node each: the layers with experts.  One part where each node has whole copies.
     """
 
     least: int
@@ -37,6 +46,7 @@ class Lasting:
     ranks: int
     experts: int
     settings: ElasticSettings
+    parts: tuple[tuple[int, ...], ...] = ((0,),)
 
     def survivals(self, loads: Tokens | None = None) -> tuple[float, ...]:
         """By nodes lost at once, from 1 on: the probability that every expert is left, with the riskiest members.
@@ -44,11 +54,15 @@ class Lasting:
         Args:
             loads: that plans follow; experts are alike if unknown.
         """
-        rows = tuple(tuple(row) for row in loads.values()) if loads else ((1,) * self.experts,)
-        distinct = tuple(dict.fromkeys(rows))
-        members = ElasticMembers(self.least, self.most, ranks=self.ranks, stages=(distinct,), settings=self.settings)
         sizes = range(self.least, min(self.most, self.least + MEMBERSHIPS - 1) + 1)
-        return tuple(min(members.survival(n, lost) for n in sizes) for lost in range(1, AT_ONCE + 1))
+        parts = [self._survival(layers, loads) for layers in self.parts]
+        return tuple(min(survival(parts, n, lost, self.least) for n in sizes) for lost in range(1, AT_ONCE + 1))
+
+    def _survival(self, layers: Sequence[int], loads: Tokens | None) -> Survival:
+        known, alike, parts = loads or {}, (1,) * self.experts, len(self.parts)
+        rows = dict.fromkeys(tuple(known.get(layer, alike)) for layer in layers)  # layers alike are planned alike
+        copies = self.least // parts, self.most // parts
+        return ElasticMembers(*copies, ranks=self.ranks, stages=(tuple(rows),), settings=self.settings).survival
 
     def rarer(self, mtbf_s: float, loads: Tokens | None = None) -> float:
         """Losses for each one that takes an expert along.
@@ -65,3 +79,46 @@ class Lasting:
             fatal += here * (1.0 if last else 1 - again) * (1 - survives)
             here *= again
         return 1 / max(fatal, 1e-12)
+
+
+def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
+    """Probability that a loss of ``lost`` of so many nodes, each choice alike, leaves all of every part of the model.
+
+    Nodes beyond whole copies wait, and have no state to lose.
+
+    Args:
+        parts: of the model.
+        nodes: in all, at least as many as there are parts.
+        lost: at once.
+        least: nodes with which the job goes on (MIN).
+    """
+    copies, waiting = divmod(nodes, len(parts))
+    found = 0.0
+    for of_parts in itertools.product(range(min(lost, copies) + 1), repeat=len(parts)):
+        of_waiting = lost - sum(of_parts)
+        if not 0 <= of_waiting <= waiting:
+            continue
+        ways = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
+        kept = copies_kept(copies, of_parts, nodes - lost, least)
+        without = (max(of_part, copies - kept) for of_part in of_parts)
+        found += ways * prod(part(copies, number) for part, number in zip(parts, without, strict=True))
+    return found / comb(nodes, lost) if lost <= nodes else 0.0
+
+
+def copies_kept(copies: int, lost: Sequence[int], left: int, least: int) -> int:
+    """Nodes of each part that may keep their state after a loss; pure, as the controller's choice is.
+
+    With the copies that are left whole, training goes on at once.  If MIN nodes make more copies than these, the nodes
+    that are left make as many as they can, some with another part than before; and if they are fewer than MIN, all keep
+    what they have and wait.
+
+    Args:
+        copies: of the model before.
+        lost: nodes of each part.
+        left: nodes that are left, with those that wait.
+        least: MIN nodes.
+    """
+    whole, parts = copies - max(lost), len(lost)
+    if whole >= max(1, least // parts):
+        return whole
+    return min(copies, left // parts) if left >= least else copies

@@ -1,7 +1,8 @@
 """The program, which waits before its last two iterations until a file is there; for tests that kill its workers.
 
 ``TEST_HELD_BEFORE`` is the number of these last iterations, if they are more.
-However slow a test is, it finds the job running.  Workers wait in a collective, so they can be lost and woken there.
+However slow a test is, it finds the job running.  Workers wait in a collective, so they can be lost and woken there,
+and nodes that come are met there.  Each worker writes which iterations it begins, in a file beside the other one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from pretrain_gpt_moe import warm_up
 def hold(may_end: Path) -> None:
     """Makes the training loop wait for a file before its last iterations."""
     from megatron.pretraining import loop
-    from moc.runtime.agreement import run_on_rank0
+    from moc.runtime.agreement import run_on_rank0, sum_over_workers
 
     iterate, before = loop.iterate, int(os.environ.get("TEST_HELD_BEFORE", "2"))
+    begun = may_end.parent / f"begun by {os.getpid()}"
 
     def held(run, stop):
         while run.position.iteration == run.train_iters - before and not run_on_rank0(may_end.exists, "waiting"):
+            if run.guests is not None:
+                run.guests.on_vote(sum_over_workers(run.guests.ballot(), run.world))
+                run.guests.meet()
             time.sleep(0.05)
+        with open(begun, "a") as file:
+            file.write(f"{run.position.iteration + 1}\n")
         return iterate(run, stop)
 
     loop.iterate = held

@@ -203,6 +203,11 @@ class Launched:
         """What each worker wrote of its state at the end, by ``losing_pretrain_gpt_moe.py``."""
         return [json.loads(path.read_text()) for path in sorted(self._directory.glob("state of *.json"))]
 
+    def begun(self) -> dict[int, list[int]]:
+        """By process of a worker, the iterations that it has begun, in order."""
+        files = self._directory.glob("begun by *")
+        return {int(path.name.split()[-1]): [*map(int, path.read_text().split())] for path in files}
+
     def records(self) -> list[tuple]:
         """Iteration, loss and gradient norm, as they were computed last."""
         found = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}

@@ -20,8 +20,8 @@ def lose_whole_nodes() -> None:
     """Kills all processes that the launcher has started, and itself, in place of one worker."""
     from moc.runtime import inject
 
-    def lose(_, number: int) -> None:
-        os.killpg(os.getpgrp() if number == signal.SIGKILL else os.getpid(), number)
+    def lose(pid: int, number: int) -> None:
+        os.killpg(os.getpgrp(), number) if number == signal.SIGKILL else os.kill(pid, number)
 
     inject.os = _Like(os, kill=lose)  # pyright: ignore[reportAttributeAccessIssue]
 

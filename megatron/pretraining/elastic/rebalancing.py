@@ -15,7 +15,7 @@ import xxhash
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placing import Plans, fit, plans_for
-from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
@@ -50,6 +50,21 @@ class Prospect:
     def pays(self, iterations: int) -> bool:
         """Whether it has paid after so many iterations."""
         return self.saves_s * iterations > self.costs_s
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move that pays.
+
+    Attributes:
+        plans: to which experts move.
+        flow: the transfers of this worker's stage, planned once.
+        found: what the move brings.
+    """
+
+    plans: Plans
+    flow: Flow
+    found: Prospect
 
 
 def prospect(
@@ -175,23 +190,25 @@ class Rebalancer(VoteParticipant):
         """Whether to look for other plans after an iteration."""
         return bool(self._interval and self._votes) and iteration % self._interval == 0
 
-    def wanted(self) -> tuple[Plans, Prospect] | None:
-        """The plans for the load since the last look, if they pay until the next one; a collective call."""
+    def wanted(self) -> Move | None:
+        """The move to the plans for the load since the last look, if it pays until the next one; a collective call."""
         loads, seconds = self._loads, self._seconds / self._votes
         self._loads, self._seconds, self._votes = {}, 0.0, 0
         now = self._replicas.plans
         plans = plans_for(self._config, self._replicas.nodes, loads, now)
         if plans == now:
             return None
-        moved = max(gather(self._replicas.bytes_moved(plans)))
+        flow = self._replicas.flow_to(plans)
+        moved = max(gather(bytes_moved(flow)))
         busiest = imbalance(now, loads), imbalance(plans, loads)
         found = prospect(seconds, self._share, busiest, moved, self._speed())
-        return (plans, found) if found.pays(self._interval) else None
+        return Move(plans, flow, found) if found.pays(self._interval) else None
 
-    def move(self, iteration: int, plans: Plans, found: Prospect, events: EventLog) -> None:
+    def move(self, iteration: int, wanted: Move, events: EventLog) -> None:
         """Moves replicas; a collective call."""
         begun, before = time.perf_counter(), dict(self._replicas.plans)
-        taken = self._replicas.move_to(plans)
+        plans, found = wanted.plans, wanted.found
+        taken = self._replicas.move_to(plans, wanted.flow)
         self._engine.state.describe()
         experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
         self._voted_at = time.perf_counter()  # an iteration's time has no move in it

@@ -42,6 +42,19 @@ class Landing:
     arrived: Mapping[int, torch.Tensor]
 
 
+Flow = Mapping[int, Sequence[Transfer]]
+"""By layer, the transfers of a move."""
+
+
+def bytes_moved(flow: Flow) -> int:
+    """The most bytes of state that one worker sends and receives."""
+    amounts: Counter[int] = Counter()
+    for one in itertools.chain.from_iterable(flow.values()):
+        amounts[one.source] += one.piece.nbytes
+        amounts[one.target] += one.piece.nbytes
+    return max(amounts.values(), default=0)
+
+
 class Replicas:
     """The experts that this worker holds, of all elastic layers of its stage.
 
@@ -72,13 +85,18 @@ class Replicas:
         self._slices = {owned.parameter: owned for owned in of_experts}
         count_once(self.layers.values(), optimizer)
 
-    def move_to(self, plans: Plans) -> int:
+    def move_to(self, plans: Plans, flow: Flow | None = None) -> int:
         """Moves experts to other plans, between two iterations; a collective call of each stage.
+
+        Args:
+            plans: of all stages.
+            flow: :meth:`flow_to` them; planned here without it.
 
         Returns:
             Bytes that arrived at this worker.
         """
-        taken, flow = 0, self._flow(plans)
+        taken = 0
+        flow = self.flow_to(plans) if flow is None else flow
         for layer in sorted(self.layers):
             before, after = self.plans[self._stage], plans[self._stage]
             mixed = replace(after, tables={**before.tables, layer: after.tables[layer]})
@@ -118,16 +136,8 @@ class Replicas:
         of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
         return {number: sum(map(len, parts)) for number, parts in of_layer.items()}
 
-    def bytes_moved(self, plans: Plans) -> int:
-        """The most bytes of state that one worker of this stage sends and receives on the way to other plans."""
-        amounts: Counter[int] = Counter()
-        for one in itertools.chain.from_iterable(self._flow(plans).values()):
-            amounts[one.source] += one.piece.nbytes
-            amounts[one.target] += one.piece.nbytes
-        return max(amounts.values(), default=0)
-
-    def _flow(self, plans: Plans) -> Mapping[int, Sequence[Transfer]]:
-        """By layer, the transfers that lead to other plans."""
+    def flow_to(self, plans: Plans) -> Flow:
+        """The transfers that lead from the plans in force to other plans."""
         if not self.layers:
             return {}
         return expert_transfers(experts_held(self.plans[self._stage]), plans[self._stage], self.sizes)

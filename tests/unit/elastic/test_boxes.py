@@ -3,7 +3,17 @@
 import numpy
 import pytest
 
-from moc.elastic.boxes import NoSourceError, Tensor, copies, expert_transfers, experts_held, experts_left, transfers
+from moc.elastic.boxes import (
+    NoSourceError,
+    Tensor,
+    copies,
+    expert_transfers,
+    experts_held,
+    experts_left,
+    levelled,
+    transfers,
+)
+from moc.elastic.dispatch import filled_up
 from moc.elastic.plan import Plan, Settings, plan
 from moc.state.region import Region
 
@@ -55,6 +65,13 @@ def test_each_gets_what_it_lacks_once_from_one_that_has_it_and_all_send_alike(no
     for operator in {operator for _, operator in lacking if len(left[operator]) == 1}:
         alone[left[operator][0]] += sum(tensor.nbytes for tensor in TENSORS if tensor.operator == operator)
     assert (sent <= numpy.maximum(1.5 * sent.mean(), alone)).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_few_are_levelled_as_many_are(seed):
+    rng = numpy.random.default_rng(seed)
+    loads, amount = rng.integers(0, rng.choice([2, 50]), int(rng.integers(1, 9))), int(rng.integers(0, 200))
+    assert levelled(loads.tolist(), amount) == filled_up(loads, amount).tolist()
 
 
 def test_what_nobody_holds_must_be_loaded():

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.elastic import choose
+from moc.elastic.boxes import copies
 from moc.elastic.migration import matched
+from moc.elastic.placement import holders, place_by_load
 from moc.elastic.plan import Plan, Settings, held_before, plan
 from moc.elastic.survival import survival
 from tests.unit.policy.routing import RECORDED
@@ -111,6 +113,27 @@ def test_ranks_of_a_node_share_its_work():
     loads = {0: [1000, 999, 10, 9]}
     one = plan(range(3), loads, Settings(2, ranks=2))
     assert all(set(one.experts_of(0, rank)) in ({0, 3}, {1, 2}) for rank in range(6))
+
+
+def test_cold_experts_mostly_stay_where_they_are_whichever_of_them_has_more_tokens():
+    """All of them have f replicas, and are in the order of their numbers; in that of their loads, they would move."""
+
+    def moved(loads, **how):
+        old, new = (holders(place_by_load(row, 6, SLOTS, 2, **how), 16) for row in loads)
+        return int((new > old).sum())
+
+    drawn = [numpy.random.default_rng(seed) for seed in range(6)]
+    changes = [[[1000] * 4 + rng.permutation(range(10, 22)).tolist() for _ in range(2)] for rng in drawn]
+    assert sum(map(moved, changes)) <= 0.5 * sum(moved(loads, alike=True) for loads in changes)
+
+
+def test_of_recorded_loads_few_replicas_move_in_200_steps(recorded):
+    counts = []
+    for number in range(20, len(recorded) - 20, 60):
+        before = plan(range(8), by_layer(recorded[number]), Settings(SLOTS))
+        after = plan(range(8), by_layer(recorded[number + 20]), Settings(SLOTS), before)
+        counts.append(copies(before, after))
+    assert numpy.mean(counts) < 70
 
 
 def test_of_figure_8_more_is_survived_in_one_order_than_in_others(recorded):

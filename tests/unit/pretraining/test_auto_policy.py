@@ -12,10 +12,11 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.pretraining.config import ConfigError, compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.session import auto_policy, in_force  # noqa: E402
+from megatron.pretraining.session import auto_policy, in_force, lasting  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
+from moc.runtime import environment  # noqa: E402
 from moc.session.auto import DRIFT, HOLDS, changed  # noqa: E402
 from moc.session.resume.survivors import LiveState, LocalRemains  # noqa: E402
 from moc.session.settings import SettingsError  # noqa: E402
@@ -245,3 +246,32 @@ def test_what_counts_as_a_change():
     assert changed(before, {"iteration_s": 1.0, "copy_rate": 2e9}) == "copy_rate is 2e+09 now, and was 4e+09"
     assert changed(before, {"iteration_s": 2.0, "copy_rate": 4e9}).startswith("iteration_s is 2 now")
     assert changed(before, before | {"write_rate": 1.0}) == "write_rate is 1 now, and was not known"
+
+
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "stages", "more", "ranks", "parts"),
+    [
+        (2, 1, {}, 2, ((0, 1, 2, 3),)),
+        (2, 2, {}, 1, ((0, 1, 2, 3),)),  # both stages are on each node
+        (1, 2, {}, 1, ((0, 1), (2, 3))),
+        (2, 4, {}, 1, ((0, 1), (2, 3))),
+        (2, 2, TP2, 2, ((0, 1), (2, 3))),
+        (1, 2, dict(moe_layer_freq="[0,0,0,1]"), 1, ((), (3,))),
+    ],
+)
+def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_its_experts(
+    monkeypatch, per_node, stages, more, ranks, parts
+):
+    places = {environment.LEAST_PLACES: 4, environment.PLACES: 8, "LOCAL_WORLD_SIZE": per_node}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=12, ckpt_dir="there")
+    flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
+    found = lasting(compose(flags))
+    assert (found.least, found.most, found.ranks, found.parts) == (4, 8, ranks, parts)
+    assert all(0.0 <= chance <= 1.0 for chance in found.survivals())
+    monkeypatch.setenv(environment.LEAST_PLACES, "8")
+    assert lasting(compose(flags)) is None

@@ -2,7 +2,22 @@
 
 import json
 
-from moc.runtime.membership import SAVED, USAGE, Abort, End, Go, Kill, Leave, Membership, Seat, StartWorker, Worker
+import pytest
+
+from moc.runtime.membership import (
+    SAVED,
+    USAGE,
+    Abort,
+    End,
+    Go,
+    Kill,
+    Leave,
+    Membership,
+    Seat,
+    StartWorker,
+    Welcome,
+    Worker,
+)
 
 PLACES, LEAST, PER_NODE = 4, 2, 2
 
@@ -205,9 +220,101 @@ def test_workers_of_a_node_that_comes_build_beside_the_others_and_are_seated_whe
     membership.built(guests[0].worker, stays=True)
     assert not membership.guests_are_ready
     membership.built(guests[1].worker, stays=True)
-    *seats, abort = membership.grow()
+    assert membership.guests_are_ready
+    *seats, abort = meet_guests(membership)
     assert sorted((seat.rank, seat.node) for seat in seats) == [(rank, rank // 2) for rank in range(8)]
     assert abort.reason == "nodes have come: training continues on 4 of 4 nodes" and not membership.guests
+
+
+def meet_guests(membership):
+    """All workers leave at the end of an iteration; the orders that follow when the last one has."""
+    generation = membership.generation
+    assert membership.grow() == [Welcome(generation)] and membership.welcomes_guests
+    *others, last = membership.workers
+    assert [order for name in others for order in membership.parted(name, generation)] == []
+    assert membership.generation == generation and membership.running
+    return membership.parted(last, generation)
+
+
+def with_guests():
+    """A job of three nodes, its workers, and the names of a fourth one's guests, which are ready."""
+    membership, workers = staying(3)
+    membership.joined(3)
+    guests = names(membership.grow())
+    for name in guests:
+        membership.built(name, stays=True)
+    assert membership.guests_are_ready
+    return membership, workers, guests
+
+
+def test_until_all_workers_have_parted_the_generation_goes_on_and_another_controller_knows_who_has():
+    membership, workers, _ = with_guests()
+    assert membership.grow() == [Welcome(0)] == membership.grow()  # again, for those that have not heard it
+    for name in workers[:-1]:
+        assert membership.parted(name, 0) == [] == membership.parted(name, 0)
+    again = Membership(PLACES * PER_NODE, PER_NODE, 1000, LEAST)
+    again.load_state_dict(json.loads(json.dumps(membership.state_dict())))
+    for node in range(PLACES):
+        there = [*membership.workers.values(), *membership.guests.values()]
+        assert again.joined(node, [Worker(**worker.told) for worker in there if worker.node == node], 0) == []
+    assert again.running and again.guests_are_ready and not again.welcomes_guests  # it tells so itself
+    assert again.parted(workers[-1], 0)[-1].reason == "nodes have come: training continues on 4 of 4 nodes"
+    assert again.parted(workers[-1], 0) == [] and again.generation == 1  # of a generation that is over
+
+
+def test_where_guests_are_lost_before_all_have_parted_the_others_meet_again_and_guests_are_started_again():
+    membership, workers, guests = with_guests()
+    membership.grow()
+    for name in workers[:-1]:
+        membership.parted(name, 0)
+    membership.ended(guests[0], -9)
+    assert membership.parted(workers[-1], 0) == [Abort(1, "nodes that were ready are gone again")]
+    for name in workers:
+        membership.here(name, 1)
+    assert membership.running and membership.can_grow and membership.need_not_wait and not membership.is_growing
+    assert len(names(membership.grow())) == 2
+
+
+@pytest.mark.parametrize("parted", [0, 3, 5])
+def test_a_node_that_is_lost_before_all_have_parted_is_left_behind_and_the_guests_are_seated(parted):
+    membership, workers, guests = with_guests()
+    membership.grow()
+    for name in workers[:parted]:
+        membership.parted(name, 0)
+    *seats, abort = membership.left(1)
+    assert abort == Abort(1, "node 1 is lost: training continues on 3 of 4 nodes")
+    assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:], *guests}
+    left = [workers[0], *workers[4:], *guests]
+    assert [order for name in [workers[1], *left] for order in membership.here(name, 1)] == [Go(1)]
+    assert membership.parted(workers[0], 0) == [] and membership.running and not membership.welcomes_guests
+
+
+def test_a_worker_that_is_lost_or_hangs_before_it_has_parted_begins_a_generation_and_guests_come_after_it():
+    membership, workers, guests = with_guests()
+    membership.grow()
+    for name in workers[1:]:
+        membership.parted(name, 0)
+    assert membership.suspected(workers[0], 0, "has been in its step for 60 s") == [
+        Abort(1, "worker 0 has been in its step for 60 s")
+    ]
+    for name in workers[1:]:
+        membership.here(name, 1)
+    assert not membership.running and not membership.can_grow  # for as long as the other one hangs
+    _, start = membership.ended(workers[0], -9)
+    for name in [*workers[1:], start.worker]:
+        membership.here(name, 2)
+        membership.built(name, stays=True)
+    assert membership.running and membership.guests_are_ready and not membership.welcomes_guests
+    assert meet_guests(membership)[-1].generation == 3 and not membership.guests
+
+
+def test_a_job_that_is_to_stop_meets_nobody():
+    membership, workers, _ = with_guests()
+    membership.grow()
+    assert membership.stopping(15) == []
+    *others, last = workers
+    assert [order for name in others for order in membership.parted(name, 0)] == []
+    assert membership.parted(last, 0) == [Abort(1, "the job is to stop, and meets no more")]
 
 
 def test_a_guest_that_dies_disturbs_nobody_and_is_started_again():
@@ -268,7 +375,7 @@ def test_where_a_copy_takes_two_nodes_the_partner_of_a_lost_one_waits_and_both_c
     assert not membership.guests_are_ready
     membership.built(guests[1].worker, stays=True)
     assert membership.guests_are_ready
-    assert "nodes have come: training continues on 4 of 4 nodes" in str(membership.grow())
+    assert "nodes have come: training continues on 4 of 4 nodes" in str(meet_guests(membership))
 
 
 def test_a_node_that_waits_builds_for_the_part_of_a_lost_one_without_waiting_for_more():
@@ -284,7 +391,7 @@ def test_a_node_that_waits_builds_for_the_part_of_a_lost_one_without_waiting_for
     assert again.state_dict() == membership.state_dict()
     for order in guests:
         membership.built(order.worker, stays=True)
-    assert "nodes have waited, and are ready: training continues on 4 of 5 nodes" in str(membership.grow())
+    assert "nodes have waited, and are ready: training continues on 4 of 5 nodes" in str(meet_guests(membership))
 
 
 def test_where_a_part_is_lost_a_node_moves_to_it_and_its_worker_is_started_again():

@@ -23,6 +23,7 @@ from moc.runtime.membership import (
     Membership,
     Seat,
     StartWorker,
+    Welcome,
     Worker,
 )
 
@@ -414,6 +415,7 @@ class Job(RuleBasedStateMachine):
         unnoted: by node, ends of workers of which no controller has heard.
         connected: nodes that the controller hears.
         asked_to_leave: names of workers.
+        welcomed: by node, the newest generation whose workers have heard of guests.
     """
 
     places, least, stays = SIZE // PER_NODE, 0, False
@@ -421,7 +423,7 @@ class Job(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.membership, self.names, self.asked_to_leave = self.new(), set(), set()
-        self.agents, self.generations, self.unnoted, self.connected = {}, {}, {}, set()
+        self.agents, self.generations, self.unnoted, self.connected, self.welcomed = {}, {}, {}, set(), {}
         for node in range(self.places):
             self.node_comes(node)
         if self.least:
@@ -463,6 +465,8 @@ class Job(RuleBasedStateMachine):
                 self.agents[order.node].pop(order.worker, None)
             elif isinstance(order, Leave):
                 self.asked_to_leave = {name for node in self.connected for name in self.agents[node]}
+            elif isinstance(order, Welcome):
+                self.welcomed = dict.fromkeys(self.connected, order.generation)
             elif isinstance(order, Go):
                 self.go(order.generation)
             elif isinstance(order, Abort):
@@ -623,6 +627,11 @@ class Job(RuleBasedStateMachine):
             self.obey(self.membership.grow())
             for name in self.membership.guests:
                 self.tell(self.workers[name].node, "built", name, self.stays)
+            if self.membership.welcomes_guests:
+                generation = self.membership.generation
+                for name, worker in self.seated.items():
+                    self.tell(worker.node, "parted", name, generation)
+                assert self.membership.generation == generation + 1
         for name, worker in list(self.workers.items()):
             worker.here = self.generations[worker.node]
             self.tell(worker.node, "here", name, worker.here)
@@ -653,6 +662,15 @@ class StayingJob(VaryingJob):
     """Whose workers stay when its members change; nodes that come have their workers built first."""
 
     stays = True
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.seated)
+    def parts(self, data):
+        """All workers have voted to leave if those of one node have heard of guests; it may tell so again."""
+        worker = self.seated[data.draw(st.sampled_from(sorted(self.seated)))]
+        if worker.here == self.generations[worker.node] and worker.here in self.welcomed.values():
+            worker.parted = worker.here
+            self.tell(worker.node, "parted", worker.name, worker.parted)
 
     @rule(node=st.sampled_from(NODES))
     @precondition(lambda self: self.membership is not None)

@@ -1,9 +1,13 @@
 """How seldom an elastic job needs a checkpoint."""
 
+import itertools
+from math import prod
+
 import pytest
 
+from moc.runtime.seats import Candidate, copies_at_once, seats
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.lasting import Lasting
+from moc.simulate.lasting import AT_ONCE, Lasting, survival
 from moc.simulate.live_costs import Running, Saved
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
 
@@ -44,3 +48,59 @@ def test_a_policy_whose_workers_go_on_is_rarely_needed_and_saves_less_often():
     assert before.best.saving.name == after.best.saving.name == "pec"
     assert after.best.saving.interval > 2 * before.best.saving.interval
     assert after.best.ettr > before.best.ettr
+
+
+def likely(copies: int, lost: int, holders: int = 2) -> float:
+    """A part in which so many nodes lost at once take something along, whichever they are."""
+    return float(lost < min(holders, copies))
+
+
+def choices(parts, nodes, lost, least):
+    """As :func:`survival`, by trying each choice of lost nodes: seat i has part i, the last ones wait."""
+    copies, found = nodes // len(parts), []
+    for gone in itertools.combinations(range(nodes), lost):
+        of_parts = [sum(n % len(parts) == part for n in gone if n < copies * len(parts)) for part in range(len(parts))]
+        there = [Candidate(n, n % len(parts), True) for n in range(copies * len(parts)) if n not in gone]
+        there += [Candidate(n) for n in range(copies * len(parts), nodes) if n not in gone]
+        whole = copies_at_once(there, len(parts))
+        if whole < max(1, least // len(parts)):
+            whole = min(copies, len(there) // len(parts)) if len(there) >= least else None
+        stay = {one.place: one.part for one in there}
+        if whole is not None:
+            stay = {n: seat % len(parts) for seat, n in enumerate(seats(there, len(parts), whole))}
+        kept = [sum(one.part == part == stay.get(one.place) for one in there) for part in range(len(parts))]
+        assert all(copies - left >= part for left, part in zip(kept, of_parts, strict=True))
+        found.append(prod(part(copies, copies - left) for part, left in zip(parts, kept, strict=True)))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize(("count", "nodes", "least"), [(2, 4, 2), (2, 7, 4), (3, 8, 3), (3, 9, 6), (2, 6, 6)])
+@pytest.mark.parametrize("lost", range(1, AT_ONCE + 1))
+def test_parts_of_a_model_keep_what_the_controllers_seats_leave_them(count, nodes, least, lost):
+    def smoothly(copies, number):
+        return (1 - number / copies) ** 2
+
+    for part in (likely, smoothly):
+        parts = [part] * count
+        assert survival(parts, nodes, lost, least) == pytest.approx(choices(parts, nodes, lost, least))
+
+
+def test_a_node_takes_an_expert_along_only_if_no_holder_is_left_in_its_part():
+    assert survival([likely, likely], 4, 1, 2) == 1.0
+    assert survival([likely, likely], 4, 2, 2) == pytest.approx(4 / 6)  # one of each part: of 6 pairs, 4 are such
+    assert survival([likely, likely], 5, 1, 2) == 1.0  # one waits, and has nothing to lose
+    assert survival([likely, likely], 2, 1, 2) == 0.0  # a part is lost as a whole
+    assert survival([likely], 4, 1, 2) == 1.0 and survival([likely], 4, 2, 2) == 0.0
+    assert survival([likely, likely], 2, 3, 2) == 0.0
+
+
+def test_a_model_on_two_nodes_is_as_rarely_lost_as_its_parts():
+    """Of 6 nodes, 3 have each part, with its own plan for its own layers."""
+    loads = HOT | {1: [10, 10, 10, 10], 2: [10, 40, 900, 10]}
+    both = Lasting(6, 6, ranks=1, experts=4, settings=TWO, parts=((0, 1), (2,)))
+    one, two, *_ = both.survivals(loads)
+    assert one == 1.0 and lasting(3, 3).survivals(HOT)[1] < two < 1.0  # the second one lost may be of the other part
+    assert both.rarer(3600.0, loads) > 10
+    dense = Lasting(6, 6, ranks=1, experts=4, settings=TWO, parts=((0,), ()))
+    assert dense.survivals(HOT)[1] > two
+    assert Lasting(4, 6, 1, 4, TWO, ((0,), (1,))).survivals(HOT)[0] < 1.0  # 4 nodes hold no two of each
