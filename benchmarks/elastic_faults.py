@@ -48,7 +48,7 @@ from benchmarks.live.members import Nodes
 PROGRAM = str(ROOT / "benchmarks/live/routing.py")
 CLOSE, AFTER_A_TIE, SAVED = 1e-5, 1e-3, 75
 MARGIN = 1e-5
-"""Of two logits between which rounding may decide: those of jobs with other members differ by up to 2e-6."""
+"""Of two logits between which rounding may decide: each differs by up to 2.5e-6 between jobs with other members."""
 MOVES_S = 0.1  # that each layer of a move takes longer, twice
 CHANGE_S = 4.0  # that changes take, about
 CLUSTER = Cluster(nodes=5, least=3, slots=6, experts=8, replicas=3)
