@@ -106,8 +106,8 @@ class Told:
     fallbacks: list[str] = field(default_factory=list)  # reasons
     again: int = 0  # iterations computed again
     launchers: int = 0  # that ended by themselves, and were started again
-    iteration_s: float = 0.0  # in the median, while most nodes trained
-    most: int = 0  # these nodes
+    iteration_s: float = 0.0  # in the median, with `most` nodes
+    most: int = 0  # those with which it has trained the most iterations
     workers_s: dict[int, float] = field(default_factory=dict)  # by number of workers, seconds that they trained
     pauses: Pauses = Pauses()
 
@@ -194,7 +194,7 @@ class Replay:
         told.samples = BATCH * (max((event["iteration"] for event in trained), default=before) - before)
         told.again = len(trained) - len({event["iteration"] for event in trained})
         if trained:
-            told.most, told.iteration_s = on_most(events)
+            told.most, told.iteration_s = by_most(events)
         told.fallbacks = [event["reason"] for event in nodes.events.of("fallback")]
         resumed = [event for event in nodes.events.of("resume") if event["time"] > began]
         told.survived = max(0, told.losses - sum(event["tier"] != "live" for event in resumed))
@@ -231,15 +231,16 @@ class Replay:
                 self._told.launchers += 1
 
 
-def on_most(events: Sequence[dict]) -> tuple[int, float]:
-    """The most workers that have trained, and the median of the seconds of their iterations."""
+def by_most(events: Sequence[dict]) -> tuple[int, float]:
+    """The workers with which most iterations were trained, and the median of the seconds of these."""
     workers, taken = 0, dict[int, list[float]]()
     for event in events:
         if event["type"] == "start":
             workers = event["world_size"]
         elif event["type"] == "iteration":
             taken.setdefault(workers, []).append(event["elapsed_s"])
-    return max(taken), round(median(taken[max(taken)]), 4)
+    often = max(taken, key=lambda workers: (len(taken[workers]), workers))
+    return often, round(median(taken[often]), 4)
 
 
 def ettr(own: argparse.Namespace, way: str, told: Told) -> float:
@@ -248,7 +249,7 @@ def ettr(own: argparse.Namespace, way: str, told: Told) -> float:
 
 
 def on_all(own: argparse.Namespace, way: str, told: Told) -> float:
-    """Seconds of an iteration on all nodes of the job, by rounds of micro batches if so many never trained."""
+    """Seconds of an iteration on all nodes of the job, by rounds of micro batches if most were trained on fewer."""
     nodes = own.fixed if way == "fixed size" else NODES
     return told.iteration_s * -(-BATCH // nodes) / -(-BATCH // told.most)
 

@@ -101,6 +101,13 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
             "storage hangs, and a worker is killed that writes there",
             (Step("freeze", more=10), Step("kill worker", (last,), more=10), Step("thaw", more=5)),
         ),
+        "storage frozen for long": Scenario(
+            "storage hangs for three times the silence timeout", (Step("freeze", more=10), Step("thaw", seconds=long))
+        ),
+        "storage frozen for long, host lost": Scenario(
+            "storage hangs, and a host loses its power meanwhile",
+            (Step("freeze", more=10), Step("off", (last,), seconds=short), Step("thaw", seconds=long)),
+        ),
         "launcher stopped": Scenario(
             "a launcher is stopped, and goes on later",
             (Step("stop", (last,), more=10), Step("cont", (last,), seconds=long)),

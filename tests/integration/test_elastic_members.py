@@ -11,7 +11,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE
-from tests.integration.tiny import LAYOUTS, SHALLOW, known
+from tests.integration.tiny import DEEP, LAYOUTS, SHALLOW, known
 from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
@@ -201,12 +201,12 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 goes through a longer history, twice")
-@pytest.mark.parametrize("domain", [256, 2])
-def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain):
+@pytest.mark.parametrize(("domain", "zero"), [(256, False), (2, False), (256, True)])
+def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain, zero):
     """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
     faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=meeting"]
-    three, records = dict(elastic_min_replicas=3), []  # of five nodes, two may be lost
+    three, records = dict(elastic_min_replicas=3, use_distributed_optimizer=zero), []  # of five nodes, two may be lost
     for run in ("first", "second"):
         with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three, elastic_domain=domain) as job:
             job.reach(ITERATIONS - 6)
@@ -357,6 +357,39 @@ def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
     assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
     assert job.pids[0] == before[0]
+
+
+SEVERAL = {  # name: layout, that of fixed members, nodes of two workers, MIN, flags
+    "two stages on a node": ("PP4xDP2", "PP4", 4, 2, SPREAD | DEEP),
+    "tensor-parallel ranks of a stage": ("PP2xTP2xDP2", "PP2xTP2", 4, 2, SPREAD),
+    "the same, ZeRO": ("PP2xTP2xDP3", "PP2xTP2", 6, 4, ZERO | dict(elastic_slots=4)),
+}
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes of several workers, twice")
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_node_with_several_workers_and_a_part_of_the_model_is_lost_and_comes_back(data, tmp_path, monkeypatch, name):
+    """Two nodes make a copy.  It comes back at the same iteration in both runs, which have the same bits."""
+    monkeypatch.setenv("TEST_HELD_BEFORE", "6")
+    layout, fixed, nodes, least, flags = SEVERAL[name]
+    records = []
+    for run in ("first", "second"):
+        faults = ["kill rank=2 iteration=4"]  # of the second node, which has the second part of the first copy
+        with job_of(data, tmp_path / run, faults, layout=layout, nodes=nodes, least=least, **flags) as job:
+            job.reach(ITERATIONS - 6)
+            before = job.pids
+            job.start(1)
+            job.tells(f"{nodes} nodes continue from iteration {ITERATIONS - 6}")
+            assert job.wait() == 0, job.console[-4000:]
+            assert job.left() == []
+        assert_as_of_fixed_members(job, data, layout=fixed, **flags)
+        assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
+        assert not job.events("fallback")
+        sizes = [event["world_size"] for event in job.events("start")]
+        assert sizes[0] == sizes[-1] == 2 * nodes > min(sizes)
+        assert (job.pids[0], job.pids[1]) == (before[0], before[1])
+        records.append(job.records())
+    assert records[0] == records[1]
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node move to another stage, twice")
