@@ -37,6 +37,10 @@ class Group(dist.ProcessGroup):
     Its members may change between two generations (:meth:`moc.runtime.groups.Groups.move`): what keeps the group asks
     for its rank and size anew.
 
+    A negative number among the ranks is *nobody*: a place in the group that no process has.  Such a group gives its
+    rank and size, but connects no one.  Where all others are nobody, nothing changes in a sum over the group, nor in
+    what is broadcast in it.
+
     Attributes:
         ranks: global ranks of its members, by group rank.
         backend: ``gloo`` or ``nccl``.
@@ -64,6 +68,16 @@ class Group(dist.ProcessGroup):
         """From the next generation on, it has other members; ``rank`` is this process's in the world."""
         self.connection = None
         self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether nobody has some of its places."""
+        return min(self.ranks) < 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody has any of its places but this process."""
+        return sum(rank >= 0 for rank in self.ranks) == 1 < len(self.ranks)
 
     @property
     def group_name(self) -> str:
@@ -95,6 +109,8 @@ class Group(dist.ProcessGroup):
             RuntimeError: no generation has begun yet.
         """
         connection = self.connection
+        if self.lacks_members:
+            raise RuntimeError(f"{self} connects no one, since nobody has some of its places: communicate in another")
         if connection is None:
             raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
         if connection.generation.over:
@@ -185,6 +201,8 @@ def _operation(name: str):
     deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
+        if self.is_alone and name in _UNCHANGED_ALONE:
+            return None
         operation, connection = getattr(self.live(), name), self.connection
         generation = connection.generation
         try:
@@ -214,6 +232,7 @@ def _question(name: str):
     return ask
 
 
+_UNCHANGED_ALONE = ("allreduce", "broadcast")
 _BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single

@@ -72,6 +72,7 @@ LAYOUTS = {  # name: (workers, flags)
     "TP2xDP2": (4, _TP2),
     "TP2xEP2": (4, _TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
     "PP4": (4, DEEP | dict(pipeline_model_parallel_size=4)),
+    "PP4xDP2": (8, DEEP | dict(pipeline_model_parallel_size=4)),
     "plain": (1, dict(engine="plain")),  # of plain PyTorch: see tests/integration/plain.py
     "plain DP2": (2, dict(engine="plain")),
     "interleaved": (2, DEEP | dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)),
