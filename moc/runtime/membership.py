@@ -484,7 +484,7 @@ class Membership:
         """Starts missing workers, and kills those that can no longer build in step with all others."""
         orders: list[Order] = []
         anybody = any(worker.built for worker in self.workers.values())
-        if self.seating.helpers and not anybody:  # what they helped with is lost: all build together, whole copies alone
+        if self.seating.helpers and not anybody:  # all build together, and whole copies alone can
             self.seating.dismiss_helpers()
             self._anew = self.generation
         for worker in list(self.workers.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from datetime import timedelta
@@ -60,8 +61,8 @@ def world_of(job: Job) -> World:
     """This worker's place in the process groups of the current generation."""
     data_size = parallel_state.get_data_parallel_world_size()
     if job.helpers:
-        model = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_pipeline_model_parallel_world_size()
-        model *= parallel_state.get_context_parallel_world_size()
+        sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
+        model = math.prod(sizes) * parallel_state.get_pipeline_model_parallel_world_size()
         data_size = (job.size - len(job.helpers) * per_node()) // model
     return World(
         rank=job.rank,

@@ -122,7 +122,8 @@ def order_of_ranks(config: Config, helpers: Sequence[int] = ()) -> Iterator[None
         return
     original: Any = parallel_state.RankGenerator
     size_of, parallel, here = dist.get_world_size, config.parallel, stages_here(config)
-    inner, stages = parallel.tensor_model_parallel_size * parallel.context_parallel_size, parallel.pipeline_model_parallel_size
+    inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    stages = parallel.pipeline_model_parallel_size
 
     class ByCopies(original):
         def get_ranks(self, token: str) -> list[list[int]]:
