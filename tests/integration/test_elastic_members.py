@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from moc.elastic.plan import Plan
+from moc.inspect import verify
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
@@ -256,12 +257,13 @@ def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
     assert all(job.pids[rank] == before[rank] for rank in {0, 1, 2, 3} - {lost})
 
 
-HELPED = {  # name: layout, that of fixed members, nodes, flags
-    "plain": ("PP2xDP2", "PP2xDP2", 4, {}),
-    "ZeRO": ("PP2xDP2", "PP2xDP2", 4, ZERO),
-    "tensor parallel": ("PP2xTP2xDP2", "PP2xTP2", 4, ZERO),
-    "a stage on each node": ("PP4xDP2", "PP4", 8, DEEP),
-    "two stages on each node": ("PP4xDP2", "PP4", 4, DEEP | ZERO),
+HELPED = {  # name: layout, that of fixed members, nodes, those of a copy, flags
+    "plain": ("PP2xDP2", "PP2xDP2", 4, 2, {}),
+    "ZeRO": ("PP2xDP2", "PP2xDP2", 4, 2, ZERO),
+    "tensor parallel": ("PP2xTP2xDP2", "PP2xTP2", 4, 2, ZERO),
+    "a stage on each node": ("PP4xDP2", "PP4", 8, 4, DEEP),
+    "two stages on each node": ("PP4xDP2", "PP4", 4, 2, DEEP | ZERO),
+    "domains": ("PP2xDP3", "PP2xDP2", 6, 2, dict(elastic_domain=1)),
 }
 
 
@@ -269,9 +271,9 @@ HELPED = {  # name: layout, that of fixed members, nodes, flags
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", HELPED)
 def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp_path, how, first):
-    """Until the end, each stage but that of the lost node has one that helps; evaluation too."""
-    layout, fixed, nodes, flags = HELPED[how]
-    per_node, parts = LAYOUTS[layout][0] // nodes, nodes // 2
+    """Until the end, each stage but that of the lost node has one that helps, in evaluations and snapshots, too."""
+    layout, fixed, nodes, parts, flags = HELPED[how]
+    per_node = LAYOUTS[layout][0] // nodes
     lost, records, more = parts if first else nodes - 1, [], TIED | flags
     for run in ("first", "second"):
         fault = f"kill rank={lost * per_node} iteration=4"
@@ -280,6 +282,7 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
             assert job.wait() == 0, job.console[-4000:]
             assert job.left() == []
         assert len(job.states()) == (nodes - 1) * per_node
+        assert verify.main([str(tmp_path / run / "snapshots")]) == 0
         assert_as_of_fixed_members(job, data, layout=fixed, **TIED | dict(num_layers=flags.get("num_layers", 2)))
         assert [event["world_size"] // per_node for event in job.events("start")] == [nodes, nodes - 1]
         assert {event["tier"] for event in job.events("resume")} == {"live"}
