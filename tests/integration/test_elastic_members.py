@@ -257,12 +257,14 @@ def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
     assert all(job.pids[rank] == before[rank] for rank in {0, 1, 2, 3} - {lost})
 
 
+TWICE = ZERO | dict(elastic_min_replicas=2, least=4)  # of two copies, each expert and block is on two nodes
 HELPED = {  # name: layout, that of fixed members, nodes, those of a copy, flags
     "plain": ("PP2xDP2", "PP2xDP2", 4, 2, {}),
-    "ZeRO": ("PP2xDP2", "PP2xDP2", 4, 2, ZERO),
-    "tensor parallel": ("PP2xTP2xDP2", "PP2xTP2", 4, 2, ZERO),
+    "ZeRO": ("PP2xDP3", "PP2xDP2", 6, 2, TWICE),
+    "tensor parallel": ("PP2xTP2xDP2", "PP2xTP2", 4, 2, {}),
+    "tensor parallel, ZeRO": ("PP2xTP2xDP3", "PP2xTP2", 6, 2, TWICE),
     "a stage on each node": ("PP4xDP2", "PP4", 8, 4, DEEP),
-    "two stages on each node": ("PP4xDP2", "PP4", 4, 2, DEEP | ZERO),
+    "two stages on each node": ("PP4xDP2", "PP4", 4, 2, DEEP),
     "domains": ("PP2xDP3", "PP2xDP2", 6, 2, dict(elastic_domain=1)),
 }
 
@@ -277,7 +279,7 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
     lost, records, more = parts if first else nodes - 1, [], TIED | flags
     for run in ("first", "second"):
         fault = f"kill rank={lost * per_node} iteration=4"
-        more |= dict(layout=layout, nodes=nodes, least=parts, eval_iters=1, eval_interval=6)
+        more = dict(least=parts, eval_iters=1, eval_interval=6) | more | dict(layout=layout, nodes=nodes)
         with job_of(data, tmp_path / run, [fault], **more) as job:
             assert job.wait() == 0, job.console[-4000:]
             assert job.left() == []
@@ -294,14 +296,16 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("helper", [True, False])
 def test_a_node_that_helps_is_lost_or_takes_over_from_a_lost_one(data, tmp_path, zero, helper):
-    faults = ["kill node=2 iteration=4", f"kill node={3 if helper else 1} iteration=9"]
-    with job_of(data, tmp_path, faults, layout="PP2xDP2", **TIED, use_distributed_optimizer=zero) as job:
-        job.tells("training continues on 2 of 4 nodes")
+    """Of the second stage: of its nodes 1, 3 and 5, the last one helps."""
+    faults = ["kill node=2 iteration=4", f"kill node={5 if helper else 1} iteration=9"]
+    more = TIED | (TWICE if zero else dict(least=4))
+    with job_of(data, tmp_path, faults, layout="PP2xDP3", **more) as job:
+        job.tells("training continues on 4 of 6 nodes")
         before = job.pids
         assert job.wait() == 0, job.console[-4000:]
         assert job.left() == []
     assert_as_of_fixed_members(job, data, layout="PP2xDP2", **TIED)
-    assert [event["world_size"] for event in job.events("start")] == [4, 3, 2]
+    assert [event["world_size"] for event in job.events("start")] == [6, 5, 4]
     assert {event["tier"] for event in job.events("resume")} == {"live"}
     assert job.pids == before and not job.events("fallback")
 
@@ -310,7 +314,7 @@ def test_a_node_that_helps_is_lost_or_takes_over_from_a_lost_one(data, tmp_path,
 def test_an_expert_that_a_node_that_helps_holds_survives(data, tmp_path):
     """Of three nodes of the second stage, the third helps, and has an expert that only one of the others has."""
     faults = ["kill node=0 iteration=4", "kill node=3 iteration=10"]
-    more = dict(layout="PP2xDP3", least=4, candidates=3, elastic_slots=3, snapshot_interval=4, ckpt_blocking=True)
+    more = dict(layout="PP2xDP3", least=4, candidates=3, elastic_slots=3, snapshot_interval=8, ckpt_keep=9)
     with job_of(data, tmp_path, faults, **more) as job:
         job.is_lost(0)
         assert job.wait() == 0, job.console[-4000:]
