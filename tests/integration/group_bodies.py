@@ -491,7 +491,7 @@ def _joined_by_training(port: int, generation: int = 0) -> Groups:
     groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "gloo", TIMEOUT, torch.device("cpu"))
     build = initialize._build_groups
     Job.connect = lambda *_: groups.install()
-    initialize._build_groups = lambda config: (build(config), groups.begin(store_at(port), generation))
+    initialize._build_groups = lambda *given: (build(*given), groups.begin(store_at(port), generation))
     return groups
 
 
