@@ -47,14 +47,14 @@ class Group(dist.ProcessGroup):
         timeout: of an operation, as the backend interprets it.
         options: ``ProcessGroupNCCL.Options`` or None.
         connection: of the current generation; None before the first.
+        lacks_members: nobody has some of its places.
     """
 
     def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]  # stubs want a store, too
-        self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
-        self.connection: GenerationGroup | None = None
-        self._name, self._description = name, description or "undefined"
-        self._rank = ranks.index(rank)
+        self.backend, self.timeout, self.options = backend, timeout, options
+        self._description = description or "undefined"
+        self.move(name, ranks, rank)
 
     def rank(self) -> int:
         """Rank of this process in the group."""
@@ -66,18 +66,10 @@ class Group(dist.ProcessGroup):
 
     def move(self, name: str, ranks: list[int], rank: int) -> None:
         """From the next generation on, it has other members; ``rank`` is this process's in the world."""
-        self.connection = None
+        self.connection: GenerationGroup | None = None
         self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
-
-    @property
-    def lacks_members(self) -> bool:
-        """Whether nobody has some of its places."""
-        return min(self.ranks) < 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether nobody has any of its places but this process."""
-        return sum(rank >= 0 for rank in self.ranks) == 1 < len(self.ranks)
+        self.lacks_members = min(ranks) < 0
+        self._is_alone = self.lacks_members and sum(other >= 0 for other in ranks) == 1
 
     @property
     def group_name(self) -> str:
@@ -201,7 +193,7 @@ def _operation(name: str):
     deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
-        if self.is_alone and name in _UNCHANGED_ALONE:
+        if self._is_alone and name in _UNCHANGED_ALONE:
             return None
         operation, connection = getattr(self.live(), name), self.connection
         generation = connection.generation

@@ -269,6 +269,12 @@ HELPED = {  # name: layout, that of fixed members, nodes, those of a copy, flags
 }
 
 
+def in_means(records):
+    """Gradient norms and auxiliary losses, in which nothing of a node that helps counts."""
+    balancing = [record["auxiliary"]["load_balancing_loss"] for record in records]
+    return dict(grad_norm=[record["grad_norm"] for record in records], load_balancing_loss=balancing)
+
+
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets nodes of all stages help")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", HELPED)
@@ -285,7 +291,10 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
             assert job.left() == []
         assert len(job.states()) == (nodes - 1) * per_node
         assert verify.main([str(tmp_path / run / "snapshots")]) == 0
-        assert_as_of_fixed_members(job, data, layout=fixed, **TIED | dict(num_layers=flags.get("num_layers", 2)))
+        model = TIED | dict(num_layers=flags.get("num_layers", 2))
+        assert_as_of_fixed_members(job, data, layout=fixed, **model)
+        for name, values in in_means(known(fixed, data | FLAGS | model).records).items():
+            assert [event[name] for event in job.events("iteration")] == pytest.approx(values, rel=1e-4)
         assert [event["world_size"] // per_node for event in job.events("start")] == [nodes, nodes - 1]
         assert {event["tier"] for event in job.events("resume")} == {"live"}
         records.append((job.records(), [event["loss"] for event in job.events("evaluation")]))
