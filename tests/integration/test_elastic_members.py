@@ -284,7 +284,7 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
     per_node = LAYOUTS[layout][0] // nodes
     lost, records, more = parts if first else nodes - 1, [], TIED | flags
     for run in ("first", "second"):
-        fault = f"kill rank={lost * per_node} iteration=4"
+        fault = f"kill rank={lost * per_node} iteration=4 point=after_reduce"  # so all have seen the last vote
         more = dict(least=parts, eval_iters=1, eval_interval=6) | more | dict(layout=layout, nodes=nodes)
         with job_of(data, tmp_path / run, [fault], **more) as job:
             assert job.wait() == 0, job.console[-4000:]
