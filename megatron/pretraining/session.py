@@ -63,7 +63,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
 
 def _job_shape(config: Config, engine: Engine) -> JobShape:
     world, chunks = engine.world, config.virtual_pipeline_model_parallel_size or 1
-    share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, world.size), chunks)
+    of_copies = world.size - len(world.job.helpers) * per_node()
+    share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, of_copies), chunks)
     return replace(
         job_shape(config),
         stages=tuple(engine.stages),

@@ -23,6 +23,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.pretraining.engine.owned import sharded_part
@@ -182,7 +183,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     stop.check_set_up(world)
     phases.done("tokenizer")
 
-    nodes = nodes_of(config, world.size)
+    nodes = nodes_of(config, world.size, world.job.helpers)
     plans = first_plans(config, nodes) if config.elastic.elastic else None
     chunks = build_model(config, vocab_size, providers.model, plans)
     optimizer = build_optimizer(config, chunks)
@@ -237,10 +238,11 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
+    alone = NoNeighbours(parts.chunks[0].config) if world.helps else None
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,
-        schedule=Schedule(parts.forward_step, parts.chunks, _turns(parts, topology), *sizes),
+        schedule=Schedule(parts.forward_step, parts.chunks, _turns(parts, topology), *sizes, alone),
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
         auxiliary=AuxiliaryLosses(config, world, topology.mean_micro_batches),
@@ -292,7 +294,7 @@ def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
 
     If something is on no worker any more, no state counts that workers still have.
     """
-    settled = settle(config, replicas, parts.shards, parts.remains.trained)
+    settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.helpers)
     if settled.lost:
         reason = f"no worker that is left holds {settled.lost}"
         parts.log.message(f"{reason}: all go back to the newest checkpoint")

@@ -12,13 +12,15 @@ def micro_batches_of(rank: int, micro_batches: int, ranks: int) -> list[int | No
     """The micro batches of a rank, round by round: number g is on rank g mod D, in round g div D.
 
     Args:
-        rank: among those that train on different samples.
+        rank: among those that train on different samples; D or more helps these, with ghosts alone.
         micro_batches: of the global batch.
         ranks: D.
 
     Returns:
         Numbers within the global batch; None for a ghost: the rank takes part in what all do, without tokens.
     """
+    if rank >= ranks:
+        return [None] * rounds(micro_batches, ranks)
     numbers = range(rank, rounds(micro_batches, ranks) * ranks, ranks)
     return [number if number < micro_batches else None for number in numbers]
 

@@ -53,7 +53,6 @@ class _Process(Worker):
     why_killed: str = ""
     broken: bool = False  # its device or its groups were, by its own account
     dies_since: float | None = None
-    size: int = 0  # workers of the generations that it has its rank in
 
 
 class Agent:
@@ -195,7 +194,7 @@ class Agent:
             self._signal(worker, signal.SIGKILL)
         elif kind == "seat" and (worker := self._workers.get(order["worker"])):
             worker.rank, worker.born, worker.size = order["rank"], order["generation"], order["size"]
-            worker.guest = False
+            worker.guest, worker.helpers = False, order["helpers"]
         elif kind == "leave":
             for worker in self._workers.values():
                 self._signal(worker, signal.SIGTERM)
@@ -210,7 +209,7 @@ class Agent:
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
                 if kind == "abort" or not worker.guest:
-                    seat = {"rank": worker.rank, "size": worker.size}
+                    seat = {"rank": worker.rank, "size": worker.size, "helpers": worker.helpers}
                     self._pass_on(worker, order | {"store": self._controllers[self._link.follows]} | seat)
         elif kind == "give_up" and not self._ended.done():
             self._ended.set_exception(GaveUpError(order["why"]))
@@ -223,7 +222,7 @@ class Agent:
     def _start(self, order: dict) -> None:
         born = order["generation"]
         worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"], born=born)
-        worker.guest, worker.size = order["guest"], order["size"]
+        worker.guest, worker.size, worker.helpers = order["guest"], order["size"], order["helpers"]
         self._workers[worker.name] = worker
         self._generation = max(self._generation, born)
         values = {
@@ -240,6 +239,7 @@ class Agent:
             environment.WORKER: worker.name,
             environment.GENERATION: born,
             environment.TOGETHER: int(worker.together),
+            environment.HELPERS: ",".join(map(str, worker.helpers)),
             environment.REPLICA_SERVER: self._replica_server,
         } | self._network()
         logs = self._flags.log_dir

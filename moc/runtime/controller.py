@@ -360,10 +360,10 @@ class Controller:
             if isinstance(order, StartWorker):
                 self._tell(order.node, "start", worker=order.worker, rank=order.rank, generation=order.generation,
                            together=order.together, place=order.place, size=order.size,
-                           guest=order.guest)  # fmt: skip
+                           guest=order.guest, helpers=order.helpers)  # fmt: skip
             elif isinstance(order, Seat):
                 self._tell(order.node, "seat", worker=order.worker, rank=order.rank, generation=order.generation,
-                           size=order.size)  # fmt: skip
+                           size=order.size, helpers=order.helpers)  # fmt: skip
             elif isinstance(order, Leave):
                 _log.warning("nodes have come: all workers save and leave, and more start")
                 self._tell_all("leave")

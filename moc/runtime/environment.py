@@ -21,6 +21,9 @@ PLACES = "MOC_PLACES"
 LEAST_PLACES = "MOC_LEAST_PLACES"
 """With so many nodes the job continues, if it has lost the others."""
 
+HELPERS = "MOC_HELPERS"
+"""Of the last nodes in the order of ranks, which help: the part of the model that each has, separated by commas."""
+
 REPLICA_SERVER = "MOC_REPLICA_SERVER"
 """Address of this node's replica server, for its workers."""
 

@@ -37,20 +37,24 @@ class Group(dist.ProcessGroup):
     Its members may change between two generations (:meth:`moc.runtime.groups.Groups.move`): what keeps the group asks
     for its rank and size anew.
 
+    A negative number among the ranks is *nobody*: a place in the group that no process has.  Such a group gives its
+    rank and size, but connects no one.  Where all others are nobody, nothing changes in a sum over the group, nor in
+    what is broadcast in it.
+
     Attributes:
         ranks: global ranks of its members, by group rank.
         backend: ``gloo`` or ``nccl``.
         timeout: of an operation, as the backend interprets it.
         options: ``ProcessGroupNCCL.Options`` or None.
         connection: of the current generation; None before the first.
+        lacks_members: nobody has some of its places.
     """
 
     def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]  # stubs want a store, too
-        self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
-        self.connection: GenerationGroup | None = None
-        self._name, self._description = name, description or "undefined"
-        self._rank = ranks.index(rank)
+        self.backend, self.timeout, self.options = backend, timeout, options
+        self._description = description or "undefined"
+        self.move(name, ranks, rank)
 
     def rank(self) -> int:
         """Rank of this process in the group."""
@@ -62,8 +66,10 @@ class Group(dist.ProcessGroup):
 
     def move(self, name: str, ranks: list[int], rank: int) -> None:
         """From the next generation on, it has other members; ``rank`` is this process's in the world."""
-        self.connection = None
+        self.connection: GenerationGroup | None = None
         self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
+        self.lacks_members = min(ranks) < 0
+        self._is_alone = self.lacks_members and sum(other >= 0 for other in ranks) == 1
 
     @property
     def group_name(self) -> str:
@@ -95,6 +101,8 @@ class Group(dist.ProcessGroup):
             RuntimeError: no generation has begun yet.
         """
         connection = self.connection
+        if self.lacks_members:
+            raise RuntimeError(f"{self} connects no one, since nobody has some of its places: communicate in another")
         if connection is None:
             raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
         if connection.generation.over:
@@ -185,6 +193,8 @@ def _operation(name: str):
     deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
+        if self._is_alone and name in _UNCHANGED_ALONE:
+            return None
         operation, connection = getattr(self.live(), name), self.connection
         generation = connection.generation
         try:
@@ -214,6 +224,7 @@ def _question(name: str):
     return ask
 
 
+_UNCHANGED_ALONE = ("allreduce", "broadcast")
 _BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single

@@ -158,14 +158,15 @@ class Groups:
         Members connect at once in a live generation, otherwise when the next one begins.
 
         Args:
-            ranks: global ranks of its members; None for all.
+            ranks: global ranks of its members; None for all.  Negative ones are places that nobody has: see
+                :class:`moc.runtime.group.Group`.
             timeout: of its operations.
             backend: ``gloo``, ``nccl``, or None for that of the world.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
             use_local_synchronization: must be false.
             group_desc: description.
             device_id: ignored; each process has one device.
-            sort_ranks: orders group ranks by global rank; otherwise by ``ranks``.
+            sort_ranks: orders group ranks by global rank, where somebody has each place; otherwise by ``ranks``.
 
         Returns:
             A :class:`Group`, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not among ``ranks``.
@@ -188,7 +189,7 @@ class Groups:
             group = Group(name, members, self._rank, backend, timeout or self._timeout, pg_options, group_desc)
         self._groups.append(group)
         _register(group)
-        if self._generation is not None and not self._generation.over:
+        if self._generation is not None and not self._generation.over and not group.lacks_members:
             self._connect([group], name, members, group.timeout)
         return group
 
@@ -245,7 +246,8 @@ class Groups:
             group.connection = None
             # an exception within coalescing leaves this state behind: operations would be recorded, but not issued
             c10d._world.pg_coalesce_state.pop(group, None)
-        self._connect(self._groups, "all", list(range(self._size)), self._timeout)
+        there = [group for group in self._groups if not group.lacks_members]
+        self._connect(there, "all", list(range(self._size)), self._timeout)
 
     def abort(self, generation: int | None = None) -> None:
         """Ends a generation: wakes threads that wait in it with an exception, and makes later uses raise ``Aborted``.
@@ -295,8 +297,10 @@ class Groups:
             c10d._world.pg_map[group] = (group.backend, connection.store)
 
     def _checked_ranks(self, ranks: Iterable[int], sort: bool) -> list[int]:
-        members = sorted(ranks) if sort else list(ranks)
-        strangers = [rank for rank in members if not 0 <= rank < self._size]
+        members = list(ranks)
+        if sort and min(members, default=0) >= 0:
+            members.sort()
+        strangers = [rank for rank in members if rank >= self._size]
         if strangers or not members or len(set(members)) != len(members):
             raise ValueError(f"a group has different ranks from 0 to {self._size - 1}, each once, and not {members}")
         return members

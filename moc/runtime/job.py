@@ -50,11 +50,14 @@ class Job:
         regroup: creates the program's process groups anew, in the same order as the first time, when the number of
             workers has changed; None if this process then cannot go on.
         parts: nodes that a copy of the program's model takes; to be set before :meth:`connect`.  The number of workers
-            is a multiple of theirs once that has returned.
+            is a multiple of theirs once that has returned, those of helpers not counted.
+        helpers: of the last nodes in the order of ranks, which have no whole copy: the part of the model that each has
+            (:mod:`moc.runtime.seats`).
     """
 
     regroup: Callable[[], None] | None = None
     parts: int = 1
+    helpers: tuple[int, ...] = ()
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

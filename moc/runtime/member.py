@@ -78,7 +78,8 @@ class JobMember(Job):
         self._news = threading.Condition()
         self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
         self._store: tuple[int, str] = (-1, "")
-        self._seat = self.rank, self.size  # of the generation that the store is of
+        self.helpers = tuple(map(int, filter(None, os.environ.get(environment.HELPERS, "").split(","))))
+        self._seat = self.rank, self.size, self.helpers  # of the generation that the store is of
         self._generation = -1  # of the groups; -1 before the first
         self._welcomes = -1  # the newest generation that was told of guests
         self._epoch = 0
@@ -245,7 +246,7 @@ class JobMember(Job):
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
             seat = self._seat
         assert self._groups is not None  # it is connected
-        if seat != (self.rank, self.size):
+        if seat != (self.rank, self.size, self.helpers):
             self._move(*seat)
         try:
             self._groups.begin(lambda: MeetingClient(address, self._token, generation, self._timeout), generation)
@@ -257,10 +258,10 @@ class JobMember(Job):
                 self._suspect()
             return False
 
-    def _move(self, rank: int, size: int) -> None:
-        """Goes on as another rank in a world of another size."""
+    def _move(self, rank: int, size: int, helpers: tuple[int, ...]) -> None:
+        """Goes on as another rank in a world of another size, or with other helpers."""
         assert self._groups is not None and self.regroup is not None  # or it would not be told to
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.helpers = rank, size, helpers
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         self._groups.move(rank, size)
         self.regroup()
@@ -293,7 +294,7 @@ class JobMember(Job):
                 if said["kind"] == "go":
                     self._store = said["generation"], said["store"]
                     self._epoch, self.id = said["epoch"], said["job"]
-                    self._seat = said["rank"], said["size"]
+                    self._seat = said["rank"], said["size"], tuple(said["helpers"])
                 elif said["kind"] == "welcome":
                     self._welcomes = said["generation"]
                 elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too

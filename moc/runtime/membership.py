@@ -8,8 +8,8 @@ places, and the node that fills a place may change: see :mod:`moc.runtime.assign
 A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A
 program whose workers *stay* goes on in the same processes, which get other ranks.  When nodes come, their workers build
 as *guests*.  Once these are ready, the others are told to *welcome* them: they *part* at the end of the same iteration,
-and guests are seated among them when all have.  Where a copy of its model takes several nodes, each
-has a part of it; the job trains with whole copies, and other nodes wait (:mod:`moc.runtime.seats`).  A worker keeps its
+and guests are seated among them when all have.  Where a copy of its model takes several nodes, each has a part of it;
+the job trains with whole copies, and other nodes that have a part help (:mod:`moc.runtime.seats`).  A worker keeps its
 part as long as it lives.  Workers of any other program are all started anew, since their number is another one; when
 nodes come, they are asked to save and to leave first.
 
@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 
 from moc.runtime.assignment import NodeAssignment
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
-from moc.runtime.seats import Candidate, copies_at_once, seats
+from moc.runtime.seating import Seating
+from moc.runtime.seats import Candidate
 
 SAVED = 75
 """Exit code of a worker that has saved its state after a request to stop; of a job: restart it to resume."""
@@ -59,7 +60,7 @@ class Membership:
         end: of the job; None while it lasts.
         asked: the signal by which the job was asked to stop; None if it was not.
         guests: workers that build for nodes that are about to be taken in.
-        parts: nodes that a copy of the program's model takes.
+        seating: of the nodes.
     """
 
     most: int
@@ -74,14 +75,12 @@ class Membership:
     end: End | None = None
     asked: int | None = None
     guests: dict[str, Worker] = field(default_factory=dict)
-    parts: int = 1
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
     _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
     _anew: int = 0  # the generation with which the members last changed
     _growing: bool = False  # guests were started, or workers were asked to leave, since nodes have come
-    _refused: set[int] = field(default_factory=set)  # numbers of nodes that the program does not run on
     _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
     _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
     _waited: bool = False  # when the members last changed, nodes were there that can train once their workers are built
@@ -89,6 +88,7 @@ class Membership:
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
+        self.seating = Seating(self.places, self.per_node)
 
     @property
     def size(self) -> int:
@@ -110,10 +110,11 @@ class Membership:
             "members": list(self.places.members),
             "anew": self._anew,
             "growing": self._growing,
-            "refused": sorted(self._refused),
+            "refused": sorted(self.seating.refused),
             "broken": dict(self._broken),
             "stayed": sorted(self._stayed),
-            "parts": self.parts,
+            "parts": self.seating.parts,
+            "helpers": list(self.seating.helpers),
             "waited": self._waited,
             "end": asdict(self.end) if self.end else None,
         }
@@ -125,8 +126,9 @@ class Membership:
         self._gives_back = state["gives_back"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.places.members, self._anew = tuple(state["members"]), state["anew"]
-        self._growing, self._refused, self._stayed = state["growing"], set(state["refused"]), set(state["stayed"])
-        self._broken, self.parts, self._waited = dict(state["broken"]), state["parts"], state["waited"]
+        self._growing, self._stayed, self._waited = state["growing"], set(state["stayed"]), state["waited"]
+        self.seating.refused, self._broken = set(state["refused"]), dict(state["broken"])
+        self.seating.parts, self.seating.helpers = state["parts"], tuple(state["helpers"])
         self.end = End(**state["end"]) if state["end"] else None
 
     def joined(
@@ -195,7 +197,7 @@ class Membership:
             return False
         if self.has_begun and not self.running:
             return False
-        return len(self._fits(self.places.filled)) > len(self.places.members)
+        return len(self._fits(self.places.filled)) > self.seating.whole
 
     @property
     def is_growing(self) -> bool:
@@ -222,16 +224,16 @@ class Membership:
         """Begins with the nodes that are there, or takes in those that have come.
 
         If workers stay, those of the nodes that have come are started as guests, again if they have died; when these
-        are ready, the others are told so, again if they are yet to part.  Otherwise workers are asked to save and to
-        leave; if they have not when this is called again, they are killed.
+        are ready, or a node that helps is to move, the others are told so, again if they are yet to part.  Otherwise
+        workers are asked to save and to leave; if they have not when this is called again, they are killed.
         """
         if not self.can_grow:
             return []
         if not self.has_begun:
             self.places.members = self._fits(self.places.filled)
             return self._fill()
-        if self.guests_are_ready:
-            self._welcomes = self.generation
+        if self.guests_are_ready or (self._stays and self._who_moves):
+            self._welcomes, self._growing = self.generation, True
             return [Welcome(self.generation)]
         if self._stays:
             self._growing = True
@@ -274,8 +276,8 @@ class Membership:
         if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
         if code == USAGE and self.asked is None and self._may_be_too_many(worker):
-            self._refused.add(len(self.places.members))
-            return self._change_members(f"the program refuses to run on {len(self.places.members)} nodes")
+            self.seating.refused.add(self.seating.whole)
+            return self._change_members(f"the program refuses to run on {self.seating.whole} nodes")
         how = f"worker {worker.rank} {_how(code)}{why and f': it {why}'}"
         if code > 0 or self.asked is not None:
             return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
@@ -314,8 +316,8 @@ class Membership:
         """A worker reports in a generation, and waits for the others; a copy of its model takes ``parts`` nodes."""
         if name not in self.workers or self.end:
             return []
-        if parts != self.parts:
-            self.parts = parts
+        if parts != self.seating.parts:
+            self.seating.parts = parts
             if len(self.places.members) % parts:
                 return self._change_members(f"a copy of the model takes {parts} nodes")
         worker = self.workers[name]
@@ -343,8 +345,8 @@ class Membership:
         self.workers[name].parted = generation
         if len(self.workers) < self.size or any(one.parted < self.generation for one in self.workers.values()):
             return []
-        if self.can_grow and (come := self._who_has_come):
-            return self._change_members(come)
+        if self.can_grow and (why := self._who_has_come or self._who_moves):
+            return self._change_members(why)
         self._growing = bool(self.guests)  # whoever is gone may come again at once
         why = "nodes that were ready are gone again" if self.asked is None else "the job is to stop, and meets no more"
         return self._next_generation(why)
@@ -393,33 +395,12 @@ class Membership:
         seated = worker.born >= self._anew and not worker.guest
         return self.places.members[worker.rank // self.per_node] if seated and self.size else None
 
+    def _candidates(self, places: tuple[int, ...]) -> list[Candidate]:
+        return self.seating.candidates(places, self.workers, self.guests)
+
     def _fits(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """The seats of as many of these places as the program runs on; none if they are fewer than the least.
-
-        Workers are yet to be built where a node has none, or has another part of the model.
-        """
-        return self._seats(places, len(places) // self.parts) if len(places) >= self.places.least else ()
-
-    def _fit_at_once(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """The seats of as many of these places as can train without building; none if too few can."""
-        return self._seats(places, copies_at_once(map(self._candidate, places), self.parts))
-
-    def _seats(self, places: tuple[int, ...], copies: int) -> tuple[int, ...]:
-        numbers = range(copies, max(1, self.places.least // self.parts) - 1, -1)
-        copies = next((number for number in numbers if number * self.parts not in self._refused), 0)
-        return seats(map(self._candidate, places), self.parts, copies)
-
-    def _candidate(self, place: int) -> Candidate:
-        if place in self.places.members:
-            built = sum(worker.built for worker in self.workers.values() if self.places.of(worker.node) == place)
-            return Candidate(place, self.places.members.index(place) % self.parts, built == self.per_node)
-        node = self.places.filler(place)
-        guest = next((guest for guest in self.guests.values() if guest.node == node), None)
-        return Candidate(place, guest and self._part(guest))
-
-    def _part(self, worker: Worker) -> int:
-        """The part of the model that a worker has by its rank."""
-        return worker.rank // self.per_node % self.parts
+        """The seats of copies that these places make, see :meth:`Seating.fits`."""
+        return self.seating.fits(self._candidates(places))
 
     @property
     def _can_change(self) -> bool:
@@ -428,26 +409,29 @@ class Membership:
 
     def _may_be_too_many(self, worker: Worker) -> bool:
         """Whether the program may refuse this number of nodes, which is not that of the job, and accept a smaller."""
-        members = self.places.members
+        members = self.places.members[: self.seating.whole]
         return len(members) < self.places.count and not worker.built and bool(self._fits(members[:-1]))
 
     def _change_members(self, reason: str) -> list[Order]:
         """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
         stay, there = self._stays, self.workers | self.guests
-        self.places.members = (self._fit_at_once(self._ready) if stay else ()) or self._fits(self.places.filled)
+        copies = self.seating.fit_at_once(self._candidates(self._ready)) if stay else ()
+        candidates = self._candidates(self.places.filled)
+        self.seating.seat(copies or self.seating.fits(candidates), candidates, help_too=stay)
         self._anew, self._growing = self.generation + 1, False
         self.guests = {name: one for name, one in self.guests.items() if stay and not self._is_member(one)}
         self.workers = {
             name: one
             for name, one in there.items()
-            if stay and self._keeps_its_part(one) and (one.built or not one.together)
+            if stay and self.seating.keeps_its_part(one) and (one.built or not one.together)
         }
         self._stayed = set(self.workers)
         orders: list[Order] = [self._seat(one) for one in self.workers.values()]
         orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
-        count = len(self.places.members)
-        self._waited = stay and len(self._fits(self.places.filled)) > count
+        self._waited = stay and len(self._fits(self.places.filled)) > self.seating.whole
+        count, helping = len(self.places.members), len(self.seating.helpers)
         why = f"{reason}: training continues on {count} of {self.places.count} nodes"
+        why += f", {helping} of which {'helps' if helping == 1 else 'help'}" if helping else ""
         return [*orders, *self._next_generation(why)]
 
     @property
@@ -466,20 +450,18 @@ class Membership:
     @property
     def _who_has_come(self) -> str:
         """Nodes with which more can train than now, without building, as a sentence; empty if there are none."""
-        if len(self._fit_at_once(self._ready)) <= len(self.places.members):
+        if len(self.seating.fit_at_once(self._candidates(self._ready))) <= self.seating.whole:
             return ""
         return "nodes have waited, and are ready" if self._waited else "nodes have come"
 
+    @property
+    def _who_moves(self) -> str:
+        """A node that helps, and is to be built for another part, as a sentence; empty if there is none."""
+        moves = self.seating.moves(self._fits(self.places.filled))
+        return "a node that helps moves to another part of the model" if moves else ""
+
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
-
-    def _keeps_its_part(self, worker: Worker) -> bool:
-        """Whether a worker's node trains, with the part of the model that the worker has."""
-        if not self._is_member(worker):
-            return False
-        place = self.places.of(worker.node)
-        assert place is not None  # it is a member's
-        return self.places.members.index(place) % self.parts == self._part(worker)
 
     def _missed_its_seat(self, worker: Worker) -> bool:
         """Whether the controller that has seated a worker was lost before it could say so."""
@@ -491,15 +473,15 @@ class Membership:
         assert place is not None  # it is a member's
         worker.rank = self.places.members.index(place) * self.per_node + worker.rank % self.per_node
         worker.born, worker.guest = self._anew, False
-        return Seat(worker.node, worker.name, worker.rank, self._anew, self.size)
+        worker.size, worker.helpers = self.size, self.seating.helpers
+        return Seat(worker.node, worker.name, worker.rank, self._anew, self.size, self.seating.helpers)
 
     def _start_guests(self) -> list[Order]:
         """Starts the workers of nodes that have come, as far as they are not there: they build beside the others."""
         wanted = self._fits(self.places.filled)
-        parts = {self.places.filler(place): seat % self.parts for seat, place in enumerate(wanted)}
-        others = [
-            guest for guest in self.guests.values() if parts.get(guest.node, self._part(guest)) != self._part(guest)
-        ]
+        parts = {self.places.filler(place): seat % self.seating.parts for seat, place in enumerate(wanted)}
+        has = {name: self.seating.part(guest) for name, guest in self.guests.items()}
+        others = [guest for name, guest in self.guests.items() if parts.get(guest.node, has[name]) != has[name]]
         orders: list[Order] = [Kill(guest.node, self.guests.pop(guest.name).name) for guest in others]
         there = {(guest.node, guest.rank % self.per_node) for guest in self.guests.values()}
         for rank in range(len(wanted) * self.per_node):
@@ -508,7 +490,7 @@ class Membership:
             if place not in self.places.members and node is not None and (node, rank % self.per_node) not in there:
                 self._started += 1
                 name, size = f"{self.generation}.{self._started}", len(wanted) * self.per_node
-                guest = Worker(name, node, rank, together=False, born=self.generation, guest=True)
+                guest = Worker(name, node, rank, together=False, born=self.generation, guest=True, size=size)
                 self.guests[name] = guest
                 orders.append(StartWorker(node, name, rank, self.generation, False, place, size, guest=True))
         return orders
@@ -516,7 +498,7 @@ class Membership:
     def _guest_ended(self, guest: Worker, code: int) -> list[Order]:
         """A worker has died that was about to be taken in: the others of its node end too, and training continues."""
         if code == USAGE:
-            self._refused.add(len(self._fits(self.places.filled)))
+            self.seating.refused.add(len(self._fits(self.places.filled)))
         others = [name for name, other in self.guests.items() if other.node == guest.node]
         return [Kill(self.guests.pop(name).node, name) for name in others]
 
@@ -538,6 +520,9 @@ class Membership:
         """Starts missing workers, and kills those that can no longer build in step with all others."""
         orders: list[Order] = []
         anybody = any(worker.built for worker in self.workers.values())
+        if self.seating.helpers and not anybody:  # all build together, and whole copies alone can
+            self.seating.dismiss_helpers()
+            self._anew = self.generation
         for worker in list(self.workers.values()):
             if not worker.built and (worker.together or not anybody) and worker.here != self.generation:
                 orders.append(Kill(worker.node, worker.name))
@@ -551,10 +536,10 @@ class Membership:
 
     def _start(self, node: int, rank: int, together: bool) -> StartWorker:
         self._started += 1
-        worker = Worker(f"{self.generation}.{self._started}", node, rank, together, born=self.generation)
-        self.workers[worker.name] = worker
+        name, born, helpers = f"{self.generation}.{self._started}", self.generation, self.seating.helpers
+        self.workers[name] = Worker(name, node, rank, together, born=born, size=self.size, helpers=helpers)
         place = self.places.members[rank // self.per_node]
-        return StartWorker(node, worker.name, rank, self.generation, together, place, self.size)
+        return StartWorker(node, name, rank, born, together, place, self.size, helpers=helpers)
 
     def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
         self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 
@@ -17,6 +18,7 @@ class StartWorker:
     place: int  # of the node
     size: int  # number of workers
     guest: bool = False  # it builds beside those that train, and is seated when it is ready
+    helpers: tuple[int, ...] = ()  # of the last nodes, which help: the part of the model that each has
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Seat:
     rank: int
     generation: int
     size: int  # number of workers
+    helpers: tuple[int, ...] = ()  # as of StartWorker
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Worker:
     born: int = 0  # the generation that it got its rank in
     stays: bool = False  # the program goes on in the same processes when their number changes
     guest: bool = False  # it builds for a node that is to be taken in, and has no part in generations yet
+    size: int = 0  # workers of the generations that it has its rank in
+    helpers: Sequence[int] = ()  # the same of StartWorker.helpers
 
     @property
     def told(self) -> dict:

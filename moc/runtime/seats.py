@@ -1,12 +1,13 @@
 """Which nodes train, and which part of the model each has, where a copy of the model takes several nodes; pure.
 
 A copy is cut into *parts* of one node each, such as pipeline stages.  A job trains with the whole copies that its nodes
-make; nodes beyond that wait.  Seats are numbered copy by copy: seat i has part i % parts.
+make.  Seats are numbered copy by copy: seat i has part i % parts.  Behind the last whole copy come the seats of
+*helpers*: nodes that have a part of which there are more than copies, and its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -23,6 +24,19 @@ class Candidate:
     place: int
     part: int | None = None
     trains: bool = False
+
+
+def part_of(seat: int, seats: int, parts: int, helpers: Sequence[int]) -> int:
+    """The part of the model that a seat has.
+
+    Args:
+        seat: its number.
+        seats: of whole copies and helpers.
+        parts: nodes of a copy.
+        helpers: the part of each of the last seats.
+    """
+    behind = seat - (seats - len(helpers))
+    return helpers[behind] if helpers and behind >= 0 else seat % parts
 
 
 def copies_at_once(candidates: Iterable[Candidate], parts: int) -> int:
@@ -56,6 +70,29 @@ def seats(candidates: Iterable[Candidate], parts: int, copies: int) -> tuple[int
             of_part += [next(others)] if len(of_part) <= copy else []
     in_order = [sorted(one.place for one in of_part) for of_part in by_part]
     return tuple(of_part[copy] for copy in range(copies) for of_part in in_order)
+
+
+def helpers(
+    candidates: Iterable[Candidate], parts: int, seated: Sequence[int], later: Sequence[int]
+) -> tuple[Candidate, ...]:
+    """The nodes that help: they have state of a part, and neither a seat of a copy nor another part to go to.
+
+    Where two parts differ by two nodes or more, one makes a further copy if it goes over to the other part: it does not
+    help, and is free to be built for that.
+
+    Args:
+        candidates: nodes.
+        parts: nodes of a copy.
+        seated: places in the seats of copies, now.
+        later: the same once all nodes are built that make as many copies as can be.
+
+    Returns:
+        Helpers, by part and place.
+    """
+    goes_to = {place: seat % parts for seat, place in enumerate(later)}
+    free = (one for one in candidates if one.trains and one.part is not None and one.place not in seated)
+    stay = (one for one in free if goes_to.get(one.place, one.part) == one.part)
+    return tuple(sorted(stay, key=lambda one: (one.part, one.place)))
 
 
 def _reluctance(one: Candidate) -> tuple[bool, bool, int]:

@@ -11,7 +11,11 @@ from moc.runtime.job import Job
 
 @dataclass(frozen=True)
 class World:
-    """This worker's position in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
+    """This worker's position in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core.
+
+    ``data_size`` counts the copies of the model that compute samples.  Other workers of a pipeline stage *help*: they
+    have higher data-parallel ranks, and none of the samples.
+    """
 
     rank: int
     size: int
@@ -24,3 +28,8 @@ class World:
     data_rank: int
     data_size: int
     job: Job
+
+    @property
+    def helps(self) -> bool:
+        """Whether this worker belongs to no whole copy of the model."""
+        return self.data_rank >= self.data_size

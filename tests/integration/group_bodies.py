@@ -225,9 +225,27 @@ def move_between_worlds(port: int, generations: int) -> dict:
         told["sums"].append([_sum(group) for group in made] + [dist.get_rank(made[1]), dist.get_world_size(made[1])])
         if generation in (2, generations - 2):  # both of three
             told["usage"].append(_settled(told["usage"][0]["threads"] if told["usage"] else _usage()["threads"]))
+    if mine == 0:
+        groups.move(0, 1)
+        _created(1)
+        told["nobody"] = _among_nobodies(groups, port, generations)
     told["in another order"] = outcome(lambda: [groups.move(0, 1), dist.new_group([0], group_desc="another")])
     told["not all"] = outcome(lambda: groups.begin(store_at(port), generations))
     return told
+
+
+def _among_nobodies(groups: Groups, port: int, generation: int) -> list:
+    """What a group tells and does in which nobody has the other places, before and after the next generation begins."""
+    before = dist.new_group([-2, 0, -7], group_desc="before")
+    groups.begin(store_at(port), generation)
+    after = dist.new_group([0, -1], group_desc="after")
+    values = torch.tensor([5.0])
+    for group in (before, after):
+        dist.all_reduce(values, group=group)
+        dist.broadcast(values, src=dist.get_process_group_ranks(group)[-1], group=group)
+    told = [(dist.get_rank(group), dist.get_world_size(group)) for group in (before, after)]
+    nowhere = outcome(lambda: dist.all_gather_into_tensor(torch.empty(3), values, group=before))
+    return [*told, dist.get_process_group_ranks(before), values.item(), nowhere, _sum(dist.group.WORLD)]
 
 
 def _created(size: int) -> list:
@@ -473,7 +491,7 @@ def _joined_by_training(port: int, generation: int = 0) -> Groups:
     groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "gloo", TIMEOUT, torch.device("cpu"))
     build = initialize._build_groups
     Job.connect = lambda *_: groups.install()
-    initialize._build_groups = lambda config: (build(config), groups.begin(store_at(port), generation))
+    initialize._build_groups = lambda *given: (build(*given), groups.begin(store_at(port), generation))
     return groups
 
 

@@ -82,6 +82,8 @@ def test_worlds_of_other_sizes_have_the_same_groups(store):
         both = [*two, process + 1.0, process // 2, 2]
         assert told["sums"] == [*([all_three] if process == 1 else [all_three, both]) * (generations // 2)]
         assert told["same"] and told["in another order"] == told["not all"] == "RuntimeError"
+        if process == 0:
+            assert told["nobody"] == [[1, 3], [0, 2], [-2, 0, -7], 5.0, "RuntimeError", 1.0]
         first, last = told["usage"]
         assert last["threads"] <= first["threads"] and last["descriptors"] <= first["descriptors"] + 5
 

@@ -88,7 +88,7 @@ class BatchStream:
     def _indices_from(self, topology: Topology, consumed_samples: int) -> Iterator[list[int]]:
         dataset: Any = self._dataset  # torch's Dataset declares no length
         total = len(dataset)
-        while True:
+        while topology.micro_batches:
             for indices in topology.samples(consumed_samples):
                 if not self._wrap and indices[-1] >= total:
                     return

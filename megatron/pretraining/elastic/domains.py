@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, plan_settings
+from megatron.pretraining.config import Config, plan_settings, stage_size
 from megatron.pretraining.elastic.groups import dispatch_within
 from megatron.pretraining.elastic.placing import nodes_of
 from moc.elastic.domains import spans
@@ -24,9 +24,9 @@ def build_domains(config: Config, most: int) -> None:
         most: workers of the job, if all nodes are there.
     """
     dispatch_within(None)
-    if not config.elastic.elastic or len(_ranks_of_domains(config, most)) == 1:
-        return
     parallel, world = config.parallel, dist.get_world_size()
+    if not config.elastic.elastic or len(_ranks_of_domains(config, most, stage_size(config, most))) == 1:
+        return
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -34,15 +34,15 @@ def build_domains(config: Config, most: int) -> None:
     )
     ranks = parallel_state.RankGenerator(tp=tp, ep=1, dp=world // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     for stage in ranks.get_ranks("tp-dp-cp"):
-        for domain in spans(_ranks_of_domains(config, world)):
+        for domain in spans(_ranks_of_domains(config, world, len(stage))):
             members = sorted(stage)[domain]
             group: Any = dist.new_group(members, group_desc="ELASTIC_DOMAIN")
             if dist.get_rank() in members:
                 dispatch_within(group)
 
 
-def _ranks_of_domains(config: Config, workers: int) -> list[int]:
-    """Ranks of each domain of a stage, of so many workers in all: as a plan of these has them."""
-    nodes = nodes_of(config, workers)[0]  # those of each stage are alike
-    domains = plan_settings(config, nodes.ranks).domains(len(nodes.members), config.moe.num_experts or 0)
-    return [of * nodes.ranks for of in domains]
+def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
+    """Ranks of each domain of a stage of so many workers, as a plan of these has them; ``workers`` are all."""
+    ranks = nodes_of(config, workers)[0].ranks
+    domains = plan_settings(config, ranks).domains(size // ranks, config.moe.num_experts or 0)
+    return [of * ranks for of in domains]

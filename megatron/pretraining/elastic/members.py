@@ -71,13 +71,22 @@ class Settled(NamedTuple):
     lost: str = ""
 
 
-def settle(config: Config, replicas: Replicas, shards: Shards | None, trained: bool) -> Settled:
+def settle(
+    config: Config, replicas: Replicas, shards: Shards | None, trained: bool, helpers: Sequence[int] = ()
+) -> Settled:
     """Agrees on who holds what among the workers that are there; a collective call of all workers.
 
     A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans of
     the others, not the state.  If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
     :attr:`Shards.wanted` is the cut.  If something is lost, these are in force at once, and all workers must load their
     state.
+
+    Args:
+        config: the flags.
+        replicas: of experts.
+        shards: of the dense optimizer state; None if it is whole.
+        trained: whether this worker has.
+        helpers: of the last nodes, which help: the part of the model that each has.
 
     Raises:
         NoRecoveryPoint: nobody has trained, and this worker was built with other experts than it is to have.
@@ -87,7 +96,7 @@ def settle(config: Config, replicas: Replicas, shards: Shards | None, trained: b
     moves = replicas.wanted is not None
     mine = Told(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
     told = [Told(*one) for one in gather(tuple(mine))]
-    nodes = nodes_there(config, [(one.place, one.stage) for one in told])
+    nodes = nodes_there(config, [(one.place, one.stage) for one in told], helpers)
     if not any(one.trained for one in told):
         _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)

@@ -37,7 +37,7 @@ class Nodes(NamedTuple):
 
 
 NodesOfStages = Mapping[int, Nodes]
-"""By pipeline stage; stages have equally many."""
+"""By pipeline stage; stages have equally many, beside nodes that help, and nodes equally many workers."""
 
 
 def first_plans(config: Config, nodes: NodesOfStages) -> Plans:
@@ -62,19 +62,35 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     return {stage: plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
-def nodes_of(config: Config, workers: int) -> NodesOfStages:
+def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
     """The nodes of each stage of so many workers, numbered from 0.
 
     Where one node has all workers, and the job no others, each worker counts as a node.
+
+    Args:
+        config: the flags.
+        workers: in all.
+        helpers: of the last nodes, which help: the part of the model that each has.
     """
-    size, here = stage_size(config, workers), per_node() // stages_here(config)
+    of_node = stages_here(config)
+    size, here = stage_size(config, workers - len(helpers) * per_node()), per_node() // of_node
     ranks = here if (size > here or _by_place(config)) and not size % here else 1
-    return dict.fromkeys(range(config.parallel.pipeline_model_parallel_size), Nodes(tuple(range(size // ranks)), ranks))
+    counts = {
+        stage: size // ranks + sum(part == stage // of_node for part in helpers)
+        for stage in range(config.parallel.pipeline_model_parallel_size)
+    }
+    return {stage: Nodes(tuple(range(count)), ranks) for stage, count in counts.items()}
 
 
-def nodes_there(config: Config, told: Sequence[tuple[int, int]]) -> NodesOfStages:
-    """The nodes of all workers: by rank, the place of its node in the job (:func:`place`), and its pipeline stage."""
-    nodes = nodes_of(config, len(told))
+def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequence[int] = ()) -> NodesOfStages:
+    """The nodes of all workers.
+
+    Args:
+        config: the flags.
+        told: by rank, the place of its node in the job (:func:`place`), and its pipeline stage.
+        helpers: as of :func:`nodes_of`.
+    """
+    nodes = nodes_of(config, len(told), helpers)
     if not _by_place(config):
         return nodes
     members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}

@@ -137,17 +137,17 @@ class Rebalancer(VoteParticipant):
         }
 
     def _cuts(self) -> torch.Tensor:
-        """Bits of a hash of the cut in force, float64[stages * tensor-parallel ranks * 32].
+        """Bits of a hash of the cut in force, and 1, float64[stages * tensor-parallel ranks * 33].
 
         Cuts are alike on workers with the same parameters, and 0 for all others: so all workers see in the sums
         whether each bit is that of all or of none.
         """
         world = self._world
-        found = torch.zeros(world.pipeline_size, world.tensor_size, _BITS, dtype=torch.float64)
+        found = torch.zeros(world.pipeline_size, world.tensor_size, _BITS + 1, dtype=torch.float64)
         if self._shards is not None:
             told = _short(self._shards.cut.digest)
             bits = [float(told >> bit & 1) for bit in range(_BITS)]
-            found[world.pipeline_rank, world.tensor_rank] = torch.tensor(bits, dtype=torch.float64)
+            found[world.pipeline_rank, world.tensor_rank] = torch.tensor([*bits, 1.0], dtype=torch.float64)
         return found.view(-1)
 
     def on_vote(self, tally: dict) -> None:
@@ -161,8 +161,8 @@ class Rebalancer(VoteParticipant):
                 "workers hold experts by different plans, so their gradients do not belong together: restart the job "
                 "from its last checkpoint, and report this as an error of the program"
             )
-        alike = self._world.size // (self._world.pipeline_size * self._world.tensor_size)
-        if any(count not in (0.0, alike) for count in tally["elastic_cuts"]):
+        counts = torch.tensor(tally["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
+        if bool(((counts != 0.0) & (counts != counts[:, -1:])).any()):
             raise PlansDiffer(
                 "workers hold optimizer state by different cuts, so some updates would be lost: restart the job from "
                 "its last checkpoint, and report this as an error of the program"

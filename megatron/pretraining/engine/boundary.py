@@ -44,6 +44,26 @@ def schedule_groups() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
 
 
+class NoNeighbours(P2PCommunicator):
+    """Of a worker that belongs to no whole pipeline: what it sends goes nowhere, and all that it receives is 0."""
+
+    def __init__(self, core_config: TransformerConfig):
+        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
+        super().__init__(pipeline_group, core_config)
+
+    def _communicate(
+        self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
+    ):
+        activation = self._zeros(tensor_shape) if recv_prev else None
+        gradient = self._zeros(tensor_shape) if recv_next else None
+        return activation, gradient, None
+
+    def _zeros(self, shape) -> torch.Tensor:
+        return torch.zeros(
+            tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+        )
+
+
 class TimedCommunicator(P2PCommunicator):
     """Communicates; ``waiting`` gives a context for each wait for another stage."""
 

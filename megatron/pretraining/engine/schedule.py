@@ -39,7 +39,8 @@ class Schedule:
     """Runs forward and backward of all micro batches of an iteration.
 
     ``forward_step`` is ``(micro batches, model chunk) -> (output, loss function of the output)``, as megatron-core's
-    schedules call it; it draws a batch only on chunks that need one.
+    schedules call it; it draws a batch only on chunks that need one.  ``alone`` takes the place of any communicator, on
+    workers that have no neighbours in a pipeline.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Schedule:
         num_micro_batches: int,
         micro_batch_size: int,
         seq_length: int,
+        alone: P2PCommunicator | None = None,
     ):
-        self._forward_step, self._chunks, self._turns = forward_step, chunks, turns
+        self._forward_step, self._chunks, self._turns, self._alone = forward_step, chunks, turns, alone
         self._sizes: dict[str, Any] = dict(
             num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
         )
@@ -81,7 +83,7 @@ class Schedule:
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
         # at most one chunk of a worker is the model's first or last, so all can share one iterator
-        several = len(self._chunks) > 1
+        several, communicator = len(self._chunks) > 1, self._alone or communicator
         tap: dict[str, Any] = (
             {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
         )

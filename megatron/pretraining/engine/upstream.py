@@ -34,10 +34,13 @@ from moc.store.errors import CheckpointError, MissingRegionError
 
 
 class UpstreamTap(PipelineTap):
-    """The boundaries of this worker's stage; the base class logs nothing."""
+    """The boundaries of this worker's stage; the base class logs nothing.
 
-    def __init__(self, core_config: TransformerConfig):
-        self._core_config = core_config
+    ``helped`` tells whether some workers of the stage belong to no whole pipeline.
+    """
+
+    def __init__(self, core_config: TransformerConfig, helped: bool = False):
+        self._core_config, self._helped = core_config, helped
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
@@ -52,6 +55,7 @@ class UpstreamTap(PipelineTap):
         tokens of all ranks.
         """
         finalize_model_grads([*chunks], tokens)
+        give_tied_gradients(chunks, self._helped)
 
 
 @dataclass
@@ -250,7 +254,22 @@ def boundaries(
     """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     if config.snapshot.upstream_logging:
         return UpstreamLog(config, core_config, topology, tell, memory)
-    return UpstreamTap(core_config)
+    data_size = parallel_state.get_data_parallel_world_size()
+    return UpstreamTap(core_config, helped=data_size > topology.world.data_size)
+
+
+def give_tied_gradients(chunks: list[DistributedDataParallel], helped: bool) -> None:
+    """Gives the gradient of a weight that the first and the last stage share to workers of neither a whole pipeline.
+
+    Its sum over both stages has reached the workers of whole pipelines.
+    """
+    if not helped:
+        return
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if getattr(parameter, "shared_embedding", False):
+            tied: Any = parameter
+            dist.broadcast(tied.main_grad, dist.get_global_rank(group, 0), group)
 
 
 def _pipeline_group() -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from datetime import timedelta
@@ -37,7 +38,8 @@ def initialize(config: Config, job: Job | None = None) -> World:
     job = job or Job()
     goes_on, job.parts = goes_on_in_process(config), parts_of_model(config)
     at_once = job.parts * per_node()  # workers are as many as make whole copies of the model, once they are connected
-    workers = job.size // at_once * at_once if job.parts > 1 else job.size
+    workers = job.size - len(job.helpers) * per_node()
+    workers = workers // at_once * at_once if job.parts > 1 else workers
     check_world(config, workers)
     if config.elastic.elastic:
         check_domains(config, nodes_of(config, workers)[0].ranks)
@@ -47,9 +49,9 @@ def initialize(config: Config, job: Job | None = None) -> World:
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
-    _build_groups(config)
+    _build_groups(config, job)
     if goes_on:
-        job.regroup = lambda: _build_groups_anew(config)
+        job.regroup = lambda: _build_groups_anew(config, job)
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
@@ -57,6 +59,11 @@ def initialize(config: Config, job: Job | None = None) -> World:
 
 def world_of(job: Job) -> World:
     """This worker's place in the process groups of the current generation."""
+    data_size = parallel_state.get_data_parallel_world_size()
+    if job.helpers:
+        sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
+        model = math.prod(sizes) * parallel_state.get_pipeline_model_parallel_world_size()
+        data_size = (job.size - len(job.helpers) * per_node()) // model
     return World(
         rank=job.rank,
         size=job.size,
@@ -67,7 +74,7 @@ def world_of(job: Job) -> World:
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
+        data_size=data_size,
         job=job,
     )
 
@@ -119,14 +126,14 @@ def be_deterministic(config: Config) -> None:
     torch.compiler.set_stance("force_eager")
 
 
-def _build_groups_anew(config: Config) -> None:
+def _build_groups_anew(config: Config, job: Job) -> None:
     parallel_state.destroy_model_parallel()
-    _build_groups(config)
+    _build_groups(config, job)
 
 
-def _build_groups(config: Config) -> None:
+def _build_groups(config: Config, job: Job) -> None:
     parallel = config.parallel
-    with order_of_ranks(config):
+    with order_of_ranks(config, job.helpers):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -138,4 +145,4 @@ def _build_groups(config: Config) -> None:
             create_gloo_process_groups=False,
         )
         varies = fewest_nodes() is not None
-        build_domains(config, numbers_of_nodes()[1] * per_node() if varies else dist.get_world_size())
+        build_domains(config, numbers_of_nodes()[1] * per_node() if varies else job.size)

@@ -16,7 +16,8 @@ class Topology:
     A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
     data-parallel ranks, as in Megatron-LM; an iteration therefore reads the same samples at any data-parallel size.
     Micro batch ``g`` is computed in round ``g // data_size``.  In the last round, ranks without one compute a ghost,
-    so that collectives of the others find them there (``--elastic``; else there are none).
+    so that collectives of the others find them there (``--elastic``; else there are none).  Workers that help do so in
+    every round.
     """
 
     world: World
@@ -26,7 +27,8 @@ class Topology:
     @property
     def micro_batches(self) -> range:
         """The numbers of this worker's micro batches within the global batch."""
-        return range(self.world.data_rank, self.global_batch_size // self.micro_batch_size, self.world.data_size)
+        micro_batches = self.global_batch_size // self.micro_batch_size
+        return range(self.world.data_rank, 0 if self.world.helps else micro_batches, self.world.data_size)
 
     @property
     def rounds(self) -> int:
@@ -35,7 +37,7 @@ class Topology:
 
     def number(self, round: int) -> int:
         """The number of this worker's micro batch of a round; a ghost's is not below that of the last micro batch."""
-        return round * self.world.data_size + self.world.data_rank
+        return (self.rounds if self.world.helps else round) * self.world.data_size + self.world.data_rank
 
     def is_ghost(self, round: int) -> bool:
         """Whether this worker has no samples for a round."""

@@ -162,7 +162,7 @@ class Replayer:
         loss = exact = None
         is_not = ""
         last = sum(part.stage == world.pipeline_size - 1 for part in parts)
-        if last == world.size // world.pipeline_size:
+        if len(parts) == world.size or last == world.size // world.pipeline_size:
             loss = mean_loss({name: math.fsum(part.sums[name] for part in parts) for name in first.sums})
             exact = is_repeated(loss, first.rate, first.record)
         if exact is False:

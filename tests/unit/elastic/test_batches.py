@@ -16,3 +16,7 @@ def test_each_micro_batch_is_trained_on_once_and_ranks_run_equally_many():
 def test_by_hand():
     assert micro_batches_of(2, 5, 3) == [2, None]
     assert speed(60, ranks=5, before=6) == 10 / 12
+
+
+def test_whoever_helps_has_a_ghost_in_each_round():
+    assert micro_batches_of(3, 5, 3) == micro_batches_of(4, 5, 3) == [None, None]

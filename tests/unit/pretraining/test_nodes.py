@@ -51,3 +51,39 @@ def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tens
     stage0 = [rank for copy in copies for rank in copy[:tensor]]
     assert dense.get_ranks("tp-dp-cp")[0] == experts.get_ranks("dp")[0] == stage0  # who exchanges experts
     assert dense.get_ranks("dp")[0] == [copy[0] for copy in copies]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_groups_of_ranks_with_helpers(nodes, monkeypatch, tensor):
+    """Two copies of two stages, each on a node, and two nodes of the second stage and one of the first that help."""
+    monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
+    monkeypatch.setattr(nodes.dist, "get_world_size", lambda group=None: 7 * tensor)
+    sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
+    with nodes.order_of_ranks(parse(f"{ELASTIC} {sizes}"), (0, 1, 1)):
+        told, generator = nodes.dist.get_world_size(), nodes.parallel_state.RankGenerator
+        dense = generator(tp=tensor, ep=1, dp=told // (2 * tensor), pp=2, cp=1, order="tp-cp-ep-dp-pp")
+        experts = generator(tp=1, ep=1, dp=told // 2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    assert nodes.dist.get_world_size() == 7 * tensor
+    first = [*range(tensor)]
+    of_stage = [[rank + node * tensor for node in held for rank in first] for held in ((0, 2, 4), (1, 3, 5, 6))]
+    assert dense.get_ranks("tp-dp-cp") == experts.get_ranks("dp") == of_stage
+    pipelines = [[somebody(rank) for rank in of] for of in dense.get_ranks("pp")]
+    assert dense.get_ranks("pp") == experts.get_ranks("pp")
+    whole = [[rank + copy * 2 * tensor, rank + (copy * 2 + 1) * tensor] for copy in (0, 1) for rank in first]
+    assert [of for of in pipelines if None not in of] == whole
+    help_first = [[rank + 4 * tensor, None] for rank in first]
+    help_second = [[None, rank + node * tensor] for node in (5, 6) for rank in first]
+    assert [of for of in pipelines if None in of] == help_first + help_second
+    tensor_parallel = [of for of in dense.get_ranks("tp") if None not in map(somebody, of)]
+    assert sorted(tensor_parallel) == [[*range(n * tensor, (n + 1) * tensor)] for n in range(7)]
+
+
+def test_ranks_of_nodes_that_help_with_several_stages(nodes):
+    ranks = nodes.RanksByCopies(size=6, inner=1, stages=4, here=2, helpers=(1,))
+    assert (ranks.copies, ranks.told) == (1, 12)
+    assert [somebody(ranks.rank(told)) for told in range(12)] == [0, 1, 2, 3, None, None, 4, None, None, None, None, 5]
+    assert len({ranks.rank(told) for told in range(12)}) == 12
+
+
+def somebody(rank):
+    return rank if rank >= 0 else None

@@ -418,7 +418,7 @@ class Job(RuleBasedStateMachine):
         welcomed: by node, the newest generation whose workers have heard of guests.
     """
 
-    places, least, stays = SIZE // PER_NODE, 0, False
+    places, least, stays, parts = SIZE // PER_NODE, 0, False, 1
 
     def __init__(self):
         super().__init__()
@@ -455,11 +455,15 @@ class Job(RuleBasedStateMachine):
                 self.names.add(order.worker)
                 born = order.generation
                 worker = Worker(order.worker, order.node, order.rank, order.together, born=born, guest=order.guest)
+                worker.size, worker.helpers = order.size, order.helpers
                 self.agents[order.node][order.worker] = worker
                 self.generations[order.node] = max(self.generations[order.node], order.generation)
             elif isinstance(order, Seat):
                 worker = self.agents[order.node][order.worker]
+                part = self.part(worker)
                 worker.rank, worker.born, worker.guest = order.rank, order.generation, False
+                worker.size, worker.helpers = order.size, order.helpers
+                assert self.part(worker) == part
                 assert order.size == self.membership.size
             elif isinstance(order, Kill):
                 self.agents[order.node].pop(order.worker, None)
@@ -472,6 +476,9 @@ class Job(RuleBasedStateMachine):
             elif isinstance(order, Abort):
                 for node in self.connected:
                     self.generations[node] = order.generation
+
+    def part(self, worker):
+        return self.membership.seating.part(worker)
 
     def go(self, generation):
         there = [worker for node in self.connected for worker in self.agents[node].values() if not worker.guest]
@@ -505,7 +512,7 @@ class Job(RuleBasedStateMachine):
         """In the newest generation that its agent has heard of."""
         worker = self.workers[self.some(data)]
         worker.here = self.generations[worker.node]
-        self.tell(worker.node, "here", worker.name, worker.here)
+        self.tell(worker.node, "here", worker.name, worker.here, self.parts)
 
     @rule(data=st.data())
     @precondition(lambda self: self.membership is not None and self.membership.running)
@@ -634,7 +641,10 @@ class Job(RuleBasedStateMachine):
                 assert self.membership.generation == generation + 1
         for name, worker in list(self.workers.items()):
             worker.here = self.generations[worker.node]
-            self.tell(worker.node, "here", name, worker.here)
+            self.tell(worker.node, "here", name, worker.here, self.parts)
+        for name, worker in list(self.workers.items()):  # once more, if they were told how many nodes a copy takes
+            worker.here = self.generations[worker.node]
+            self.tell(worker.node, "here", name, worker.here, self.parts)
         assert self.membership.running
 
 
@@ -665,7 +675,7 @@ class StayingJob(VaryingJob):
 
     @rule(data=st.data())
     @precondition(lambda self: self.seated)
-    def parts(self, data):
+    def leaves_to_meet_guests(self, data):
         """All workers have voted to leave if those of one node have heard of guests; it may tell so again."""
         worker = self.seated[data.draw(st.sampled_from(sorted(self.seated)))]
         if worker.here == self.generations[worker.node] and worker.here in self.welcomed.values():
@@ -690,7 +700,21 @@ class StayingJob(VaryingJob):
             assert not any(worker.together and not worker.built for worker in begun)
 
 
+class SpreadJob(StayingJob):
+    """A copy of whose model takes two nodes; others that have a part of it help."""
+
+    places, least, parts = 4, 2, 2
+
+    @invariant()
+    def helpers_have_no_whole_copy(self):
+        if self.membership is not None and self.membership.seating.helpers:
+            helping = self.membership.seating.helpers
+            assert self.membership.seating.whole % 2 == 0 and len(set(helping)) == 1
+
+
 TestJob, TestVaryingJob, TestStayingJob = Job.TestCase, VaryingJob.TestCase, StayingJob.TestCase
+TestSpreadJob = SpreadJob.TestCase
+TestSpreadJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestStayingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestVaryingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

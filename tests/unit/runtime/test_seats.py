@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.runtime.seats import Candidate, copies_at_once, seats
+from moc.runtime.seats import Candidate, copies_at_once, helpers, part_of, seats
 
 PARTS = st.integers(1, 4)
 
@@ -74,3 +74,51 @@ def test_at_first_seats_go_by_place(places, parts):
 def test_a_surplus_node_moves_to_the_part_that_has_lost_more():
     left = [Candidate(1, 1, True), Candidate(3, 1, True), Candidate(4, 0, True), Candidate(5, 1, True)]
     assert seats(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
+
+
+def helping(there, parts):
+    """Places of copies at once, those of helpers, and those of copies once all nodes are built."""
+    now, later = seats(there, parts, copies_at_once(there, parts)), seats(there, parts, len(there) // parts)
+    return now, [(one.place, one.part) for one in helpers(there, parts, now, later)], later
+
+
+@given(st.data(), PARTS)
+def test_whoever_has_state_of_a_part_trains_or_helps_unless_it_is_to_move(data, parts):
+    there = data.draw(candidates(parts))
+    now, found, later = helping(there, parts)
+    stands = {one.place: one.part for one in there}
+    goes_to = {place: seat % parts for seat, place in enumerate(later)}
+    moves = {place for place, part in goes_to.items() if stands[place] not in (None, part)}
+    trained = {one.place for one in there if one.trains}
+    assert {place for place, _ in found} == trained - {*now} - moves
+    assert all(stands[place] == part for place, part in found)
+    assert [part for _, part in found] == sorted(part for _, part in found)
+
+
+@given(st.data(), PARTS)
+def test_two_parts_do_not_differ_by_two_nodes_without_one_that_moves(data, parts):
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
+    places = iter(range(sum(counts)))
+    there = [Candidate(next(places), part, True) for part, count in enumerate(counts) for _ in range(count)]
+    now, found, _ = helping(there, parts)
+    seated = [*enumerate(now), *((part, place) for place, part in found)]
+    left = [sum(seat % parts == part for seat, _ in seated) for part in range(parts)]
+    moved, lacking = sum(counts) - sum(left), sum(max(0, sum(counts) // parts - count) for count in counts)
+    assert moved == lacking
+    assert moved == 0 or max(counts) - min(counts) > 1
+    assert moved == (max(counts) - min(counts)) // 2 or parts != 2
+
+
+def test_which_nodes_help():
+    two, three = [Candidate(0, 0, True), Candidate(2, 0, True)], Candidate(3, 1, True)
+    assert helping([*two, three], 2) == ((0, 3), [(2, 0)], (0, 3))
+    assert helping([*two, three, Candidate(4)], 2) == ((0, 3), [(2, 0)], (0, 3, 2, 4))
+    assert helping([*two, three, Candidate(4, 0, True)], 2)[1] == [(2, 0)]  # and 4 moves
+    assert helping([*two, three, Candidate(4, 0, True), Candidate(1)], 2)[1] == [(2, 0), (4, 0)]  # and 1 is built
+    assert helping([*two, Candidate(3, 1)], 2)[1] == [(2, 0)]  # though 3 is yet to get the state of its part
+
+
+def test_seats_behind_the_whole_copies_have_the_parts_of_those_that_help():
+    assert [part_of(seat, 7, 2, (0, 1, 1)) for seat in range(7)] == [0, 1, 0, 1, 0, 1, 1]
+    assert [part_of(seat, 4, 2, ()) for seat in range(4)] == [0, 1, 0, 1]
+    assert part_of(3, 0, 2, ()) == 1  # whatever the number of seats, if nobody helps
