@@ -4,8 +4,8 @@ What a checkpoint is good for there is the rare loss after which an expert is on
 nodes are lost at once than each expert has holders; and *at once* is what is lost until all have gone on.
 
 Where a copy of the model takes several nodes, each has a *part* of it, and an expert's holders are nodes of its part.
-Training then goes on with the copies that are left whole: of each part, so many nodes keep their state, and one without
-a partner gives it up (:mod:`moc.runtime.seats`).
+All keep their state, those that only help too; but one gives it up that goes over to another part, which has lost more
+(:mod:`moc.runtime.seats`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Lasting:
 def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
     """Probability that a loss of ``lost`` of so many nodes, each choice alike, leaves all of every part of the model.
 
-    Nodes beyond whole copies wait, and have no state to lose.
+    Nodes beyond whole copies count as if they had no state; those that help have more than is counted here.
 
     Args:
         parts: of the model.
@@ -99,26 +99,25 @@ def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> fl
         if not 0 <= of_waiting <= waiting:
             continue
         ways = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
-        kept = copies_kept(copies, of_parts, nodes - lost, least)
-        without = (max(of_part, copies - kept) for of_part in of_parts)
-        found += ways * prod(part(copies, number) for part, number in zip(parts, without, strict=True))
+        kept = nodes_kept(copies, of_parts, nodes - lost, least)
+        found += ways * prod(part(copies, copies - number) for part, number in zip(parts, kept, strict=True))
     return found / comb(nodes, lost) if lost <= nodes else 0.0
 
 
-def copies_kept(copies: int, lost: Sequence[int], left: int, least: int) -> int:
-    """Nodes of each part that may keep their state after a loss; pure, as the controller's choice is.
+def nodes_kept(copies: int, lost: Sequence[int], left: int, least: int) -> list[int]:
+    """Nodes of each part that keep their state after a loss; pure, as the controller's choice is.
 
-    With the copies that are left whole, training goes on at once.  If MIN nodes make more copies than these, the nodes
-    that are left make as many as they can, some with another part than before; and if they are fewer than MIN, all keep
-    what they have and wait.
+    A node goes over to another part where that makes one more copy.  Where it could be of one of several parts, each
+    counts as if it were its own.  If fewer than MIN nodes are left, all keep what they have, and wait.
 
     Args:
         copies: of the model before.
         lost: nodes of each part.
-        left: nodes that are left, with those that wait.
+        left: nodes that are left, with those that have no part.
         least: MIN nodes.
     """
-    whole, parts = copies - max(lost), len(lost)
-    if whole >= max(1, least // parts):
-        return whole
-    return min(copies, left // parts) if left >= least else copies
+    there = [copies - of_part for of_part in lost]
+    later = left // len(lost) if left >= least else 0
+    free = left - sum(there)
+    move = max(0, sum(max(0, later - of_part) for of_part in there) - free)
+    return [of_part - min(max(0, of_part - later), move) for of_part in there]
