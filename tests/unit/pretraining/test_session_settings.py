@@ -8,9 +8,10 @@ import torch
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.session import settings_of
 from moc.policy.full import Full
+from moc.runtime.job import Job
 from tests.unit.pretraining.flags import parse
 
-ENGINE = SimpleNamespace(world=SimpleNamespace(size=1, device=torch.device("cpu")), stages=(0, 0))
+ENGINE = SimpleNamespace(world=SimpleNamespace(size=1, device=torch.device("cpu"), job=Job()), stages=(0, 0))
 
 
 def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(monkeypatch):
@@ -29,7 +30,7 @@ def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chun
     flags = "--ckpt-policy selective --selective-hide bubble --ckpt-dir x --pipeline-model-parallel-size 2"
     virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
     config = parse(f"{flags} {virtual} --global-batch-size 16")  # 8 micro batches
-    engine = SimpleNamespace(world=SimpleNamespace(size=2, device=torch.device(device)), stages=(0, 0, 1, 1))
+    engine = SimpleNamespace(world=SimpleNamespace(size=2, device=torch.device(device), job=Job()), stages=(0, 0, 1, 1))
     options = settings_of(config, engine).options
     assert (options["hide"], options["bubble_share"]) == ("bubble", pytest.approx(share))
 
