@@ -35,10 +35,10 @@ def train(flags: dict, vacant: bool = False) -> dict:
     more: dict = {"moved": [], "flows": [], "state": {}, "steps": {}}
     move, run_loop = Replicas.move_to, loop.train
 
-    def watched_move(self, plans) -> int:
+    def watched_move(self, plans, flow=None) -> int:
         before, sent = plans_to_json(self.plans), Counter()
         with mock.patch.object(dist, "all_to_all_single", counting(sent)):
-            more["moved"].append(move(self, plans))
+            more["moved"].append(move(self, plans, flow))
         more["flows"].append((before, plans_to_json(plans), self.sizes, dict(sent)))
         return more["moved"][-1]
 

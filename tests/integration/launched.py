@@ -212,6 +212,13 @@ class Launched:
         files = self._directory.glob("begun by *")
         return {int(path.name.split()[-1]): [*map(int, path.read_text().split())] for path in files}
 
+    def is_in(self, iteration: int, workers: int, seconds: float = 120) -> None:
+        """Waits until so many workers have begun an iteration."""
+        deadline = time.monotonic() + seconds
+        while sum(iteration in begun for begun in self.begun().values()) < workers:
+            assert time.monotonic() < deadline, f"iteration {iteration} has not begun:\n{self.console[-4000:]}"
+            time.sleep(0.05)
+
     def records(self) -> list[tuple]:
         """Iteration, loss and gradient norm, as they were computed last."""
         found = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}

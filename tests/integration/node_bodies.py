@@ -65,8 +65,8 @@ def train_recorded(
         )
     if late is not None and rank == late[0]:
         publish = Publisher.in_memory
-        Publisher.in_memory = lambda publisher, plan, state: (
-            _stop() if plan.iteration >= late[1] else publish(publisher, plan, state)
+        Publisher.in_memory = lambda publisher, plan, *told: (
+            _stop() if plan.iteration >= late[1] else publish(publisher, plan, *told)
         )
     bodies.train(flags)
 

@@ -111,7 +111,7 @@ def growing(data, tmp_path, monkeypatch):
         def start(*faults, **more):
             of_job = dict(layout="DP3", elastic_rebalance_interval=0, elastic_slots=4) | more
             job = stack.enter_context(job_of(data, tmp_path, ["kill node=1 iteration=3", *faults], **of_job))
-            job.tells("2 nodes continue from iteration")
+            job.is_in(5, workers=2)
             job.start(1)
             job.tells("nodes that have come are ready")
             return job
