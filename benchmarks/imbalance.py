@@ -23,13 +23,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, show, table, write_json
+from benchmarks.live.processors import none_idle, own_processor
 
 EXPERTS, SLOTS, TOPK, WORKERS = 8, 5, 2, 2
 FLAGS = (
@@ -47,37 +46,6 @@ CASES = {
     "padded": f"--expert-model-parallel-size {WORKERS} --moe-pad-expert-input-to-capacity "
     f"--moe-expert-capacity-factor {2 * MOST / (MOST + 1) + 0.01}",
 }
-
-
-@contextmanager
-def no_idle_processors() -> Iterator[None]:
-    """Meanwhile, whatever workers leave of their processors is used up."""
-    command = [sys.executable, __file__, "--busy"]
-    busy = [subprocess.Popen([*command, str(number)]) for number in range(WORKERS)]
-    try:
-        yield
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
-
-
-def use_up(number: int) -> None:
-    """Uses up what others leave of a processor; ends when it is killed."""
-    own_processor(number)
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    some, other = torch.ones(64, 64), torch.empty(64, 64)
-    while True:
-        torch.mm(some, some, out=other)
-
-
-def own_processor(number: int) -> None:
-    """Keeps this process, and the threads that it starts from now on, on one processor."""
-    allowed = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {allowed[number % len(allowed)]})
 
 
 class Pair:
@@ -214,16 +182,13 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn (default: 3)")
     parser.add_argument("--ratios", type=int, nargs="*", default=[2, 3], help=f"beside 1 and {MOST} (default: 2 3)")
     parser.add_argument("--worker", choices=sorted(CASES), help="for the workers that it starts")
-    parser.add_argument("--busy", type=int, metavar="PROCESSOR", help="for the processes that leave none idle")
     own = parser.parse_args()
     if own.worker:
         work(own.worker)
         return
-    if own.busy is not None:
-        use_up(own.busy)
     before = machine(load=True)
     ratios = sorted({1, MOST, *own.ratios})
-    with no_idle_processors():
+    with none_idle():
         seconds = measure(ratios, own.rounds, own.iterations)
     speeds = {clock: speed_of(found) for clock, found in seconds.items()}
     show(70, [(shown(clock, speed), ()) for clock, speed in speeds.items()])
