@@ -3,9 +3,8 @@
 Two workers and eight experts, of which four get K times the tokens of the other four; expert parallelism puts the four
 on one worker, which is the case that elastic replicas are for (Lazarus, section 6.4, figure 10, K from 1 to 4).
 Routers are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
-iterations each, so that whatever else the machine does meets all alike.  Each worker has a processor of its own, and
-what it leaves of that is taken by matrix products at the lowest priority: processors that share a core or its clock are
-faster while others are idle, as accelerators are not, and a worker that waits would so speed up the one it waits for.
+iterations each, so that whatever else the machine does meets all alike.  Each worker has a processor of its own, of
+which nothing is left idle (``benchmarks/live/processors.py``): a worker that waits would speed up the one it waits for.
 
     elastic   --elastic --elastic-slots 5, with a plan for the load
     ep        --expert-model-parallel-size 2, tokens sent without padding

@@ -5,11 +5,11 @@
 The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
 that users run, with eight micro batches in an iteration, as many as each replica has in MoEtion's section 7.1, in one
 worker with one thread, so that on two cores one is left over for copies and hashes.  That one is never idle, whether
-something is saved or not (``benchmarks/live/processors.py``): what saving does there takes time from nothing, and does
-not slow training down by being there, as it would where two processors are one core's.  Each way of saving is a job of its own, which saves in every second block of iterations and is compared with itself, each block with
-its two neighbours (``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same bytes with
-gradients in their place, and as many experts as budgets allow that the run measures.  Snapshots go to memory, in every
-iteration.  Asked are
+anything is saved or not (``benchmarks/live/processors.py``): processors that share a core slow each other down, and a
+core that is left over would not.  Each way of saving is a job of its own, which saves in every second block of
+iterations and is compared with itself, each block with its two neighbours (``benchmarks/live/blocks.py``): a quarter of
+the experts as their state, the same bytes with gradients in their place, and as many experts as budgets allow that the
+run measures.  Snapshots go to memory, in every iteration.  Asked are
 
 * the overhead in blocks, all that planning, copies, hashes and gradients take;
 * stalls: for how long training waits, as a share of the iterations that save;
