@@ -36,7 +36,7 @@ from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
-from moc.runtime.membership import SAVED
+from moc.runtime.exit_codes import SAVED
 from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 

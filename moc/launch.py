@@ -22,8 +22,8 @@ from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent
 from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
+from moc.runtime.exit_codes import LOST
 from moc.runtime.flags import Flags, parse_nodes
-from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
 

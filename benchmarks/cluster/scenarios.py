@@ -45,38 +45,78 @@ def _flapping(host: int, seconds: float) -> tuple[Step, ...]:
     return (Step("cut", (host,), seconds=1.0, more=2), Step("mend", seconds=seconds)) * 5
 
 
-def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
-    """All rows, by name.
+@dataclass(frozen=True)
+class Cluster:
+    """What scenarios are cut to.
 
-    Args:
+    Attributes:
         nnodes: hosts that have places; further ones are spares.
         size: all hosts.
         silence: seconds after which whoever says nothing is lost.
     """
-    minority, majority = (size - 1) // 2, size // 2 + 1
-    places, last = tuple(range(nnodes)), nnodes - 1
-    others = tuple(range(nnodes, size))
-    short, long = silence / 3, 3 * silence
-    lost = tuple(range(minority))  # the first node among them
+
+    nnodes: int
+    size: int
+    silence: float
+
+    @property
+    def minority(self) -> int:
+        """Most hosts that can be spared."""
+        return (self.size - 1) // 2
+
+    @property
+    def last(self) -> int:
+        """The last host that has a place."""
+        return self.nnodes - 1
+
+    @property
+    def short(self) -> float:
+        """Seconds of a silence after which nobody is lost."""
+        return self.silence / 3
+
+    @property
+    def long(self) -> float:
+        """Seconds of a silence after which whoever kept it is lost."""
+        return 3 * self.silence
+
+
+def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
+    """All rows, by name; the arguments are those of :class:`Cluster`."""
+    cluster = Cluster(nnodes, size, silence)
+    return _losses(cluster) | _cuts(cluster) | _frozen_storage(cluster) | _stopped_processes(cluster)
+
+
+def _losses(of: Cluster) -> dict[str, Scenario]:
+    """Hosts lose their power."""
+    last, most = of.last, tuple(range(of.size // 2 + 1))
     return {
         "host lost": Scenario("a host loses its power", _off((last,))),
-        "host returns": Scenario("a host loses its power, and boots", _off((last,), back=long)),
+        "host returns": Scenario("a host loses its power, and boots", _off((last,), back=of.long)),
         "first lost": Scenario("the first host loses its power", _off((0,))),
-        "first returns": Scenario("the first host loses its power, and boots", _off((0,), back=silence)),
+        "first returns": Scenario("the first host loses its power, and boots", _off((0,), back=of.silence)),
         "controller's host lost": Scenario("the controller's host loses its power", _off((CONTROLLER,))),
         "controller's hosts lost": Scenario(
             "the controller's host, and then the next one's", (*_off((CONTROLLER,)), *_off((CONTROLLER,)))
         ),
         "lost twice": Scenario(
             "a host loses its power, then the first one, and both boot",
-            (*_off((last,)), Step("off", (0,), more=10), Step("on", (0, last), seconds=silence)),
-            ends=minority < 2,
+            (*_off((last,)), Step("off", (0,), more=10), Step("on", (0, last), seconds=of.silence)),
+            ends=of.minority < 2,
         ),
         "most lost": Scenario(
             "all but a minority lose their power, and boot",
-            (Step("off", tuple(range(majority)), more=10), Step("on", tuple(range(majority)), seconds=long)),
+            (Step("off", most, more=10), Step("on", most, seconds=of.long)),
             ends=True,
         ),
+    }
+
+
+def _cuts(of: Cluster) -> dict[str, Scenario]:
+    """Links are cut."""
+    last, short, long = of.last, of.short, of.long
+    places, others = tuple(range(of.nnodes)), tuple(range(of.nnodes, of.size))
+    lost = tuple(range(of.minority))  # the first node among them
+    return {
         "cut for a moment": Scenario("a host is cut off for less than the silence timeout", _cut((last,), short)),
         "cut for long": Scenario("a host is cut off for longer", _cut((last,), long), aside=(last,)),
         "first cut for a moment": Scenario("the first host is cut off for less", _cut((0,), short)),
@@ -85,11 +125,18 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
         "first cut for good": Scenario("the first host is cut off for good", (Step("cut", (0,), more=10),), aside=(0,)),
         "minority cut": Scenario("as many as can be spared, and the first", _cut(lost, long), aside=lost),
         "world cut": Scenario(
-            "all that train, from the spares", _cut(places, long), aside=places if nnodes <= minority else others
+            "all that train, from the spares", _cut(places, long), aside=places if of.nnodes <= of.minority else others
         ),
-        "spares cut": Scenario("a spare is cut off", _cut((size - 1,), long), aside=(size - 1,)),
+        "spares cut": Scenario("a spare is cut off", _cut((of.size - 1,), long), aside=(of.size - 1,)),
         "flapping": Scenario("a link that comes and goes", _flapping(last, short), aside=(last,)),
         "first flapping": Scenario("the first host's link comes and goes", _flapping(0, short), aside=(0,)),
+    }
+
+
+def _frozen_storage(of: Cluster) -> dict[str, Scenario]:
+    """Storage hangs."""
+    last, short, long = of.last, of.short, of.long
+    return {
         "storage frozen": Scenario(
             "storage hangs, for 15 iterations", (Step("freeze", more=10), Step("thaw", more=15))
         ),
@@ -108,6 +155,13 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
             "storage hangs, and a host loses its power meanwhile",
             (Step("freeze", more=10), Step("off", (last,), seconds=short), Step("thaw", seconds=long)),
         ),
+    }
+
+
+def _stopped_processes(of: Cluster) -> dict[str, Scenario]:
+    """Launchers and controllers stand still, or are killed."""
+    last, long = of.last, of.long
+    return {
         "launcher stopped": Scenario(
             "a launcher is stopped, and goes on later",
             (Step("stop", (last,), more=10), Step("cont", (last,), seconds=long)),

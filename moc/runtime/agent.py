@@ -18,11 +18,12 @@ from moc.runtime import children, environment
 from moc.runtime.addresses import name_of_interface, new_name
 from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
+from moc.runtime.exit_codes import SAVED
 from moc.runtime.flags import Flags
 from moc.runtime.hangs import HangLimits
 from moc.runtime.lease import Lease
-from moc.runtime.membership import SAVED, Worker
 from moc.runtime.message import Message
+from moc.runtime.orders import Worker
 from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError

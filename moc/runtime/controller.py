@@ -170,8 +170,8 @@ class Controller:
             self._grows_at = math.inf
         elif (
             now >= self._grows_at
-            or (membership.guests_are_ready and not membership.welcomes_guests)
-            or (membership.need_not_wait and not membership.is_growing)
+            or (membership.growth.guests_are_ready and not membership.welcomes_guests)
+            or (membership.growth.need_not_wait and not membership.growth.under_way)
         ):
             self._grows_at = now + LEAVE_S
             told, orders = membership.welcomes_guests, membership.grow()

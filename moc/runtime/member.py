@@ -23,12 +23,12 @@ from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
 from moc.runtime.connections import Connection, connect
+from moc.runtime.exit_codes import START_OVER
 from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Interruption, Job
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.lease import Lease
 from moc.runtime.meeting_client import MeetingClient
-from moc.runtime.membership import START_OVER
 from moc.runtime.message import Message
 from moc.runtime.progress import PROGRESS
 from moc.runtime.wire import WireError

@@ -19,32 +19,19 @@ nodes come, they are asked to save and to leave first.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from moc.runtime.assignment import NodeAssignment
+from moc.runtime.broken_devices import MAX_BROKEN, BrokenDevices
+from moc.runtime.crew import Crew
+from moc.runtime.exit_codes import LOST, SAVED, START_OVER, USAGE, how_ended
+from moc.runtime.growth import Growth
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
 from moc.runtime.seating import Seating
-from moc.runtime.seats import Candidate
-
-SAVED = 75
-"""Exit code of a worker that has saved its state after a request to stop; of a job: restart it to resume."""
-
-LOST = 70
-"""Exit code of a job that has lost something it depends on (sysexits' EX_SOFTWARE)."""
 
 MAX_SUSPICIONS = 10
 """Most consecutive generations that begin without a loss; one more ends the job."""
-
-MAX_BROKEN = 3
-"""Workers in a row that one device may end before its node gives up its place."""
-
-START_OVER = 76
-"""Exit code of a worker that asks to be replaced without an error."""
-
-USAGE = 2
-"""Exit code of a program that refuses its settings, such as a batch that this number of workers cannot divide."""
 
 
 @dataclass
@@ -56,11 +43,16 @@ class Membership:
         per_node: workers per node.
         max_restarts: workers lost by signals that are replaced before the job gives up.
         least_nodes: with which it continues; 0 if it waits for all.
-        places: assignment of nodes to places.
+        generation: its number.
+        running: all workers of the generation have reported, and were told to go on.
+        restarts: workers lost by signals until now.
+        suspicions: generations in a row that began without a loss.
         end: of the job; None while it lasts.
         asked: the signal by which the job was asked to stop; None if it was not.
-        guests: workers that build for nodes that are about to be taken in.
-        seating: of the nodes.
+        crew: the live workers.
+        places: assignment of nodes to places.
+        seating: which nodes train, which help, and with which part of the model.
+        growth: how nodes that have come are taken in.
     """
 
     most: int
@@ -69,26 +61,32 @@ class Membership:
     least_nodes: int = 0
     generation: int = 0
     running: bool = False
-    workers: dict[str, Worker] = field(default_factory=dict)
     restarts: int = 0
     suspicions: int = 0
     end: End | None = None
     asked: int | None = None
-    guests: dict[str, Worker] = field(default_factory=dict)
+    crew: Crew = field(default_factory=Crew)
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
-    _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
     _anew: int = 0  # the generation with which the members last changed
-    _growing: bool = False  # guests were started, or workers were asked to leave, since nodes have come
-    _broken: dict[str, int] = field(default_factory=dict)  # workers lately lost to a device, by node and number there
     _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
-    _waited: bool = False  # when the members last changed, nodes were there that can train once their workers are built
-    _welcomes: int = -1  # the newest generation whose workers were told that guests are ready
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
-        self.seating = Seating(self.places, self.per_node)
+        self.seating = Seating(self.places, self.per_node, self.crew)
+        self.growth = Growth(self.seating)
+        self._broken = BrokenDevices(self.per_node)
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Workers that have a rank among the members, by name."""
+        return self.crew.workers
+
+    @property
+    def guests(self) -> dict[str, Worker]:
+        """Workers that build for nodes that are about to be taken in, by name."""
+        return self.crew.guests
 
     @property
     def size(self) -> int:
@@ -104,30 +102,31 @@ class Membership:
             "asked": self.asked,
             "finished": sorted(self._finished),
             "gives_back": self._gives_back,
-            "started": self._started,
+            "started": self.crew.started,
             "places": sorted(self.places.filled_by.items()),
             "vacant": sorted(self.places.vacant),
             "members": list(self.places.members),
             "anew": self._anew,
-            "growing": self._growing,
+            "growing": self.growth.under_way,
             "refused": sorted(self.seating.refused),
-            "broken": dict(self._broken),
+            "broken": dict(self._broken.ended),
             "stayed": sorted(self._stayed),
             "parts": self.seating.parts,
             "helpers": list(self.seating.helpers),
-            "waited": self._waited,
+            "waited": self.growth.waited,
             "end": asdict(self.end) if self.end else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Restores an earlier controller's state; its nodes have yet to join."""
         self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
-        self.asked, self._finished, self._started = state["asked"], set(state["finished"]), state["started"]
+        self.asked, self._finished, self.crew.started = state["asked"], set(state["finished"]), state["started"]
         self._gives_back = state["gives_back"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.places.members, self._anew = tuple(state["members"]), state["anew"]
-        self._growing, self._stayed, self._waited = state["growing"], set(state["stayed"]), state["waited"]
-        self.seating.refused, self._broken = set(state["refused"]), dict(state["broken"])
+        self._stayed = set(state["stayed"])
+        self.growth.under_way, self.growth.waited = state["growing"], state["waited"]
+        self.seating.refused, self._broken.ended = set(state["refused"]), dict(state["broken"])
         self.seating.parts, self.seating.helpers = state["parts"], tuple(state["helpers"])
         self.end = End(**state["end"]) if state["end"] else None
 
@@ -147,12 +146,13 @@ class Membership:
         has = list(workers)
         place = self.places.comes(node, next(map(self._place, has), None))
         self._told[node], self.generation = generation, max(self.generation, generation)
-        self._forget_workers(node)
+        self.crew.forget(node)
         orders: list[Order] = [self._seat(worker) for worker in has if self._missed_its_seat(worker)]
         wanted = {worker.name: worker for worker in has if place is not None and self._place(worker) == place}
-        self.guests |= {w.name: w for w in has if w.guest and place is not None and place not in self.places.members}
+        waits = place is not None and place not in self.places.members
+        self.crew.guests |= {worker.name: worker for worker in has if worker.guest and waits}
         orders += [Kill(node, worker.name) for worker in has if worker.name not in wanted | self.guests]
-        self.workers |= wanted
+        self.crew.workers |= wanted
         if asked is not None and (end := self.stopping(asked)):
             return end
         if self._can_change and self.has_begun and not self.places.complete:
@@ -176,8 +176,8 @@ class Membership:
         """A node is lost with all its workers; it may return."""
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
-        self._forget_workers(node)
-        self._growing = self._growing and (bool(self.guests) or not self._stays)
+        self.crew.forget(node)
+        self.growth.under_way = self.growth.under_way and (bool(self.guests) or not self.crew.stays)
         if place not in self.places.members or self.end:
             return []
         if not self.has_begun:
@@ -186,7 +186,7 @@ class Membership:
         if self._finished.issuperset(range(first, first + self.per_node)):
             return []
         instead = "" if spare is None else f", and node {spare} takes its place"
-        if self._can_change and (self._growing or spare is None):
+        if self._can_change and (self.growth.under_way or spare is None):
             return self._change_members(f"node {node} {how}{instead}")
         return self._next_generation(f"node {node} {how}{instead}")
 
@@ -197,28 +197,12 @@ class Membership:
             return False
         if self.has_begun and not self.running:
             return False
-        return len(self._fits(self.places.filled)) > self.seating.whole
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether guests were started, or workers were asked to leave, since nodes have come."""
-        return self._growing
-
-    @property
-    def guests_are_ready(self) -> bool:
-        """Whether guests can be taken in: all have built what they need, and more nodes can train with them."""
-        built = bool(self.guests) and all(guest.built for guest in self.guests.values())
-        return built and bool(self._who_has_come)
-
-    @property
-    def need_not_wait(self) -> bool:
-        """Whether no more nodes can come, since all places are filled, or those to be taken in have waited already."""
-        return self._waited or len(self.places.filled) == self.places.count
+        return self.growth.more_can_train
 
     @property
     def welcomes_guests(self) -> bool:
         """Whether workers of this generation were told that guests are ready, and some are yet to part."""
-        return self._welcomes == self.generation
+        return self.growth.welcomed == self.generation
 
     def grow(self) -> list[Order]:
         """Begins with the nodes that are there, or takes in those that have come.
@@ -230,18 +214,15 @@ class Membership:
         if not self.can_grow:
             return []
         if not self.has_begun:
-            self.places.members = self._fits(self.places.filled)
+            self.places.members = self.seating.fits(self.places.filled)
             return self._fill()
-        if self.guests_are_ready or (self._stays and self._who_moves):
-            self._welcomes, self._growing = self.generation, True
+        asked_before, self.growth.under_way = self.growth.under_way, True
+        if self.growth.guests_are_ready or (self.crew.stays and self.growth.who_moves):
+            self.growth.welcomed = self.generation
             return [Welcome(self.generation)]
-        if self._stays:
-            self._growing = True
-            return self._start_guests()
-        if self._growing:
-            return self._change_members("nodes have come, and workers do not leave")
-        self._growing = True
-        return [Leave()]
+        if self.crew.stays:
+            return self.growth.start_guests(self.generation)
+        return self._change_members("nodes have come, and workers do not leave") if asked_before else [Leave()]
 
     def ended(
         self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: bool = False
@@ -256,7 +237,7 @@ class Membership:
             broken: it has ended itself, since its device does not work any more.
         """
         if name in self.guests:
-            return self._guest_ended(self.guests.pop(name), code)
+            return self.growth.guest_ended(name, code)
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
             return []
@@ -265,42 +246,28 @@ class Membership:
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
-        if (
-            self._growing
-            and not self._stays
-            and self.asked is None
-            and (code == SAVED or code < 0)
-            and self._can_change
-        ):
+        leaves = code == SAVED or code < 0
+        if leaves and self.growth.under_way and not self.crew.stays and self.asked is None and self._can_change:
             return [] if code == SAVED and self.workers else self._change_members("nodes have come")
         if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
         if code == USAGE and self.asked is None and self._may_be_too_many(worker):
             self.seating.refused.add(self.seating.whole)
             return self._change_members(f"the program refuses to run on {self.seating.whole} nodes")
-        how = f"worker {worker.rank} {_how(code)}{why and f': it {why}'}"
+        how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
         if code > 0 or self.asked is not None:
             return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
             return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
-        if broken and self._wears_out(worker):
+        if broken and self._broken.wears_out(worker):
             return self._give_up(worker, how)
         return self._next_generation(how)
 
-    def _wears_out(self, worker: Worker) -> bool:
-        """Counts a worker that its device has ended; returns whether another one there would fare no better."""
-        device = self._device_of(worker)
-        self._broken[device] = self._broken.get(device, 0) + 1
-        return self._broken[device] >= MAX_BROKEN
-
-    def _device_of(self, worker: Worker) -> str:
-        return f"{worker.node}.{worker.rank % self.per_node}"
-
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Takes a node out of the job; its launcher ends, so it does not return by itself."""
-        node, number = worker.node, worker.rank % self.per_node
-        del self._broken[self._device_of(worker)]  # whoever starts the node again has looked at it
+        node, number = worker.node, self._broken.number_of(worker)
+        self._broken.is_well(worker)  # whoever starts the node again has looked at it
         kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
         often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
         why = f"{how}, {often}: the node gives up its place; look at the device before you start it again"
@@ -323,7 +290,7 @@ class Membership:
         worker = self.workers[name]
         worker.here = generation
         if 0 <= worker.met < generation:  # its device has survived the end of a generation
-            self._broken.pop(self._device_of(worker), None)
+            self._broken.is_well(worker)
         if not self._all_here():
             return []
         self.running = True
@@ -345,9 +312,9 @@ class Membership:
         self.workers[name].parted = generation
         if len(self.workers) < self.size or any(one.parted < self.generation for one in self.workers.values()):
             return []
-        if self.can_grow and (why := self._who_has_come or self._who_moves):
+        if self.can_grow and (why := self.growth.who_has_come or self.growth.who_moves):
             return self._change_members(why)
-        self._growing = bool(self.guests)  # whoever is gone may come again at once
+        self.growth.under_way = bool(self.guests)  # whoever is gone may come again at once
         why = "nodes that were ready are gone again" if self.asked is None else "the job is to stop, and meets no more"
         return self._next_generation(why)
 
@@ -364,7 +331,7 @@ class Membership:
     def calm(self) -> None:
         """Forgets earlier suspicions and broken devices after a long time without trouble."""
         self.suspicions = 0
-        self._broken.clear()
+        self._broken.ended.clear()
 
     def stopping(self, number: int) -> list[Order]:
         """A signal asks the job to stop: lost workers are no longer replaced, and missing nodes no longer awaited."""
@@ -388,39 +355,30 @@ class Membership:
     @property
     def has_begun(self) -> bool:
         """Whether any worker was ever started."""
-        return self._started > 0 or bool(self.workers)
+        return self.crew.started > 0 or bool(self.workers)
 
     def _place(self, worker: Worker) -> int | None:
         """The place of a worker; None if it was started for other members."""
         seated = worker.born >= self._anew and not worker.guest
         return self.places.members[worker.rank // self.per_node] if seated and self.size else None
 
-    def _candidates(self, places: tuple[int, ...]) -> list[Candidate]:
-        return self.seating.candidates(places, self.workers, self.guests)
-
-    def _fits(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """The seats of copies that these places make, see :meth:`Seating.fits`."""
-        return self.seating.fits(self._candidates(places))
-
     @property
     def _can_change(self) -> bool:
         """Whether the job can run on the nodes that are there, be they others than the members."""
-        return self.places.varies and self.places.settled and bool(self._fits(self.places.filled))
+        return self.places.varies and self.places.settled and bool(self.seating.fits(self.places.filled))
 
     def _may_be_too_many(self, worker: Worker) -> bool:
         """Whether the program may refuse this number of nodes, which is not that of the job, and accept a smaller."""
         members = self.places.members[: self.seating.whole]
-        return len(members) < self.places.count and not worker.built and bool(self._fits(members[:-1]))
+        return len(members) < self.places.count and not worker.built and bool(self.seating.fits(members[:-1]))
 
     def _change_members(self, reason: str) -> list[Order]:
         """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
-        stay, there = self._stays, self.workers | self.guests
-        copies = self.seating.fit_at_once(self._candidates(self._ready)) if stay else ()
-        candidates = self._candidates(self.places.filled)
-        self.seating.seat(copies or self.seating.fits(candidates), candidates, help_too=stay)
-        self._anew, self._growing = self.generation + 1, False
-        self.guests = {name: one for name, one in self.guests.items() if stay and not self._is_member(one)}
-        self.workers = {
+        stay, there = self.crew.stays, self.workers | self.guests
+        self.seating.seat_anew(stay)
+        self._anew, self.growth.under_way = self.generation + 1, False
+        self.crew.guests = {name: one for name, one in self.guests.items() if stay and not self._is_member(one)}
+        self.crew.workers = {
             name: one
             for name, one in there.items()
             if stay and self.seating.keeps_its_part(one) and (one.built or not one.together)
@@ -428,37 +386,11 @@ class Membership:
         self._stayed = set(self.workers)
         orders: list[Order] = [self._seat(one) for one in self.workers.values()]
         orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
-        self._waited = stay and len(self._fits(self.places.filled)) > self.seating.whole
+        self.growth.waited = stay and self.growth.more_can_train
         count, helping = len(self.places.members), len(self.seating.helpers)
         why = f"{reason}: training continues on {count} of {self.places.count} nodes"
         why += f", {helping} of which {'helps' if helping == 1 else 'help'}" if helping else ""
         return [*orders, *self._next_generation(why)]
-
-    @property
-    def _stays(self) -> bool:
-        """Whether the program goes on in the same processes when the members change."""
-        return any(worker.stays for worker in self.workers.values())
-
-    @property
-    def _ready(self) -> tuple[int, ...]:
-        """Places with a present node: of the members, and of guests that are all ready to train."""
-        built = Counter(self.places.of(guest.node) for guest in self.guests.values() if guest.built)
-        return tuple(
-            place for place in self.places.filled if place in self.places.members or built[place] == self.per_node
-        )
-
-    @property
-    def _who_has_come(self) -> str:
-        """Nodes with which more can train than now, without building, as a sentence; empty if there are none."""
-        if len(self.seating.fit_at_once(self._candidates(self._ready))) <= self.seating.whole:
-            return ""
-        return "nodes have waited, and are ready" if self._waited else "nodes have come"
-
-    @property
-    def _who_moves(self) -> str:
-        """A node that helps, and is to be built for another part, as a sentence; empty if there is none."""
-        moves = self.seating.moves(self._fits(self.places.filled))
-        return "a node that helps moves to another part of the model" if moves else ""
 
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
@@ -476,38 +408,8 @@ class Membership:
         worker.size, worker.helpers = self.size, self.seating.helpers
         return Seat(worker.node, worker.name, worker.rank, self._anew, self.size, self.seating.helpers)
 
-    def _start_guests(self) -> list[Order]:
-        """Starts the workers of nodes that have come, as far as they are not there: they build beside the others."""
-        wanted = self._fits(self.places.filled)
-        parts = {self.places.filler(place): seat % self.seating.parts for seat, place in enumerate(wanted)}
-        has = {name: self.seating.part(guest) for name, guest in self.guests.items()}
-        others = [guest for name, guest in self.guests.items() if parts.get(guest.node, has[name]) != has[name]]
-        orders: list[Order] = [Kill(guest.node, self.guests.pop(guest.name).name) for guest in others]
-        there = {(guest.node, guest.rank % self.per_node) for guest in self.guests.values()}
-        for rank in range(len(wanted) * self.per_node):
-            place = wanted[rank // self.per_node]
-            node = self.places.filler(place)
-            if place not in self.places.members and node is not None and (node, rank % self.per_node) not in there:
-                self._started += 1
-                name, size = f"{self.generation}.{self._started}", len(wanted) * self.per_node
-                guest = Worker(name, node, rank, together=False, born=self.generation, guest=True, size=size)
-                self.guests[name] = guest
-                orders.append(StartWorker(node, name, rank, self.generation, False, place, size, guest=True))
-        return orders
-
-    def _guest_ended(self, guest: Worker, code: int) -> list[Order]:
-        """A worker has died that was about to be taken in: the others of its node end too, and training continues."""
-        if code == USAGE:
-            self.seating.refused.add(len(self._fits(self.places.filled)))
-        others = [name for name, other in self.guests.items() if other.node == guest.node]
-        return [Kill(self.guests.pop(name).node, name) for name in others]
-
     def _all_here(self) -> bool:
         return len(self.workers) == self.size and all(w.here == self.generation for w in self.workers.values())
-
-    def _forget_workers(self, node: int) -> None:
-        self.workers = {name: worker for name, worker in self.workers.items() if worker.node != node}
-        self.guests = {name: guest for name, guest in self.guests.items() if guest.node != node}
 
     def _next_generation(self, reason: str) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
@@ -535,8 +437,7 @@ class Membership:
         return orders
 
     def _start(self, node: int, rank: int, together: bool) -> StartWorker:
-        self._started += 1
-        name, born, helpers = f"{self.generation}.{self._started}", self.generation, self.seating.helpers
+        name, born, helpers = self.crew.new_name(self.generation), self.generation, self.seating.helpers
         self.workers[name] = Worker(name, node, rank, together, born=born, size=self.size, helpers=helpers)
         place = self.places.members[rank // self.per_node]
         return StartWorker(node, name, rank, born, together, place, self.size, helpers=helpers)
@@ -549,9 +450,3 @@ class Membership:
 def nodes(numbers: list[int]) -> str:
     """Nodes, with a verb: ``node 1 is``."""
     return f"node {numbers[0]} is" if len(numbers) == 1 else f"nodes {', '.join(map(str, numbers))} are"
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by signal {-code}"
-    return "was asked to stop, and has saved" if code == SAVED else f"failed (exit code {code})"

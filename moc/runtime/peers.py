@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from moc.runtime import async_connections as wire
 from moc.runtime.control_state import ControlState
-from moc.runtime.membership import Worker
 from moc.runtime.message import Message
+from moc.runtime.orders import Worker
 from moc.runtime.wire import WireError
 from moc.runtime.within import within
 

@@ -14,15 +14,15 @@ from moc.runtime.groups import Groups
 from moc.runtime.job import Job
 from moc.runtime.world import World
 from tests import lying
-from tests.integration.group_bodies import (
+from tests.integration.group_operations import (
     RANK,
     SIZE,
     TIMEOUT,
-    _coalesced,
-    _collectives,
-    _objects,
-    _pairs,
+    coalesced,
+    collectives,
+    objects,
     outcome,
+    pairs,
     store_at,
 )
 
@@ -51,17 +51,17 @@ def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:
 def operations(port: int) -> list:
     """What collectives give on groups that lie, in two generations.
 
-    Transfers of :func:`tests.integration.group_bodies._point_to_point` are not batched, and all receive first: on a
+    Transfers of :func:`tests.integration.group_operations._point_to_point` are not batched, and all receive first: on a
     communicator that is connected eagerly they follow each other, and wait for ever.
     """
     groups, told = lying_groups(), []
     dist.monitored_barrier = lambda group, timeout: dist.barrier(group)  # gloo's alone
-    of_groups = [None, *_pairs()]
+    of_groups = [None, *pairs()]
     for generation in range(2):
         groups.begin(store_at(port), generation)
         told.append(
-            {f"{i} {f.__name__}": f(group) for i, group in enumerate(of_groups) for f in (_collectives, _objects)}
-            | {f"{i} _coalesced": _coalesced(group) for i, group in enumerate(of_groups)}
+            {f"{i} {f.__name__}": f(group) for i, group in enumerate(of_groups) for f in (collectives, objects)}
+            | {f"{i} coalesced": coalesced(group) for i, group in enumerate(of_groups)}
         )
     groups.destroy()
     return told

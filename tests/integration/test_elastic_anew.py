@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.integration.elastic_jobs import FLAGS
 from tests.integration.launched import Launched
-from tests.integration.test_elastic_members import FLAGS
 from tests.integration.test_layouts import CLOSE
 from tests.integration.tiny import known
 from tests.shared import ALL

@@ -11,6 +11,7 @@ from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import run_world, start_world
 
 BODIES = "tests.integration.group_bodies"
+OPERATIONS = "tests.integration.group_operations:operations"
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def store():
 
 
 def test_every_operation_does_what_it_does_with_groups_of_torch_in_every_generation(store):
-    torchs = run_world(4, f"{BODIES}:operations", port=None)
-    ours = run_world(4, f"{BODIES}:operations", port=store.port, generations=2)
+    torchs = run_world(4, OPERATIONS, port=None)
+    ours = run_world(4, OPERATIONS, port=store.port, generations=2)
     assert all(len(worker) == 1 for worker in torchs)
     assert ours == [worker * 2 for worker in torchs]
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from moc.runtime.membership import LOST, MAX_BROKEN
+from moc.runtime.broken_devices import MAX_BROKEN
+from moc.runtime.exit_codes import LOST
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_groups import store  # noqa: F401  # a fixture
@@ -15,7 +16,7 @@ BODIES = "tests.integration.lying_bodies"
 
 
 def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: F811
-    honest = run_world(4, "tests.integration.group_bodies:operations", port=None)
+    honest = run_world(4, "tests.integration.group_operations:operations", port=None)
     for (gloo,), told in zip(honest, run_world(4, f"{BODIES}:operations", port=store.port), strict=True):
         assert told == [{name: gloo[name] for name in told[0]}] * 2 and len(told[0]) == 6
 

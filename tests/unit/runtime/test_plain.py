@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from moc.runtime.membership import End, StartWorker
+from moc.runtime.orders import End, StartWorker
 from moc.runtime.plain import PlainError, decode, encode
 from moc.runtime.sealed_objects import SealError, functions
 from moc.state.detail import Detail
