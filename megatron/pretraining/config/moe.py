@@ -33,6 +33,9 @@ class MoeFlags(FlagGroup):
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "Inner width of all shared experts together, which process every token.", limits=">= 1"
     )
+    moe_shared_expert_gate: bool = flag(
+        False, "Weigh what shared experts add to a token by a sigmoid of the token, as Qwen2-MoE does."
+    )
     moe_shared_expert_overlap: bool = flag(
         False, "Compute shared experts during token dispatch; needs --moe-token-dispatcher-type alltoall."
     )
@@ -116,7 +119,8 @@ class MoeFlags(FlagGroup):
         )
         self._validate_router_groups(self.num_experts)
         self._validate_capacity()
-        self.needs("moe_shared_expert_overlap", "moe_shared_expert_intermediate_size")
+        for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+            self.needs(name, "moe_shared_expert_intermediate_size")
         self.needs("moe_shared_expert_overlap", "moe_token_dispatcher_type", "alltoall")
 
     def _validate_router_groups(self, experts: int) -> None:

@@ -53,6 +53,9 @@ class NetworkFlags(FlagGroup):
     add_bias_linear: bool = flag(True, "Biases in linear layers.", "--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "Bias in the query, key and value projections, even with --disable-bias-linear.")
     qk_layernorm: bool = flag(False, "Normalize queries and keys.")
+    qk_layernorm_full_width: bool = flag(
+        False, "Normalize queries and keys over all heads together, not each head by itself; needs --qk-layernorm."
+    )
     transformer_impl: str = flag(
         None,
         "Implementation of the layers: Transformer Engine's (default if installed), or megatron-core's own (local).",
@@ -74,4 +77,5 @@ class NetworkFlags(FlagGroup):
             f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention: add it.",
         )
         self.multiple("num_attention_heads", "num_query_groups")
+        self.needs("qk_layernorm_full_width", "qk_layernorm")
         refuse(self.swiglu and self.squared_relu, "--swiglu and --squared-relu exclude each other: drop one.")

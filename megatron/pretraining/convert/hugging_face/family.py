@@ -16,6 +16,11 @@ Config = Mapping[str, Any]
 """What ``config.json`` has."""
 
 
+def no_shared_experts(model: Model) -> int:
+    """The inner width of shared experts in families that have none."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model in transformers.
@@ -29,7 +34,11 @@ class Family:
         gate, up, down: an expert's matrices.
         shared: the module of shared experts within ``moe``; "" if the family has none.
         shared_gate: whether they have a gate of their own.
-        expert_bias: whether the router has a bias for each expert.
+        expert_bias: whether the router has a bias for each expert; zeros if our model has none.
+        shared_width: inner width of the shared experts that ``config_of`` declares for a model, 0 for none.  Where our
+            model has no shared experts and this is not 0, all their tensors are zeros.
+        ungated_down: where our shared experts have no gate and the family's do, ``down`` is our matrix times this, and
+            the gate is zeros: the sigmoid of 0 is a half.
     """
 
     name: str
@@ -43,3 +52,5 @@ class Family:
     shared: str = ""
     shared_gate: bool = False
     expert_bias: bool = False
+    shared_width: Callable[[Model], int] = no_shared_experts
+    ungated_down: float = 1.0

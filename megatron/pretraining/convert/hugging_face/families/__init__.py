@@ -1,1 +1,77 @@
-"""A file for each kind of model in transformers, which says how it is ours."""
+"""Families by name.  Every file in this directory is imported: adding a family means adding one file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from megatron.pretraining.convert.hugging_face.described import described
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from moc.store.errors import CheckpointError
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for module in pkgutil.iter_modules(__path__)
+    for family in [importlib.import_module(f"{__name__}.{module.name}").FAMILY]
+}
+_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
+
+
+def family_named(name: str) -> Family:
+    """The family of a ``model_type``.
+
+    Raises:
+        CheckpointError: it is not known.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name in _LATENT_ATTENTION:
+        raise CheckpointError(
+            f"{name} has multi-head latent attention (MLA), which megatron-core's own layers do not compute: the "
+            f"families are {', '.join(FAMILIES)}"
+        )
+    raise CheckpointError(f"models of {name} are not known: the families are {', '.join(FAMILIES)}")
+
+
+def family_of(config: Config) -> Family:
+    """The family of a configuration, by its ``model_type``; raises CheckpointError if it is not known."""
+    if not isinstance(name := config.get("model_type"), str):
+        raise CheckpointError("config.json has no model_type: it does not say what the weights are")
+    return family_named(name)
+
+
+def families_for(model: Model) -> list[Family]:
+    """The families that can say a model of ours: those that have what it has, or else those with zeros in addition."""
+    able = [family for family in FAMILIES.values() if _refusal(family, model) is None]
+    return [family for family in able if _plainly(family, model)] or able
+
+
+def family_for(model: Model) -> Family:
+    """The one family that can say a model of ours.
+
+    Raises:
+        CheckpointError: none can, or several.
+    """
+    able = families_for(model)
+    if len(able) == 1:
+        return able[0]
+    if able:
+        raise CheckpointError(
+            f"several families can say this model: choose --family {' or '.join(f.name for f in able)}"
+        )
+    reasons = "; ".join(str(_refusal(family, model)).partition("; ")[0] for family in FAMILIES.values())
+    raise CheckpointError(f"no family can say this model: {reasons}")
+
+
+def _refusal(family: Family, model: Model) -> CheckpointError | None:
+    try:
+        family.config_of(model)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _plainly(family: Family, model: Model) -> bool:
+    ours = described(model)
+    gated = not family.shared_gate or ours.moe.moe_shared_expert_gate
+    return gated and family.shared_width(model) == ours.shared

@@ -1,0 +1,217 @@
+"""``config.json`` of transformers: what all families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
+from megatron.pretraining.convert.hugging_face.family import Config
+from moc.store.errors import CheckpointError
+
+_SIZES = {  # keys by our field
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "moe_router_topk": "num_experts_per_tok",
+    "vocab_size": "vocab_size",
+}
+_ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+
+
+def key_missing(key: str) -> CheckpointError:
+    """What to raise for a key that must be there."""
+    return CheckpointError(f"config.json has no {key}: add it, as the model was trained")
+
+
+def unsupported(key: str, value: object, why: str) -> CheckpointError:
+    """What to raise for a value that we cannot compute."""
+    return CheckpointError(f"config.json has {key} {_written(value)}: {why}")
+
+
+def whole(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
+    """A number that must be there, or has this default."""
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise key_missing(key)
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise unsupported(key, value, f"it must be a whole number, at least {least}")
+    return value
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """A number that must be there, or has this default."""
+    value = config.get(key, default)
+    if value is None:
+        raise key_missing(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise unsupported(key, value, "it must be a number")
+    return float(value)
+
+
+def yes(config: Config, key: str, default: bool) -> bool:
+    """A switch, with what leaving it out means."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise unsupported(key, value, "it must be true or false")
+    return value
+
+
+def only(config: Config, key: str, wanted: object, why: str) -> None:
+    """Raises CheckpointError unless a key has this value, which it also has where it is left out."""
+    if config.get(key, wanted) != wanted:
+        raise unsupported(key, config[key], why)
+
+
+def read(
+    config: Config, experts: str, fixed: Mapping[str, Any], theta: float = 10000.0, partial: float = 1.0
+) -> dict[str, Any]:
+    """The fields of our flags that all families spell alike.
+
+    Args:
+        config: what ``config.json`` has.
+        experts: the key with the number of experts.
+        fixed: fields that have one value in the family.
+        theta: base of the rotary frequencies where nothing says it.
+        partial: share of each head that is rotated, where nothing says it.
+
+    Raises:
+        CheckpointError: we cannot compute what the configuration says.
+    """
+    _check(config)
+    values = dict(LLAMA_LIKE | fixed) | {field: whole(config, key) for field, key in _SIZES.items()}
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    groups = whole(config, "num_key_value_heads", heads)
+    base, share = _rope(config, theta, partial)
+    values |= dict(
+        kv_channels=whole(config, "head_dim", hidden // heads),
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        num_experts=whole(config, experts, least=2),
+        norm_epsilon=number(config, "rms_norm_eps"),
+        rotary_base=base,
+        rotary_percent=share,
+        untie_embeddings_and_output_weights=not yes(config, "tie_word_embeddings", False),
+        attention_dropout=float(config.get("attention_dropout") or 0),
+        hidden_dropout=0.0,
+    )
+    if config.get("router_aux_loss_coef") is not None:
+        values["moe_aux_loss_coeff"] = number(config, "router_aux_loss_coef")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def write(name: str, architecture: str, model: Described, experts: str, **own: Any) -> dict[str, Any]:
+    """The configuration of a model: the keys that all families spell alike, and the family's ``own``."""
+    network, moe = model.network, model.moe
+    base = float(network.rotary_base)
+    rope = {"rope_theta": base, "rope_type": "default"}
+    if network.rotary_percent != 1:
+        rope["partial_rotary_factor"] = own["partial_rotary_factor"] = network.rotary_percent
+    return {
+        "architectures": [architecture],
+        "model_type": name,
+        "vocab_size": model.vocab_size,
+        "hidden_size": network.hidden_size,
+        "num_hidden_layers": network.num_layers,
+        "num_attention_heads": network.num_attention_heads,
+        "num_key_value_heads": network.num_query_groups,
+        "head_dim": network.kv_channels,
+        "max_position_embeddings": network.max_position_embeddings,
+        "hidden_act": "silu",
+        "rms_norm_eps": network.norm_epsilon,
+        "rope_theta": base,
+        "rope_parameters": rope,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": not network.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        experts: moe.num_experts,
+        "num_experts_per_tok": moe.moe_router_topk,
+        **own,
+    }
+
+
+def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
+    """Our fields of a softmax router; dividing by the sum is the softmax over the selected experts alone."""
+    if divided and config["num_experts_per_tok"] == 1:
+        raise unsupported(
+            "num_experts_per_tok", 1, "the one expert would always weigh 1, and its router could not learn"
+        )
+    return {"moe_router_pre_softmax": not divided}
+
+
+def dense_and_sparse(config: Config) -> dict[str, Any]:
+    """Our fields of dense layers and experts, where a list of layers and a step say which are which."""
+    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(whole(config, "num_hidden_layers"))
+    return dict(
+        ffn_hidden_size=whole(config, "intermediate_size"),
+        moe_ffn_hidden_size=whole(config, "moe_intermediate_size"),
+        moe_layer_freq=layer_freq([int(layer not in dense and (layer + 1) % step == 0) for layer in layers]),
+    )
+
+
+def sparse_keys(model: Described) -> dict[str, Any]:
+    """The inverse, with the keys of the router."""
+    return dict(
+        intermediate_size=model.network.ffn_hidden_size,
+        moe_intermediate_size=model.moe.moe_ffn_hidden_size or model.network.ffn_hidden_size,
+        decoder_sparse_step=1,
+        mlp_only_layers=[layer for layer, experts in enumerate(model.expert_layers) if not experts],
+        norm_topk_prob=not model.moe.moe_router_pre_softmax,
+        router_aux_loss_coef=model.moe.moe_aux_loss_coeff,
+    )
+
+
+def layer_freq(layers: Sequence[int]) -> int | list[int]:
+    """Which layers have experts, as ``--moe-layer-freq`` takes it."""
+    if not any(layers):
+        raise CheckpointError("config.json has no layer with experts: only models with experts are supported")
+    return 1 if all(layers) else list(layers)
+
+
+def no_windows(config: Config, switch: str | None = None) -> None:
+    """Raises CheckpointError if attention is limited to a window; ``switch`` is the key that turns it on."""
+    why = "sliding windows of attention are not supported"
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise unsupported("layer_types", kind, why)
+    width = config.get("sliding_window")
+    if (switch is None or config.get(switch)) and width and width < whole(config, "max_position_embeddings"):
+        raise unsupported("sliding_window", width, why)
+
+
+def _check(config: Config) -> None:
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise unsupported("hidden_act", config["hidden_act"], "feed-forward layers must be gated by silu")
+    only(config, "quantization_config", None, "quantised weights are not supported, convert them first")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        only(config, key, 0, "layers that predict further tokens (MTP) are not supported")
+
+
+def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
+    """Base of the rotary frequencies and share of each head that is rotated, from either form."""
+    found = config.get("rope_parameters") or {}
+    for key in ("rope_scaling", "rope_parameters"):
+        for name, value in (config.get(key) or {}).items():
+            kind = name in ("type", "rope_type")
+            if isinstance(value, dict) or name not in _ROPE or (kind and value != "default"):
+                raise unsupported(key, {name: value}, "scaled rotary frequencies are not supported")
+    values = []
+    for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        said = {float(of[key]) for of in (found, config) if of.get(key) is not None}
+        if len(said) > 1:
+            raise CheckpointError(f"config.json has {key} twice, with different values: drop one of them")
+        values.append(said.pop() if said else default)
+    base, share = values
+    if base != int(base):
+        raise unsupported("rope_theta", base, "only whole numbers are supported")
+    return int(base), share
+
+
+def _written(value: object) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

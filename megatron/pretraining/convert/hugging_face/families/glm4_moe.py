@@ -1,0 +1,123 @@
+"""GLM-4-MoE (GLM-4.5, 2025): DeepSeek-V3's routing with grouped-query attention.
+
+Scores are sigmoids, experts are selected by score and bias within the best groups, and shared experts have no gate.  A
+model without shared experts gets some of an expert's width whose weights are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face import configuration as common
+from megatron.pretraining.convert.hugging_face.described import Described, check, described
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from moc.store.errors import CheckpointError
+
+_NAME, _ARCHITECTURE, _EXPERTS = "glm4_moe", "Glm4MoeForCausalLM", "n_routed_experts"
+_FIXED = dict(moe_router_score_function="sigmoid", moe_shared_expert_gate=False, qk_layernorm_full_width=False)
+_PER_GROUP = 2  # experts whose scores are a group's in transformers; topk // group_topk in megatron-core
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Our model; see :class:`Family`."""
+    values = common.read(config, _EXPERTS, _FIXED, partial=0.5)
+    width = common.whole(config, "moe_intermediate_size")
+    dense = common.whole(config, "first_k_dense_replace", 1, least=0)
+    return (
+        values
+        | _groups_of(config, values["moe_router_topk"])
+        | dict(
+            ffn_hidden_size=common.whole(config, "intermediate_size"),
+            moe_ffn_hidden_size=width,
+            moe_shared_expert_intermediate_size=width * common.whole(config, "n_shared_experts", 1),
+            moe_layer_freq=common.layer_freq([int(layer >= dense) for layer in range(values["num_layers"])]),
+            moe_router_enable_expert_bias=True,
+            moe_router_dtype="fp32",
+            moe_router_topk_scaling_factor=common.number(config, "routed_scaling_factor", 1.0),
+            qk_layernorm=common.yes(config, "use_qk_norm", False),
+            add_qkv_bias=common.yes(config, "attention_bias", False),
+        )
+    )
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The configuration; see :class:`Family`."""
+    ours = described(model)
+    check(_NAME, ours, _FIXED)
+    _check_groups(ours)
+    moe, dense = ours.moe, ours.expert_layers.index(1)
+    if not all(ours.expert_layers[dense:]):
+        raise CheckpointError(
+            f"{_NAME} cannot say --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
+            "experts; choose another --family"
+        )
+    width = moe.moe_ffn_hidden_size or ours.network.ffn_hidden_size
+    if ours.shared % width:
+        raise CheckpointError(
+            f"{_NAME} cannot say --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
+            f"--moe-ffn-hidden-size {width}; choose another --family"
+        )
+    return common.write(
+        _NAME,
+        _ARCHITECTURE,
+        ours,
+        _EXPERTS,
+        intermediate_size=ours.network.ffn_hidden_size,
+        moe_intermediate_size=width,
+        n_shared_experts=shared_width(model) // width,
+        first_k_dense_replace=dense,
+        n_group=moe.moe_router_num_groups or 1,
+        topk_group=moe.moe_router_group_topk or 1,
+        norm_topk_prob=moe.moe_router_topk > 1,
+        routed_scaling_factor=moe.moe_router_topk_scaling_factor or 1.0,
+        use_qk_norm=ours.network.qk_layernorm,
+        attention_bias=ours.network.add_qkv_bias,
+        partial_rotary_factor=ours.network.rotary_percent,
+        num_nextn_predict_layers=0,
+    )
+
+
+def shared_width(model: Model) -> int:
+    """Inner width of the shared experts, which the family always has."""
+    ours = described(model)
+    return ours.shared or ours.moe.moe_ffn_hidden_size or ours.network.ffn_hidden_size
+
+
+def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
+    groups, selected = common.whole(config, "n_group", 1), common.whole(config, "topk_group", 1)
+    if common.yes(config, "norm_topk_prob", True) != (chosen > 1):
+        raise common.unsupported(
+            "norm_topk_prob",
+            config.get("norm_topk_prob", True),
+            "scores of several selected experts are always divided by their sum, and that of one never",
+        )
+    if groups == selected:  # no group is left out
+        return {}
+    if chosen // selected != _PER_GROUP:
+        raise common.unsupported(
+            "topk_group",
+            selected,
+            f"groups are compared by their {chosen} // {selected} best experts (num_experts_per_tok // topk_group), "
+            f"and in transformers by their {_PER_GROUP} best",
+        )
+    return dict(moe_router_num_groups=groups, moe_router_group_topk=selected)
+
+
+def _check_groups(ours: Described) -> None:
+    chosen, selected = ours.moe.moe_router_topk, ours.moe.moe_router_group_topk
+    if selected and chosen // selected != _PER_GROUP:
+        raise CheckpointError(
+            f"{_NAME} compares groups by their {_PER_GROUP} best experts, and --moe-router-topk {chosen} with "
+            f"--moe-router-group-topk {selected} by {chosen // selected}: no family can say that"
+        )
+
+
+FAMILY = Family(
+    _NAME,
+    _ARCHITECTURE,
+    flags_of,
+    config_of,
+    shared="shared_experts",
+    expert_bias=True,
+    shared_width=shared_width,
+)

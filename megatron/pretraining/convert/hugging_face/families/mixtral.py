@@ -1,0 +1,51 @@
+"""Mixtral (Jiang et al., 2024): experts in every layer, weighted by the softmax over the selected ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face import configuration as common
+from megatron.pretraining.convert.hugging_face.described import (
+    SOFTMAX,
+    check,
+    check_all_layers_have_experts,
+    described,
+)
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+
+_NAME, _ARCHITECTURE, _EXPERTS = "mixtral", "MixtralForCausalLM", "num_local_experts"
+_FIXED = SOFTMAX | dict(
+    add_qkv_bias=False,
+    qk_layernorm=False,
+    rotary_percent=1.0,
+    moe_router_pre_softmax=False,
+    moe_shared_expert_intermediate_size=None,
+)
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Our model; see :class:`Family`."""
+    common.no_windows(config)
+    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
+    width = common.whole(config, "intermediate_size")
+    values = common.read(config, _EXPERTS, _FIXED, theta=1e6)
+    return values | common.softmax_router(config, True) | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The configuration; see :class:`Family`."""
+    ours = described(model)
+    check(_NAME, ours, _FIXED)
+    check_all_layers_have_experts(_NAME, ours)
+    return common.write(
+        _NAME,
+        _ARCHITECTURE,
+        ours,
+        _EXPERTS,
+        intermediate_size=ours.moe.moe_ffn_hidden_size,
+        router_aux_loss_coef=ours.moe.moe_aux_loss_coeff,
+        sliding_window=None,
+    )
+
+
+FAMILY = Family(_NAME, _ARCHITECTURE, flags_of, config_of, moe="block_sparse_moe", gate="w1", up="w3", down="w2")

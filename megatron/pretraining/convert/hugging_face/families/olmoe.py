@@ -1,0 +1,64 @@
+"""OLMoE (Muennighoff et al., 2024): queries and keys are normalised over all heads together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face import configuration as common
+from megatron.pretraining.convert.hugging_face.described import (
+    SOFTMAX,
+    check,
+    check_all_layers_have_experts,
+    described,
+)
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from moc.store.errors import CheckpointError
+
+_NAME, _ARCHITECTURE, _EXPERTS = "olmoe", "OlmoeForCausalLM", "num_experts"
+_FIXED = SOFTMAX | dict(
+    add_qkv_bias=False,
+    qk_layernorm=True,
+    qk_layernorm_full_width=True,
+    rotary_percent=1.0,
+    moe_shared_expert_intermediate_size=None,
+)
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Our model; see :class:`Family`."""
+    common.no_windows(config)
+    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
+    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
+    width = common.whole(config, "intermediate_size")
+    values = common.read(config, _EXPERTS, _FIXED)
+    if values["kv_channels"] * values["num_attention_heads"] != values["hidden_size"]:
+        raise common.unsupported("head_dim", values["kv_channels"], "heads of this family make up hidden_size")
+    values |= common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+    return values | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The configuration; see :class:`Family`."""
+    ours = described(model)
+    check(_NAME, ours, _FIXED)
+    check_all_layers_have_experts(_NAME, ours)
+    if ours.head_dim * ours.network.num_attention_heads != ours.network.hidden_size:
+        raise CheckpointError(
+            f"{_NAME} cannot say --kv-channels {ours.head_dim}, only --hidden-size / --num-attention-heads; choose "
+            "another --family"
+        )
+    return common.write(
+        _NAME,
+        _ARCHITECTURE,
+        ours,
+        _EXPERTS,
+        intermediate_size=ours.moe.moe_ffn_hidden_size,
+        norm_topk_prob=not ours.moe.moe_router_pre_softmax,
+        router_aux_loss_coef=ours.moe.moe_aux_loss_coeff,
+        attention_bias=False,
+        clip_qkv=None,
+    )
+
+
+FAMILY = Family(_NAME, _ARCHITECTURE, flags_of, config_of)

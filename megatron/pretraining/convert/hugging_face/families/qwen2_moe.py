@@ -1,0 +1,65 @@
+"""Qwen2-MoE (Yang et al., 2024): any layers may be dense, and shared experts have a gate.
+
+Shared experts without a gate are the same with a gate of zeros, whose sigmoid is a half, and twice the last matrix.  A
+model without shared experts gets some of width 1 whose weights are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face import configuration as common
+from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, described
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+
+_NAME, _ARCHITECTURE, _EXPERTS = "qwen2_moe", "Qwen2MoeForCausalLM", "num_experts"
+_FIXED = SOFTMAX | dict(qk_layernorm=False, rotary_percent=1.0)
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Our model; see :class:`Family`."""
+    common.no_windows(config, "use_sliding_window")
+    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
+    return (
+        common.read(config, _EXPERTS, _FIXED)
+        | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+        | common.dense_and_sparse(config)
+        | dict(
+            add_qkv_bias=common.yes(config, "qkv_bias", True),
+            moe_shared_expert_intermediate_size=common.whole(config, "shared_expert_intermediate_size"),
+            moe_shared_expert_gate=True,
+        )
+    )
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The configuration; see :class:`Family`."""
+    ours = described(model)
+    check(_NAME, ours, _FIXED)
+    return common.write(
+        _NAME,
+        _ARCHITECTURE,
+        ours,
+        _EXPERTS,
+        qkv_bias=ours.network.add_qkv_bias,
+        shared_expert_intermediate_size=shared_width(model),
+        use_sliding_window=False,
+        **common.sparse_keys(ours),
+    )
+
+
+def shared_width(model: Model) -> int:
+    """Inner width of the shared experts, which the family always has."""
+    return model.get("moe_shared_expert_intermediate_size") or 1
+
+
+FAMILY = Family(
+    _NAME,
+    _ARCHITECTURE,
+    flags_of,
+    config_of,
+    shared="shared_expert",
+    shared_gate=True,
+    shared_width=shared_width,
+    ungated_down=2.0,
+)

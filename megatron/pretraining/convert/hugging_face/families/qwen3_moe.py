@@ -1,0 +1,41 @@
+"""Qwen3-MoE (Yang et al., 2025): queries and keys of each head are normalised, any layers may be dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.convert.hugging_face import configuration as common
+from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, described
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+
+_NAME, _ARCHITECTURE, _EXPERTS = "qwen3_moe", "Qwen3MoeForCausalLM", "num_experts"
+_FIXED = SOFTMAX | dict(
+    add_qkv_bias=False,
+    qk_layernorm=True,
+    qk_layernorm_full_width=False,
+    rotary_percent=1.0,
+    moe_shared_expert_intermediate_size=None,
+)
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Our model; see :class:`Family`."""
+    common.no_windows(config, "use_sliding_window")
+    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
+    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    return (
+        common.read(config, _EXPERTS, _FIXED)
+        | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+        | common.dense_and_sparse(config)
+    )
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The configuration; see :class:`Family`."""
+    ours = described(model)
+    check(_NAME, ours, _FIXED)
+    own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(ours)
+    return common.write(_NAME, _ARCHITECTURE, ours, _EXPERTS, **own)
+
+
+FAMILY = Family(_NAME, _ARCHITECTURE, flags_of, config_of)
