@@ -165,8 +165,11 @@ class Election:
         self._known = max(self._known, epoch)
         before = self._there.get(node)
         voter = self._there[node] = _Voter(now + free_in, now - silent)
-        if self.leads and epoch == self.epoch and before is not None and before.promised:  # a reconnect
-            voter.promised, voter.echoed, voter.free_at = True, before.echoed, before.free_at
+        if self.leads and before is not None:
+            # What it has echoed keeps counting, as while it is away: a new process of it promises no other one so soon.
+            voter.echoed = before.echoed
+            if epoch == self.epoch and before.promised:  # a reconnect
+                voter.promised, voter.free_at = True, before.free_at
 
     def goes(self, node: int) -> None:
         """Unregisters a disconnected agent; under a leader its last echo keeps counting."""

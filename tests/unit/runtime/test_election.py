@@ -90,6 +90,22 @@ def test_a_leader_steps_down_when_somebody_has_followed_a_later_one():
     assert election.is_over(11.0)
 
 
+def test_a_leader_goes_on_when_a_node_of_its_majority_dies_and_is_started_again():
+    """The fourth node has followed another one, and is not counted on yet."""
+    election = elected(voters=5, there=(0, 1, 2, 3))
+    epoch = election.stands(10.0)
+    for node, free_in in ((3, 3.0), (0, 0.0), (1, 0.0), (2, 0.0)):
+        election.promised(node, epoch, free_in, 10.0)
+    election.goes(2)
+    election.comes(2, -1, TIMES.promise_s, 0.0, now=12.0)
+    for node in (0, 1, 3):
+        election.echoed(node, 12.5)
+    assert election.heard(12.5) == 10.0 and election.may_order(12.5) and not election.is_over(12.5)
+    election.echoed(3, 13.0)
+    election.echoed(2, 13.0)  # by the process of before: this one has promised nothing
+    assert election.heard(13.0) == 12.5
+
+
 def test_an_agent_follows_one_at_a_time():
     agent = Allegiance(3, TIMES.promise_s, born=0.0)
     assert agent.free_in(0, 1.0) == 3.0  # one before this process may have promised something
