@@ -19,6 +19,7 @@ _SIZES = {  # keys by our field
     "vocab_size": "vocab_size",
 }
 _MOST_LAYERS = 10_000
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 
@@ -96,7 +97,7 @@ def read(
         kv_channels=whole(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        num_experts=whole(config, experts),
+        num_experts=_experts(config, experts),
         norm_epsilon=number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
@@ -114,8 +115,8 @@ def write(name: str, architecture: str, model: Described, experts: str, **own: A
     network, moe = model.network, model.moe
     base = float(network.rotary_base)
     rope = {"rope_theta": base, "rope_type": "default"}
-    if network.rotary_percent != 1:
-        rope["partial_rotary_factor"] = own["partial_rotary_factor"] = network.rotary_percent
+    if "partial_rotary_factor" in own:
+        rope["partial_rotary_factor"] = own["partial_rotary_factor"]
     return {
         "architectures": [architecture],
         "model_type": name,
@@ -190,6 +191,14 @@ def no_windows(config: Config, switch: str | None = None) -> None:
     on = switch is None or yes(config, switch, False)
     if on and 0 < width < whole(config, "max_position_embeddings"):
         raise unsupported("sliding_window", width, why)
+
+
+def _experts(config: Config, key: str) -> int:
+    """The number of experts, also by the keys that transformers takes for others: Qwen3-MoE has had two."""
+    said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
+    if len(said) > 1:
+        raise CheckpointError(f"config.json has different numbers of experts ({', '.join(_EXPERTS)}): drop one of them")
+    return said.pop() if said else whole(config, key)
 
 
 def _check(config: Config) -> None:

@@ -236,6 +236,7 @@ KEYS = [  # family (or any), keys that we cannot compute, what the sentence name
     (None, {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
     (None, {"num_attention_heads": 0}, "num_attention_heads 0"),
     (None, {"hidden_size": "64"}, "hidden_size \"64\""),
+    (None, {"num_local_experts": 3, "num_experts": 4}, "different numbers of experts"),
     (None, {"rms_norm_eps": "small"}, "rms_norm_eps"),
     (None, {"tie_word_embeddings": 1}, "tie_word_embeddings 1"),
     ("mixtral", {"sliding_window": 16}, "sliding_window 16"),
