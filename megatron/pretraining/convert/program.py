@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
-from moc.policy import is_of_windows
 from moc.output import human, progress, refused
+from moc.policy import is_of_windows
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
@@ -59,10 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a directory of checkpoints, one iter_* in it, or one of hf")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a directory of checkpoints, one iter_* in it, or one of hf"
+    )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write an iter_* into")
     parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
-    parser.add_argument("--to", choices=(SNAPSHOT, TORCH_DIST, HUGGING_FACE), help="format to write (default: the other one)")
+    parser.add_argument(
+        "--to", choices=(SNAPSHOT, TORCH_DIST, HUGGING_FACE), help="format to write (default: the other one)"
+    )
     parser.add_argument(
         "--writers",
         type=int,

@@ -127,7 +127,9 @@ def check_hashes(directory: Path, advance: Advance) -> None:
         return
     said = read_json(directory / CONVERSION)
     if said.get("format") != FORMAT or not isinstance(files := said.get("files"), dict):
-        raise CheckpointError(f"{directory / CONVERSION} is not of this program: remove it, if you know where it is from")
+        raise CheckpointError(
+            f"{directory / CONVERSION} is not of this program: remove it, if you know where it is from"
+        )
     for name, entry in files.items():
         if damage := dense_files.damage_in(directory, {name: entry}):
             raise CheckpointError(f"{damage}; convert the source again, or remove {CONVERSION} if you changed it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.pretraining.convert.contents import DTYPES, check_whole
@@ -58,7 +59,7 @@ def _refuse_flags(flags: list[str]) -> list[str]:
     return flags
 
 
-def _source(directory: Path, iteration: int) -> dict[str, object]:
+def _source(directory: Path, iteration: int) -> Mapping[str, object]:
     manifest = directory / MANIFEST
     said = {"name": directory.resolve().name, "iteration": iteration}
     return said | ({"manifest_xxh3_128": digest_of(manifest.read_bytes())} if manifest.is_file() else {})

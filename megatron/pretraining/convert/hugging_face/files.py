@@ -87,7 +87,9 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{directory / INDEX} does not say that {name} is in {file}")
             found[name] = stored
     if lacking := [name for name in index or () if name not in found]:
-        raise CheckpointError(f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, although the index says so")
+        raise CheckpointError(
+            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, although the index says so"
+        )
     return found
 
 

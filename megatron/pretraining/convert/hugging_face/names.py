@@ -121,7 +121,9 @@ def _pairs(model: Described, family: Family) -> Iterator[Pair]:
     yield _same(_EMBEDDING, "model.embed_tokens.weight", words)
     for layer, experts in enumerate(model.expert_layers):
         for pair in (*_attention(model), *(_experts(model, family) if experts else _dense(model))):
-            yield replace(pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}")
+            yield replace(
+                pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}"
+            )
     yield _same("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
     if model.network.untie_embeddings_and_output_weights:
         yield _same(_OUTPUT, "lm_head.weight", words)
@@ -200,7 +202,9 @@ def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[
     if not shared:
         return
     if not model.shared:
-        for name, shape in zip(_shared_names(family), ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True):
+        for name, shape in zip(
+            _shared_names(family), ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True
+        ):
             yield f"{moe}.{family.shared}.{name}.weight", shape
     if family.shared_gate and not (model.shared and model.moe.moe_shared_expert_gate):
         yield f"{moe}.{family.shared}_gate.weight", (1, hidden)

@@ -15,6 +15,7 @@ from megatron.pretraining.process import cpu
 cpu.install()  # comes before megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch._C._distributed_c10d import HashStore  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
@@ -31,7 +32,7 @@ def main(asked: str) -> int:
     contents = contents_of(Path(ask["source"]), ask["allow_stale"], ask["trust"])
     weights = weights_of(contents, DTYPES.get(ask["dtype"] or ""))
     tokens = torch.from_numpy(numpy.load(ask["tokens"]))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     numpy.save(ask["into"], _logits(ask["model"], weights, tokens, DTYPES.get(ask["dtype"] or "")))

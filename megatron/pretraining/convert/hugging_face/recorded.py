@@ -27,7 +27,7 @@ _HOW_IT_RUNS = (  # what depends on the machine, or on a layout, and not on the 
 _LONGEST = 4096  # tokens of a sample, where only the model says how many there may be
 
 
-def recorded(state: Mapping[str, Any], flags: Sequence[str], where: object) -> tuple[Mapping, Mapping | None]:
+def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tuple[Mapping, Mapping | None]:
     """Model and tokenizer of a checkpoint, by its state, or by the flags of its run if it does not record them.
 
     Raises:
@@ -35,21 +35,18 @@ def recorded(state: Mapping[str, Any], flags: Sequence[str], where: object) -> t
     """
     if state.get("model"):
         return state["model"], state.get("tokenizer")
-    if not flags:
+    if not argv:
         raise CheckpointError(
             f"{where} does not record its model, since an earlier version wrote it: give the flags of the run behind --"
         )
-    config = parse_config(list(flags))
+    config = parse_config(list(argv))
     contents.check_shape(config, state.get("shape") or {}, where)
-    tokens = config.tokenizer
+    flags = config.tokenizer
     try:
-        tokenizer = build_tokenizer(
-            tokens.tokenizer_type, tokens.tokenizer_model, tokens.vocab_size, tokens.tokenizer_revision
-        )
+        made = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size, flags.tokenizer_revision)
     except TokenizerError as error:
         raise CheckpointError(str(error)) from None
-    said = dict(type=tokens.tokenizer_type, model=tokens.tokenizer_model, revision=tokens.tokenizer_revision)
-    return _model(config) | {"vocab_size": tokenizer.vocab_size}, said
+    return contents.model(config, made.vocab_size), contents.tokenizer(flags)
 
 
 def composed(model: Mapping[str, Any], **more: object) -> Config:
@@ -60,7 +57,7 @@ def composed(model: Mapping[str, Any], **more: object) -> Config:
         raise CheckpointError(f"this program cannot compute the model: {error}") from None
 
 
-_OF_NO_RUN: Mapping[str, Any] = dict(
+_OF_NO_RUN: dict[str, Any] = dict(
     micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, seq_length=1, tokenizer_type="NullTokenizer",
     make_vocab_size_divisible_by=1,
 )  # fmt: skip
@@ -96,14 +93,9 @@ def first_state(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, An
         "grad_scaler": None,
         "shape": contents.shape(config),
         "sample_order": {},
-        "model": _model(config) | {"vocab_size": model["vocab_size"]},
+        "model": contents.model(config, model["vocab_size"]),
         "tokenizer": said,
     }
-
-
-def _model(config: Config) -> dict[str, Any]:
-    values = {name: getattr(config.network if hasattr(config.network, name) else config.moe, name) for name in _fields()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @functools.cache

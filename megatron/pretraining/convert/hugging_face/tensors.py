@@ -65,7 +65,9 @@ class Exported:
             return values
         scaled = values * pair.factor
         if not torch.equal(scaled / pair.factor, values):
-            raise CheckpointError(f"{tensor.name}, {pair.factor:g} times {pair.ours}, is out of range: pass --dtype bf16")
+            raise CheckpointError(
+                f"{tensor.name}, {pair.factor:g} times {pair.ours}, is out of range: pass --dtype bf16"
+            )
         return scaled
 
 
