@@ -47,7 +47,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
     """A number that must be there, or has this default."""
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     if value is None:
         raise key_missing(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -57,7 +57,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
 
 def yes(config: Config, key: str, default: bool) -> bool:
     """A switch, with what leaving it out means."""
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, bool):
         raise unsupported(key, value, "it must be true or false")
     return value
@@ -65,7 +65,7 @@ def yes(config: Config, key: str, default: bool) -> bool:
 
 def only(config: Config, key: str, wanted: object, why: str) -> None:
     """Raises CheckpointError unless a key has this value, which it also has where it is left out."""
-    if config.get(key, wanted) != wanted:
+    if config.get(key) not in (None, wanted):
         raise unsupported(key, config[key], why)
 
 
@@ -205,8 +205,9 @@ def _check(config: Config) -> None:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise unsupported("hidden_act", config["hidden_act"], "feed-forward layers must be gated by silu")
     only(config, "quantization_config", None, "quantised weights are not supported, convert them first")
+    why = "layers that predict further tokens (MTP) are not supported: set it to 0, and remove their weights"
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        only(config, key, 0, "layers that predict further tokens (MTP) are not supported")
+        only(config, key, 0, why)
 
 
 def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
