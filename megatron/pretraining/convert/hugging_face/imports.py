@@ -79,7 +79,7 @@ def _compare(contents: Imported, written: DenseContents, advance: Advance) -> No
     for tensor in contents.tensors:
         one, other = (of.read(tensor.name, PARAM, tensor.region) for of in (contents, written))
         if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8)):
-            raise CheckpointError(f"{tensor.name} was read back with other bits: remove the checkpoint and retry")
+            raise CheckpointError(f"{tensor.name} was read back with other bits: remove iter_0000000, retry")
         advance(tensor.nbytes)
 
 

@@ -71,8 +71,8 @@ def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
     apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
     if not apart <= CLOSE * max(largest, 1.0):  # also where there are NaNs
         raise CheckpointError(
-            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}; the result "
-            "stays to look at"
+            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}; what "
+            "was written stays, to look at"
         )
     return f"logits are at most {apart:.1e} apart, of {largest:.2g} (fp32, {ours.shape[0] * ours.shape[1]} tokens)"
 

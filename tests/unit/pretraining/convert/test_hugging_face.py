@@ -1,8 +1,10 @@
 """Tensors of transformers are rows of ours: there and back no bit differs, and nothing is missing without a word."""
 
 import json
+import math
 import os
 
+import numpy
 import pytest
 
 from megatron.pretraining.process import cpu
@@ -24,6 +26,7 @@ from megatron.pretraining.convert.hugging_face import directory, tensors  # noqa
 from megatron.pretraining.convert.hugging_face.directory import Description, write_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
+from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
 from megatron.pretraining.convert.hugging_face.recorded import first_state  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
@@ -399,3 +402,13 @@ def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
     for words in (["--verify"], ["--check-logits"], ["--family", "mixtral"]):
         with pytest.raises(SystemExit):
             program.main([str(root), str(tmp_path / "new"), *words])
+
+
+@pytest.mark.parametrize("apart", [1.0, 2e-3, math.nan])
+def test_models_that_compute_something_else_are_told(apart):
+    theirs = numpy.full((2, 3, 4), 10.0, numpy.float32)
+    assert "at most" in _judged(theirs + 1e-4, theirs)
+    ours = theirs.copy()
+    ours[1, 2, 3] += apart
+    with pytest.raises(CheckpointError, match="the models differ"):
+        _judged(ours, theirs)
