@@ -45,7 +45,7 @@ def bare_loop(run):
 
     config, topology = run.config, run.stepper.topology
     dataset: Any = run.streams["train"]._dataset if run.streams["train"] else None
-    chunks = build_model(config, run.vocab_size, build_gpt)
+    chunks = build_model(config, run.vocabulary.rows, build_gpt)
     optimizer = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     chunks[0].config.grad_scale_func = optimizer.scale_loss

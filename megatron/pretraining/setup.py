@@ -13,7 +13,7 @@ from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations, why_anew
 from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
-from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretraining.data.tokenizer import Vocabulary, build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.layer import elastic_layers
 from megatron.pretraining.elastic.members import is_settled, migrate, settle
@@ -72,7 +72,7 @@ class WorkerParts:
         world: this worker's place in the current generation.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
-        vocab_size: rows of the embedding.
+        vocabulary: tokens, and rows of the embedding.
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -90,7 +90,7 @@ class WorkerParts:
     forward_step: ForwardStep
     streams: dict[str, BatchStream | None]
     train_iters: int
-    vocab_size: int
+    vocabulary: Vocabulary
     log: Log
     auto: AutoPolicy | None
     session: Session | None = None
@@ -131,7 +131,7 @@ class TrainingRun:
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
-        vocab_size: rows of the embedding.
+        vocabulary: tokens, and rows of the embedding.
         rebalancer: as in :class:`WorkerParts`.
         guests: nodes that come; None where their number does not vary, or workers are started anew.
     """
@@ -146,7 +146,7 @@ class TrainingRun:
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
-    vocab_size: int
+    vocabulary: Vocabulary
     rebalancer: Rebalancer | None = None
     guests: Guests | None = None
 
@@ -176,8 +176,9 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
     flags = config.tokenizer
     tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size, flags.tokenizer_revision)
-    vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
-    log = Log(config, world, vocab_size, train_iters, timers)
+    rows = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
+    vocabulary = Vocabulary(tokenizer.vocab_size, rows)
+    log = Log(config, world, rows, train_iters, timers)
     if world.device.type == "cuda" and (warning := may_differ(config)):
         log.message(warning)
     stop.check_set_up(world)
@@ -185,7 +186,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
 
     nodes = nodes_of(config, world.size, world.job.helpers)
     plans = first_plans(config, nodes) if config.elastic.elastic else None
-    chunks = build_model(config, vocab_size, providers.model, plans)
+    chunks = build_model(config, rows, providers.model, plans)
     optimizer = build_optimizer(config, chunks)
     dispatch = config.elastic.elastic_dispatch
     replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
@@ -208,7 +209,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     phases.done("data")
     auto = auto_policy(config, log)
     state = chunks, optimizer, scheduler
-    parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
+    parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocabulary, log, auto)
     parts.replicas, parts.shards = replicas, shards
     return parts
 
@@ -236,7 +237,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     topology = topology_of(config, world)
     sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
     state = parts.chunks, parts.optimizer, parts.scheduler
-    checkpoints = Checkpoints(config, world, *state, log)
+    checkpoints = Checkpoints(config, world, *state, parts.vocabulary, log)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
     alone = NoNeighbours(parts.chunks[0].config) if world.helps else None
     stepper = Stepper(
@@ -252,12 +253,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         boundaries=crossing,
     )
     under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size, parts.replicas)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints
     if parts.replicas is not None:
-        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocab_size)
+        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocabulary.rows)
         if not is_settled(parts.replicas, parts.shards):
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
@@ -285,7 +286,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
     )
     parts.remains.trained = True
-    data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer, guests
+    data = parts.streams, splits, parts.train_iters, parts.vocabulary, parts.rebalancer, guests
     return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
 
 

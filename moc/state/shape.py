@@ -24,11 +24,13 @@ class ModelShape:
         num_experts: experts in each layer with experts.
         expert_ffn_hidden_size: inner width of an expert.
         shared_ffn_hidden_size: total inner width of the shared experts of a layer; 0 for none.
+        shared_gate: shared experts have a gate of one output for each token.
         gated: the feed-forward layers and experts have a gate (SwiGLU).
         linear_bias: linear layers have biases.
         qkv_bias: the QKV projection has a bias even if other linear layers have none.
         norm_bias: norms have biases (LayerNorm).
         qk_norm: queries and keys are normalised.
+        qk_norm_full_width: over all heads together, not each head by itself.
         tied: embedding and output layer share their weight.
     """
 
@@ -43,11 +45,13 @@ class ModelShape:
     num_experts: int = 0
     expert_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
     gated: bool = False
     linear_bias: bool = True
     qkv_bias: bool = False
     norm_bias: bool = True
     qk_norm: bool = False
+    qk_norm_full_width: bool = False
     tied: bool = True
 
 
@@ -57,7 +61,7 @@ def model_operators(shape: ModelShape) -> list[Operator]:
     operators = [Operator("embedding", "embedding", None, None, words + positions, unsliced=positions)]
     for layer, has_experts in enumerate(shape.expert_layers):
         operators.append(_attention(shape, layer))
-        operators.append(_mlp(shape, layer, shape.shared_ffn_hidden_size if has_experts else shape.ffn_hidden_size))
+        operators.append(_shared(shape, layer) if has_experts else _mlp(shape, layer, shape.ffn_hidden_size))
         if has_experts:
             router = shape.num_experts * (shape.hidden_size + shape.linear_bias)
             operators.append(Operator(f"layers.{layer}.router", "router", layer, None, router, unsliced=router))
@@ -71,13 +75,19 @@ def _attention(shape: ModelShape, layer: int) -> Operator:
     into = shape.query_width + 2 * shape.key_width
     sliced = shape.hidden_size * (into + shape.query_width) + into * (shape.linear_bias or shape.qkv_bias)
     unsliced = _norm(shape, shape.hidden_size) + shape.hidden_size * shape.linear_bias
-    unsliced += 2 * _norm(shape, shape.head_width) * shape.qk_norm
+    if shape.qk_norm:
+        widths = (shape.query_width, shape.key_width) if shape.qk_norm_full_width else 2 * (shape.head_width,)
+        unsliced += sum(_norm(shape, width) for width in widths)
     return Operator(f"layers.{layer}.attention", "attention", layer, None, sliced + unsliced, unsliced)
 
 
-def _mlp(shape: ModelShape, layer: int, width: int) -> Operator:
+def _shared(shape: ModelShape, layer: int) -> Operator:
+    return _mlp(shape, layer, shape.shared_ffn_hidden_size, shape.hidden_size * shape.shared_gate)
+
+
+def _mlp(shape: ModelShape, layer: int, width: int, gate: int = 0) -> Operator:
     sliced, unsliced = _feed_forward(shape, width) if width else (0, 0)
-    unsliced += _norm(shape, shape.hidden_size)
+    unsliced += _norm(shape, shape.hidden_size) + gate
     return Operator(f"layers.{layer}.mlp", "mlp", layer, None, sliced + unsliced, unsliced)
 
 

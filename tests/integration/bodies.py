@@ -291,7 +291,7 @@ def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list
 
 def _load(run, flags: dict) -> str | None:
     stepper = run.stepper
-    parts = run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.log
+    parts = run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.vocabulary, run.log
     checkpoints = Checkpoints(compose(flags), *parts)
     before = weights_of(run.stepper.chunks)
     try:

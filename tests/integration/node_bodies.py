@@ -91,7 +91,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
             config = compose(flags | place)
-            engine = MegatronEngine(config, step, None, run.vocab_size)
+            engine = MegatronEngine(config, step, None, run.vocabulary)
             session = Session(engine, settings_of(config, engine), run.log, elsewhere=run.checkpoints)
             position = session.resume()
             steps = sorted(set(state.steps().values()))

@@ -32,7 +32,7 @@ def complete_late(flags: dict, pattern: str) -> dict:
     """
 
     def use(run) -> dict:
-        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocab_size)
+        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocabulary)
         state = engine.state
         _steps(run, 1)
         position, kept, steps = run.position, _copies(state), state.steps()
@@ -69,7 +69,7 @@ def apply_again(flags: dict) -> dict:
     """
 
     def use(run) -> dict:
-        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocab_size)
+        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocabulary)
         state = engine.state
         _steps(run, 1)
         position, before, steps, scalars = run.position, _copies(state), state.steps(), engine.scalars(run.position)

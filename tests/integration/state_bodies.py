@@ -179,7 +179,7 @@ def _state(run) -> MegatronState:
 
 def _fresh_state(run) -> MegatronState:
     config = run.config.replace("rng", seed=run.config.rng.seed + 1)
-    chunks = build_model(config, run.vocab_size, program.providers().model)
+    chunks = build_model(config, run.vocabulary.rows, program.providers().model)
     return MegatronState(chunks, build_optimizer(config, chunks).core)
 
 

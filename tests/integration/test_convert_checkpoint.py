@@ -27,14 +27,14 @@ from tests.worlds import REPOSITORY
 DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather")
 GELU = dict(swiglu=False, add_bias_linear=True, qk_layernorm=True, untie_embeddings_and_output_weights=False,
             position_embedding_type="learned_absolute", max_position_embeddings=16)  # fmt: skip
-SHARED = dict(moe_shared_expert_intermediate_size=32)
+SHARED = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
 SGD = dict(use_distributed_optimizer=False, optimizer="sgd")
 RUNS = {  # layout and flags
     "experts": ("PP2xEP2", {}),
     "bf16, router biases, shared experts": ("TP2xEP2", BF16 | EXPERT_BIAS | SHARED),
     "fp16, interleaved": ("interleaved", FP16),
     "sgd, some layers dense": ("EP2", SGD | DEEP | dict(moe_layer_freq=[0, 1, 1, 0])),
-    "biases, tied, some layers dense": ("1", GELU | dict(moe_layer_freq=2)),
+    "biases, tied, some layers dense": ("1", GELU | dict(moe_layer_freq=2, qk_layernorm_full_width=True)),
     "dense": ("DP2", DENSE | GELU | BF16),
 }
 

@@ -80,7 +80,7 @@ OPTIONS = {  # name: flags
     "GPT-2 like": dict(
         swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2
     ),
-    "shared experts": dict(moe_shared_expert_intermediate_size=64),
+    "shared experts": dict(moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True),
     "expert bias": EXPERT_BIAS,
     "z-loss, dropped tokens": dict(moe_z_loss_coeff=0.01, moe_expert_capacity_factor=0.8),
     "Algorithm 1": dict(elastic_dispatch="even"),

@@ -53,10 +53,12 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
     "tied embeddings, loss per token, interleaved": (
         "interleaved", DEEP | dict(untie_embeddings_and_output_weights=False, calculate_per_token_loss=True), {}
     ),
-    "shared experts": ("TP2xEP2", dict(moe_shared_expert_intermediate_size=64), {}),
+    "gated shared experts": (
+        "TP2xEP2", dict(moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True), {}
+    ),
     "overlapped shared experts, z-loss": (
         "EP2",
-        dict(moe_shared_expert_intermediate_size=64, moe_z_loss_coeff=0.01),
+        dict(moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True, moe_z_loss_coeff=0.01),
         dict(moe_shared_expert_overlap=True),
     ),
     "GPT-2 like": (
@@ -69,7 +71,9 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
         dict(normalization="RMSNorm", qk_layernorm=True, group_query_attention=True, num_query_groups=2),
         {},
     ),
-    "dense layers mixed in": ("PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0]), {}),
+    "dense layers mixed in, heads normed together": (
+        "PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0], qk_layernorm=True, qk_layernorm_full_width=True), {}
+    ),
     "no experts": ("TP2", dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather"), {}),
     "dropped tokens": ("EP4", dict(moe_expert_capacity_factor=0.8), {}),
     "padded to capacity": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
@@ -11,6 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
+from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.flag import dashed
+from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
@@ -22,8 +26,9 @@ from moc.store.errors import CheckpointError
 _SHAPE = {  # flags that must be equal for weights to fit, by flag group
     "network": ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
                 "kv_channels", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
-                "untie_embeddings_and_output_weights", "qk_layernorm"),
-    "moe": ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+                "untie_embeddings_and_output_weights", "qk_layernorm", "qk_layernorm_full_width"),
+    "moe": ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate"),
 }  # fmt: skip
 
 
@@ -36,9 +41,14 @@ def described_weights(chunks: list[DistributedDataParallel]) -> dict:
 
 
 def training_state(
-    config: Config, world: World, position: Position, optimizer: VotedOptimizer, scheduler: OptimizerParamScheduler
+    config: Config,
+    world: World,
+    position: Position,
+    optimizer: VotedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    tokens: int,
 ) -> dict:
-    """The content of ``training_state.json``."""
+    """The content of ``training_state.json``; ``tokens`` are those of the vocabulary, without padding."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return {
         **asdict(position),
@@ -51,6 +61,8 @@ def training_state(
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "shape": shape(config),
+        "model": model(config, tokens),
+        "tokenizer": tokenizer(config.tokenizer),
         "sample_order": sample_order(config, world),
     }
 
@@ -121,11 +133,13 @@ def _products(config: Config) -> str | None:
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:
-    """Raises ``CheckpointError`` if a checkpoint holds another model."""
+    """Raises ``CheckpointError`` if a checkpoint holds another model.
+
+    A flag that is newer than the checkpoint had its default when that was saved.
+    """
     for name, value in shape(config).items():
-        if saved.get(name) != value:
-            flag = "--" + name.replace("_", "-")
-            raise CheckpointError(f"{where} holds another model: {flag} is {saved.get(name)} there and {value} here")
+        if (there := saved.get(name, all_flags()[name].default)) != value:
+            raise CheckpointError(f"{where} holds another model: {dashed(name)} is {there} there and {value} here")
 
 
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
@@ -143,6 +157,20 @@ def shape(config: Config) -> dict:
     groups = {group: getattr(config, group) for group in _SHAPE}
     values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
     return json.loads(json.dumps(values))
+
+
+def model(config: Config, tokens: int) -> dict:
+    """All flags of network and experts by field name, and ``vocab_size`` without padding: what converters read."""
+    flags = config.to_dict()
+    return json.loads(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
+
+
+def tokenizer(flags: TokenizerFlags) -> dict:
+    """Kind, file or name, and revision of the tokenizer; a file is recorded with its whole path."""
+    path = flags.tokenizer_model
+    if path is not None and not on_hub(path):
+        path = os.path.abspath(path)
+    return {"type": flags.tokenizer_type, "model": path, "revision": flags.tokenizer_revision}
 
 
 def sample_order(config: Config, world: World) -> dict:

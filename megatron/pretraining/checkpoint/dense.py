@@ -6,7 +6,7 @@ A checkpoint is a directory ``iter_0000100`` with
 * ``optimizer/*.safetensors``: master weights and moments as boxes of the unpartitioned tensors (:mod:`moc.store`),
   since megatron-core's own optimizer checkpoints lose Adam's step without Transformer Engine and cannot change the
   expert-parallel size;
-* ``training_state.json``: position, learning-rate schedule, loss scale, and the shape of the model;
+* ``training_state.json``: position, learning-rate schedule, loss scale, model and tokenizer;
 * ``manifest.json``: every file with its hash, written last.
 
 No random state is saved: it is a function of the iteration.  Only megatron-core's ``torch_dist`` reader unpickles
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pretraining.checkpoint import contents, writer
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
+from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.log import Log
@@ -67,10 +68,11 @@ class Checkpoints:
         chunks: list[DistributedDataParallel],
         optimizer: VotedOptimizer,
         scheduler: OptimizerParamScheduler,
+        vocabulary: Vocabulary,
         log: Log,
     ):
         self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler, self._vocabulary = optimizer, scheduler, vocabulary
         self._queue = AsyncCallsQueue()
         self._fence = _fence(config, world)
         self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
@@ -256,7 +258,9 @@ class Checkpoints:
         return FullyParallelSaveStrategyWrapper(strategy, group)
 
     def _write_state(self, staging: Path, position: Position) -> None:
-        state = contents.training_state(self._config, self._world, position, self._optimizer, self._scheduler)
+        state = contents.training_state(
+            self._config, self._world, position, self._optimizer, self._scheduler, self._vocabulary.tokens
+        )
         write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 
     def _optimizer_entries(self) -> list[RegionTensor]:

@@ -54,7 +54,9 @@ class NetworkFlags(FlagGroup):
     add_qkv_bias: bool = flag(False, "Bias in the query, key and value projections, even with --disable-bias-linear.")
     qk_layernorm: bool = flag(False, "Normalize queries and keys.")
     qk_layernorm_full_width: bool = flag(
-        False, "Normalize queries and keys over all heads together, not each head by itself; needs --qk-layernorm."
+        False,
+        "Normalize queries and keys over all heads together, not each head by itself; needs --qk-layernorm, and "
+        "--tensor-model-parallel-size 1.",
     )
     transformer_impl: str = flag(
         None,

@@ -109,6 +109,11 @@ def _check_tensor_parallelism(config: FlagGroups) -> None:
     size = config.parallel.tensor_model_parallel_size
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
         refuse_remainder(name, getattr(config.network, name), "tensor_model_parallel_size", size)
+    refuse(
+        config.network.qk_layernorm_full_width and size > 1,
+        "--qk-layernorm-full-width spans the heads of all workers with --tensor-model-parallel-size greater than 1: "
+        "make it 1, or drop --qk-layernorm-full-width.",
+    )
 
 
 def _check_pipeline(config: FlagGroups) -> None:

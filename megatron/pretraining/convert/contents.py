@@ -32,7 +32,7 @@ class Facts:
         iteration: iterations completed.
         policy: name of the policy that planned the checkpoint.
         layout: sizes of the layout that wrote it, for information.
-        state: position, schedule, loss scale, shape of the model, sample order; see ``training_state.json``.
+        state: position, schedule, loss scale, model, tokenizer, sample order; see ``training_state.json``.
         writers: number of files that hold its regions.
     """
 

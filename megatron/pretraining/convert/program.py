@@ -9,8 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint
+from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
+from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
 from moc.output import human, progress, refused
+from moc.policy import is_of_windows
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
@@ -22,10 +24,17 @@ examples:
   python tools/convert_checkpoint.py checkpoints snapshots --writers 8      # dense to Format v1, in 8 files
   python tools/convert_checkpoint.py snapshots/iter_0000100 recut --to snapshot --writers 2
   python tools/convert_checkpoint.py snapshots checkpoints -- --model tiny ...   # a window of sparse snapshots
+  python tools/convert_checkpoint.py checkpoints mixtral --to hf --family mixtral --verify
+  python tools/convert_checkpoint.py mixtral checkpoints                    # from transformers: iter_0000000
 
 snapshot    Format v1 (docs/reference/format.md): what the policies save
 torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
             state, schedule and position beside them, with which --load goes on bit by bit as the run would have
+hf          a directory of transformers: safetensors, config.json and the tokenizer; weights alone.  OUTPUT is that
+            directory.  Families are mixtral, qwen2_moe, qwen3_moe, glm4_moe and olmoe.  From one, a dense checkpoint
+            of iteration 0 is made, and model.yaml for --config beside it
+
+A checkpoint that does not record its model needs the flags of the run behind --, to become hf.
 
 A window of --ckpt-policy sparse is converted as a run resumes from it (docs/how-to/convert.md): pretrain_gpt_moe.py
 replays its iterations.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
@@ -50,10 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a directory of checkpoints, or one iter_* in it")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a directory of checkpoints, one iter_* in it, or one of hf"
+    )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write an iter_* into")
     parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
-    parser.add_argument("--to", choices=(SNAPSHOT, TORCH_DIST), help="format to write (default: the other one)")
+    parser.add_argument(
+        "--to", choices=(SNAPSHOT, TORCH_DIST, HUGGING_FACE), help="format to write (default: the other one)"
+    )
     parser.add_argument(
         "--writers",
         type=int,
@@ -63,15 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="dtype that the model computes with, where the checkpoint does not say",
+        help="dtype that the model computes with, where the checkpoint does not say; with hf, dtype to write",
     )
     parser.add_argument("--no-optim", action="store_true", help="convert the weights alone")
     parser.add_argument(
         "--max-file-size",
         type=int,
-        default=1024,
         metavar="MB",
-        help="size of a file of weights in torch_dist; memory holds one of them (default: %(default)s)",
+        help="size of a file of weights (default: 1024 in torch_dist, of which memory holds one; 5000 in hf)",
     )
     parser.add_argument(
         "--allow-stale",
@@ -83,6 +95,18 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="with FLAGS: processes that compute a window again (default: as many as the run had)",
+    )
+    parser.add_argument(
+        "--family", metavar="F", help="with --to hf: kind of model in transformers (default: if only one can say it)"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="with hf: read what was written again, and compare all bits"
+    )
+    parser.add_argument(
+        "--check-logits",
+        action="store_true",
+        help="with hf: compare the logits of both models, which must fit into memory, on random tokens; takes "
+        "transformers",
     )
     parser.add_argument(
         "--trust", action="store_true", help="read torch_dist without a manifest of this program: see below"
@@ -100,8 +124,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.source} is not a directory")
     if is_checkpoint(args.source) and args.iteration is not None:
         parser.error(f"{args.source} is one checkpoint: give the directory that it is in, or drop --iteration")
-    if args.writers is not None and args.writers < 1 or args.max_file_size < 1:
+    if args.writers is not None and args.writers < 1 or (args.max_file_size or 1) < 1:
         parser.error("--writers and --max-file-size must be at least 1")
+    hugging_face = args.to == HUGGING_FACE or is_hugging_face(args.source)
+    if not hugging_face and (args.verify or args.check_logits):
+        parser.error("--verify and --check-logits are for --to hf, and for what comes from hf")
+    if args.family and args.to != HUGGING_FACE:
+        parser.error("--family is for --to hf: config.json says it otherwise")
     if args.nproc_per_node is not None and (args.nproc_per_node < 1 or not flags):
         parser.error("--nproc-per-node must be at least 1, and is of use only with the flags of a run behind --")
     try:
@@ -129,11 +158,31 @@ def convert(args: argparse.Namespace) -> Path:
     Raises:
         CheckpointError: the checkpoint cannot be converted.
     """
+    if is_hugging_face(args.source):
+        from megatron.pretraining.convert.hugging_face.imports import import_directory
+
+        return import_directory(args)
+    if args.to == HUGGING_FACE:
+        return _exported(args)
     if args.flags:
         with _computed_again(args) as directory:
             return _convert(directory, args.to or TORCH_DIST, args)
     directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
     return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
+
+
+def _exported(args: argparse.Namespace) -> Path:
+    from megatron.pretraining.convert.hugging_face.exports import export
+
+    if args.flags and _is_window(args):
+        with _computed_again(args) as directory:
+            return export(directory, args, replayed=True)
+    return export(args.source if is_checkpoint(args.source) else choose(args.source, args.iteration), args)
+
+
+def _is_window(args: argparse.Namespace) -> bool:
+    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    return is_of_windows(read_checkpoint(directory).policy or "")
 
 
 @contextlib.contextmanager
@@ -155,32 +204,30 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.contents import DTYPES, MASTER, ConvertedState, check_whole
+    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
     from megatron.pretraining.convert.dense import DenseContents, write_dense
-    from megatron.pretraining.convert.snapshot import refuse_stale, snapshot_contents, write_snapshot
+    from megatron.pretraining.convert.snapshot import write_snapshot
+    from megatron.pretraining.convert.source import contents_of
 
-    from_snapshot = format_of(directory) == SNAPSHOT
-    if from_snapshot and target == TORCH_DIST and not args.allow_stale:
-        refuse_stale(directory)
     with progress(_size(directory), "verifying") as advance:
-        dense = None if from_snapshot else DenseContents(directory, args.trust, advance)
-        contents: ConvertedState = dense or snapshot_contents(directory, args.allow_stale)
+        contents = contents_of(directory, args.allow_stale, args.trust, target == TORCH_DIST, advance)
+    dense = contents if isinstance(contents, DenseContents) else None
     dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype) or "")
     if args.no_optim:
         contents = contents.weights(dtype)
-    if not from_snapshot:
+    if dense is not None:
         check_whole(contents)
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
     masters = sum(tensor.nbytes for tensor in contents.tensors if tensor.slot == MASTER)
     writers = args.writers or contents.facts.writers
-    compared = 0 if from_snapshot else masters
+    compared = 0 if dense is None else masters
     rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # weights, beside the masters
     with progress(nbytes + compared + rounded, "converting") as advance:
         if dense is not None and masters:
             dense.check_masters(advance)
         if target == SNAPSHOT:
             return write_snapshot(contents, args.output, writers, advance)
-        return write_dense(contents, args.output, writers, dtype, args.max_file_size * 10**6, advance)
+        return write_dense(contents, args.output, writers, dtype, (args.max_file_size or 1024) * 10**6, advance)
 
 
 def _dtype(saved: str | None, given: str | None) -> str | None:

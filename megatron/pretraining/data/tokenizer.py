@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.pretraining.config.derive import installed
@@ -13,6 +14,19 @@ from moc.runtime.agreement import first_line
 
 _DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a tokenizer: neither code nor weights
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How many tokens there are.
+
+    Attributes:
+        tokens: of the tokenizer.
+        rows: of the embedding, which is padded.
+    """
+
+    tokens: int
+    rows: int
 
 
 class TokenizerError(ValueError):

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.owned import AdamGroup
@@ -40,14 +41,15 @@ class MegatronEngine:
         config: Config,
         stepper: Stepper,
         stream: BatchStream | None,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         replicas: Replicas | None = None,
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
+        self._tokens = vocabulary.tokens
         self.placed: Plans | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core)
-        self.operators = model_operators(model_shape(config.network, config.moe, vocab_size))
+        self.operators = model_operators(model_shape(config.network, config.moe, vocabulary.rows))
         self.layout = layout_sizes(config, stepper.world.size)
 
     @property
@@ -77,7 +79,7 @@ class MegatronEngine:
     def scalars(self, position: Position) -> dict:
         """The part of the state that is not tensors."""
         state = contents.training_state(
-            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler
+            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._tokens
         )
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})

@@ -59,7 +59,8 @@ def _expert_weights(config: Config, gate: int) -> int:
         return 0
     expert = moe.moe_ffn_hidden_size or config.network.ffn_hidden_size
     shared = moe.moe_shared_expert_intermediate_size or 0
-    return hidden * (gate * (moe.moe_router_topk * expert + shared) + moe.num_experts)
+    gates = moe.num_experts + moe.moe_shared_expert_gate
+    return hidden * (gate * (moe.moe_router_topk * expert + shared) + gates)
 
 
 def peak_tflops() -> float | None:

@@ -20,11 +20,13 @@ def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelS
         num_experts=moe.num_experts or 0,
         expert_ffn_hidden_size=moe.moe_ffn_hidden_size or 0,
         shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size or 0,
+        shared_gate=moe.moe_shared_expert_gate,
         gated=network.swiglu,
         linear_bias=network.add_bias_linear,
         qkv_bias=network.add_qkv_bias,
         norm_bias=network.normalization == "LayerNorm",
         qk_norm=network.qk_layernorm,
+        qk_norm_full_width=network.qk_layernorm_full_width,
         tied=not network.untie_embeddings_and_output_weights,
     )
 

@@ -29,6 +29,8 @@ def test_experts_count_as_often_as_tokens_visit_them():
     experts = dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)
     assert weights(**experts) == 2 * layer + OUTPUT
     assert weights(**experts, moe_shared_expert_intermediate_size=32) == 2 * (layer + 2 * 8 * 32) + OUTPUT
+    shared = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
+    assert weights(**experts, **shared) == 2 * (layer + 2 * 8 * 32 + 8) + OUTPUT
     assert weights(**experts, moe_layer_freq=2) == layer + ATTENTION + 2 * 8 * 16 + OUTPUT
 
 

@@ -22,6 +22,8 @@ REFUSED = [
         "--reset-attention-mask --pipeline-model-parallel-size 4 --num-layers 4 --transformer-impl local",
         "--reset-attention-mask reaches only the first and the last",
     ),
+    ("--qk-layernorm-full-width", "needs --qk-layernorm: add it"),
+    (f"{TP2} --qk-layernorm --qk-layernorm-full-width", "make it 1, or drop --qk-layernorm-full-width"),
     # experts
     ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts 6 .* --expert-model-parallel-size 4"),
     ("--tensor-model-parallel-size 2", "--sequence-parallel: add it"),
@@ -36,6 +38,7 @@ REFUSED = [
     ),
     ("--moe-pad-expert-input-to-capacity", "a positive --moe-expert-capacity-factor: add it"),
     ("--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor -1", "--moe-expert-capacity-factor"),
+    ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size: add it"),
     ("--moe-shared-expert-overlap", "--moe-shared-expert-intermediate-size: add it"),
     (f"--moe-shared-expert-overlap {SHARED}", "--moe-token-dispatcher-type alltoall"),
     ("--moe-shared-expert-intermediate-size 64", "--disable-bias-linear: add it"),

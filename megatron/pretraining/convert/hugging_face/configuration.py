@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
@@ -17,6 +18,8 @@ _SIZES = {  # keys by our field
     "moe_router_topk": "num_experts_per_tok",
     "vocab_size": "vocab_size",
 }
+_MOST_LAYERS = 10_000
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 
@@ -44,7 +47,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
     """A number that must be there, or has this default."""
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     if value is None:
         raise key_missing(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -54,7 +57,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
 
 def yes(config: Config, key: str, default: bool) -> bool:
     """A switch, with what leaving it out means."""
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, bool):
         raise unsupported(key, value, "it must be true or false")
     return value
@@ -62,12 +65,12 @@ def yes(config: Config, key: str, default: bool) -> bool:
 
 def only(config: Config, key: str, wanted: object, why: str) -> None:
     """Raises CheckpointError unless a key has this value, which it also has where it is left out."""
-    if config.get(key, wanted) != wanted:
+    if config.get(key) not in (None, wanted):
         raise unsupported(key, config[key], why)
 
 
 def read(
-    config: Config, experts: str, fixed: Mapping[str, Any], theta: float = 10000.0, partial: float = 1.0
+    config: Config, experts: str, fixed: dict[str, Any], theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
     """The fields of our flags that all families spell alike.
 
@@ -82,15 +85,19 @@ def read(
         CheckpointError: we cannot compute what the configuration says.
     """
     _check(config)
-    values = dict(LLAMA_LIKE | fixed) | {field: whole(config, key) for field, key in _SIZES.items()}
+    values = LLAMA_LIKE | fixed | {field: whole(config, key) for field, key in _SIZES.items()}
+    if values["num_layers"] > _MOST_LAYERS:
+        raise unsupported("num_hidden_layers", values["num_layers"], f"at most {_MOST_LAYERS} are supported")
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     groups = whole(config, "num_key_value_heads", heads)
     base, share = _rope(config, theta, partial)
+    if share != fixed.get("rotary_percent", share):
+        raise unsupported("partial_rotary_factor", share, "models of this family rotate whole heads")
     values |= dict(
         kv_channels=whole(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        num_experts=whole(config, experts, least=2),
+        num_experts=_experts(config, experts),
         norm_epsilon=number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
@@ -108,8 +115,8 @@ def write(name: str, architecture: str, model: Described, experts: str, **own: A
     network, moe = model.network, model.moe
     base = float(network.rotary_base)
     rope = {"rope_theta": base, "rope_type": "default"}
-    if network.rotary_percent != 1:
-        rope["partial_rotary_factor"] = own["partial_rotary_factor"] = network.rotary_percent
+    if "partial_rotary_factor" in own:
+        rope["partial_rotary_factor"] = own["partial_rotary_factor"]
     return {
         "architectures": [architecture],
         "model_type": name,
@@ -146,7 +153,7 @@ def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
 
 def dense_and_sparse(config: Config) -> dict[str, Any]:
     """Our fields of dense layers and experts, where a list of layers and a step say which are which."""
-    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step, dense = whole(config, "decoder_sparse_step", 1), _items(config, "mlp_only_layers")
     layers = range(whole(config, "num_hidden_layers"))
     return dict(
         ffn_hidden_size=whole(config, "intermediate_size"),
@@ -159,7 +166,7 @@ def sparse_keys(model: Described) -> dict[str, Any]:
     """The inverse, with the keys of the router."""
     return dict(
         intermediate_size=model.network.ffn_hidden_size,
-        moe_intermediate_size=model.moe.moe_ffn_hidden_size or model.network.ffn_hidden_size,
+        moe_intermediate_size=model.moe.moe_ffn_hidden_size,
         decoder_sparse_step=1,
         mlp_only_layers=[layer for layer, experts in enumerate(model.expert_layers) if not experts],
         norm_topk_prob=not model.moe.moe_router_pre_softmax,
@@ -177,41 +184,60 @@ def layer_freq(layers: Sequence[int]) -> int | list[int]:
 def no_windows(config: Config, switch: str | None = None) -> None:
     """Raises CheckpointError if attention is limited to a window; ``switch`` is the key that turns it on."""
     why = "sliding windows of attention are not supported"
-    for kind in config.get("layer_types") or ():
+    for kind in _items(config, "layer_types"):
         if kind != "full_attention":
             raise unsupported("layer_types", kind, why)
-    width = config.get("sliding_window")
-    if (switch is None or config.get(switch)) and width and width < whole(config, "max_position_embeddings"):
+    width = whole(config, "sliding_window", 0, least=0)
+    on = switch is None or yes(config, switch, False)
+    if on and 0 < width < whole(config, "max_position_embeddings"):
         raise unsupported("sliding_window", width, why)
+
+
+def _experts(config: Config, key: str) -> int:
+    """The number of experts, also by the keys that transformers takes for others: Qwen3-MoE has had two."""
+    said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
+    if len(said) > 1:
+        raise CheckpointError(f"config.json has different numbers of experts ({', '.join(_EXPERTS)}): drop one of them")
+    return said.pop() if said else whole(config, key)
 
 
 def _check(config: Config) -> None:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise unsupported("hidden_act", config["hidden_act"], "feed-forward layers must be gated by silu")
     only(config, "quantization_config", None, "quantised weights are not supported, convert them first")
+    why = "layers that predict further tokens (MTP) are not supported: set it to 0, and remove their weights"
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        only(config, key, 0, "layers that predict further tokens (MTP) are not supported")
+        only(config, key, 0, why)
 
 
 def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
     """Base of the rotary frequencies and share of each head that is rotated, from either form."""
-    found = config.get("rope_parameters") or {}
     for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise unsupported(key, config[key], "it must be an object")
         for name, value in (config.get(key) or {}).items():
             kind = name in ("type", "rope_type")
             if isinstance(value, dict) or name not in _ROPE or (kind and value != "default"):
                 raise unsupported(key, {name: value}, "scaled rotary frequencies are not supported")
+    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
     values = []
     for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        said = {float(of[key]) for of in (found, config) if of.get(key) is not None}
+        said = {number(of, key) for of in places if of.get(key) is not None}
         if len(said) > 1:
             raise CheckpointError(f"config.json has {key} twice, with different values: drop one of them")
         values.append(said.pop() if said else default)
     base, share = values
-    if base != int(base):
+    if not base.is_integer():
         raise unsupported("rope_theta", base, "only whole numbers are supported")
     return int(base), share
 
 
+def _items(config: Config, key: str) -> list:
+    value = config.get(key)
+    if not isinstance(value, list | None):
+        raise unsupported(key, value, "it must be a list")
+    return value or []
+
+
 def _written(value: object) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return json.dumps(value)

@@ -12,7 +12,7 @@ from megatron.pretraining.config.flag import Flag, flags_of
 from megatron.pretraining.convert.hugging_face.family import Model
 from moc.store.errors import CheckpointError
 
-LLAMA_LIKE: Mapping[str, Any] = dict(
+LLAMA_LIKE: dict[str, Any] = dict(
     normalization="RMSNorm",
     swiglu=True,
     squared_relu=False,
@@ -22,7 +22,7 @@ LLAMA_LIKE: Mapping[str, Any] = dict(
     moe_expert_capacity_factor=None,
 )
 """What all families have in common, by field."""
-SOFTMAX: Mapping[str, Any] = dict(
+SOFTMAX: dict[str, Any] = dict(
     moe_router_score_function="softmax", moe_router_topk_scaling_factor=None, moe_router_num_groups=None
 )
 """What families with a softmax router have in common."""
@@ -62,21 +62,22 @@ def described(model: Model) -> Described:
     given = {name: value for name, value in model.items() if value is not None}
     try:
         network = NetworkFlags(**_derived(_values(NetworkFlags, given)))
-        moe = MoeFlags(**_without_effect(_values(MoeFlags, given)))
+        moe = MoeFlags(**_routed(_values(MoeFlags, given), network.ffn_hidden_size))
     except ConfigError as error:
         raise CheckpointError(f"the model that the checkpoint describes is none: {error}") from None
-    if not isinstance(rows := given.get("vocab_size"), int):
-        raise CheckpointError("the model's vocab_size is missing: give it, before padding")
+    for name in ("vocab_size", "ffn_hidden_size", "max_position_embeddings"):
+        if name not in given:
+            raise CheckpointError(f"the model that the checkpoint describes has no {name}: give it")
     layers = moe.expert_layers(network.num_layers)
     if len(layers) != network.num_layers:
         raise CheckpointError(f"the model has {network.num_layers} layers, and its moe_layer_freq lists {len(layers)}")
-    return Described(network, moe, rows, layers)
+    return Described(network, moe, int(given["vocab_size"]), layers)
 
 
-def check(name: str, model: Described, fixed: Mapping[str, Any]) -> None:
+def check(name: str, model: Described, fixed: dict[str, Any]) -> None:
     """Raises CheckpointError unless the model's fields have the values that all models of a family have."""
     flags = {flag.name: flag for group in (NetworkFlags, MoeFlags) for flag in flags_of(group)}
-    _refuse(model.moe.num_experts is None, f"{name} has experts: a model without --num-experts is none")
+    _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for field, wanted in (LLAMA_LIKE | fixed).items():
         there = getattr(model.network if hasattr(model.network, field) else model.moe, field)
         _refuse(there != wanted, f"{name} cannot say {_spelled(flags[field], there, wanted)}")
@@ -116,8 +117,10 @@ def _derived(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _without_effect(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops a factor of one, and groups that all are selected."""
+def _routed(values: dict[str, Any], width: int) -> dict[str, Any]:
+    """Fills in the width of experts; drops what has no effect: a factor of one, and groups that all are selected."""
+    if values["num_experts"] is not None and values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = width
     if values["moe_router_topk_scaling_factor"] == 1:
         values["moe_router_topk_scaling_factor"] = None
     if values["moe_router_num_groups"] == values["moe_router_group_topk"]:

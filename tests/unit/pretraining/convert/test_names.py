@@ -41,6 +41,13 @@ MODELS = {
     "swiglu, shared experts, rms": dict(SWIGLU, normalization="RMSNorm", moe_shared_expert_intermediate_size=40),
     "shared experts in some layers": dict(SWIGLU, moe_layer_freq=(0, 1, 1), moe_shared_expert_intermediate_size=40),
     "grouped queries, normed": dict(SWIGLU, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "normed over all heads, gated shared experts": dict(
+        SWIGLU,
+        qk_layernorm=True,
+        qk_layernorm_full_width=True,
+        moe_shared_expert_intermediate_size=40,
+        moe_shared_expert_gate=True,
+    ),
     "bias of queries alone": dict(SWIGLU, add_qkv_bias=True, kv_channels=16),
     "gate with biases": dict(swiglu=True),
     "balanced by biases": dict(SWIGLU, **EXPERT_BIAS),

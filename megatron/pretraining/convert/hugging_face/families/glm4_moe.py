@@ -14,7 +14,9 @@ from megatron.pretraining.convert.hugging_face.family import Config, Family, Mod
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "glm4_moe", "Glm4MoeForCausalLM", "n_routed_experts"
-_FIXED = dict(moe_router_score_function="sigmoid", moe_shared_expert_gate=False, qk_layernorm_full_width=False)
+_FIXED: dict[str, Any] = dict(
+    moe_router_score_function="sigmoid", moe_shared_expert_gate=False, qk_layernorm_full_width=False
+)
 _PER_GROUP = 2  # experts whose scores are a group's in transformers; topk // group_topk in megatron-core
 
 
@@ -22,9 +24,11 @@ def flags_of(config: Config) -> dict[str, Any]:
     """Our model; see :class:`Family`."""
     values = common.read(config, _EXPERTS, _FIXED, partial=0.5)
     width = common.whole(config, "moe_intermediate_size")
+    factor = common.number(config, "routed_scaling_factor", 1.0)
     dense = common.whole(config, "first_k_dense_replace", 1, least=0)
     return (
         values
+        | ({} if factor == 1 else dict(moe_router_topk_scaling_factor=factor))
         | _groups_of(config, values["moe_router_topk"])
         | dict(
             ffn_hidden_size=common.whole(config, "intermediate_size"),
@@ -33,7 +37,6 @@ def flags_of(config: Config) -> dict[str, Any]:
             moe_layer_freq=common.layer_freq([int(layer >= dense) for layer in range(values["num_layers"])]),
             moe_router_enable_expert_bias=True,
             moe_router_dtype="fp32",
-            moe_router_topk_scaling_factor=common.number(config, "routed_scaling_factor", 1.0),
             qk_layernorm=common.yes(config, "use_qk_norm", False),
             add_qkv_bias=common.yes(config, "attention_bias", False),
         )
@@ -51,7 +54,7 @@ def config_of(model: Model) -> dict[str, Any]:
             f"{_NAME} cannot say --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
             "experts; choose another --family"
         )
-    width = moe.moe_ffn_hidden_size or ours.network.ffn_hidden_size
+    width = ours.moe.moe_ffn_hidden_size or 1  # known, since there are experts
     if ours.shared % width:
         raise CheckpointError(
             f"{_NAME} cannot say --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
@@ -80,7 +83,7 @@ def config_of(model: Model) -> dict[str, Any]:
 def shared_width(model: Model) -> int:
     """Inner width of the shared experts, which the family always has."""
     ours = described(model)
-    return ours.shared or ours.moe.moe_ffn_hidden_size or ours.network.ffn_hidden_size
+    return ours.shared or ours.moe.moe_ffn_hidden_size or 0
 
 
 def _groups_of(config: Config, chosen: int) -> dict[str, Any]:

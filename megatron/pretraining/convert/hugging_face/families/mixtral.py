@@ -14,7 +14,7 @@ from megatron.pretraining.convert.hugging_face.described import (
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 
 _NAME, _ARCHITECTURE, _EXPERTS = "mixtral", "MixtralForCausalLM", "num_local_experts"
-_FIXED = SOFTMAX | dict(
+_FIXED: dict[str, Any] = SOFTMAX | dict(
     add_qkv_bias=False,
     qk_layernorm=False,
     rotary_percent=1.0,
@@ -26,7 +26,6 @@ _FIXED = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Our model; see :class:`Family`."""
     common.no_windows(config)
-    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
     width = common.whole(config, "intermediate_size")
     values = common.read(config, _EXPERTS, _FIXED, theta=1e6)
     return values | common.softmax_router(config, True) | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)

@@ -15,7 +15,7 @@ from megatron.pretraining.convert.hugging_face.family import Config, Family, Mod
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "olmoe", "OlmoeForCausalLM", "num_experts"
-_FIXED = SOFTMAX | dict(
+_FIXED: dict[str, Any] = SOFTMAX | dict(
     add_qkv_bias=False,
     qk_layernorm=True,
     qk_layernorm_full_width=True,
@@ -27,7 +27,6 @@ _FIXED = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Our model; see :class:`Family`."""
     common.no_windows(config)
-    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
     width = common.whole(config, "intermediate_size")

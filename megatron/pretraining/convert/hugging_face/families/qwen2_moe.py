@@ -13,13 +13,12 @@ from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, 
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 
 _NAME, _ARCHITECTURE, _EXPERTS = "qwen2_moe", "Qwen2MoeForCausalLM", "num_experts"
-_FIXED = SOFTMAX | dict(qk_layernorm=False, rotary_percent=1.0)
+_FIXED: dict[str, Any] = SOFTMAX | dict(qk_layernorm=False, rotary_percent=1.0)
 
 
 def flags_of(config: Config) -> dict[str, Any]:
     """Our model; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
-    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
     return (
         common.read(config, _EXPERTS, _FIXED)
         | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))

@@ -9,7 +9,7 @@ from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, 
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 
 _NAME, _ARCHITECTURE, _EXPERTS = "qwen3_moe", "Qwen3MoeForCausalLM", "num_experts"
-_FIXED = SOFTMAX | dict(
+_FIXED: dict[str, Any] = SOFTMAX | dict(
     add_qkv_bias=False,
     qk_layernorm=True,
     qk_layernorm_full_width=False,
@@ -21,7 +21,6 @@ _FIXED = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Our model; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
-    common.only(config, "partial_rotary_factor", 1.0, "this family rotates whole heads")
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     return (
         common.read(config, _EXPERTS, _FIXED)

@@ -1,0 +1,172 @@
+"""Writes a directory of transformers: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.pretraining.convert.hugging_face import CONFIG
+from megatron.pretraining.convert.hugging_face.files import (
+    INDEX,
+    ONE_FILE,
+    Advance,
+    read_directory,
+    read_json,
+    shards,
+    write_file,
+)
+from megatron.pretraining.convert.hugging_face.tensors import Exported
+from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
+from moc.store import dense_files
+from moc.store.durable import sync_directory, write_durably
+from moc.store.errors import CheckpointError
+
+CONVERSION = "conversion.json"
+FORMAT = "moc-megatron conversion 1"
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # as config.json has them
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is said of the weights beside them.
+
+    Attributes:
+        config: what the family says in ``config.json``.
+        tokenizer: as checkpoints record it, if they do.
+        source: where the weights are from, for ``conversion.json``.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer: Mapping[str, Any] | None
+    source: Mapping[str, Any]
+
+
+def write_directory(
+    model: Exported, about: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
+) -> list[str]:
+    """Writes a model for transformers; ``output`` is there when all of it is.
+
+    Args:
+        model: the tensors.
+        about: what is said of them.
+        output: the directory, which must not exist or be empty.
+        file_bytes: size at which the next file starts.
+        verify: read everything again, and compare all bits with the source, before it is published.
+        advance: called with the number of bytes written, and of those compared.
+
+    Returns:
+        What the user should know, one sentence each.
+
+    Raises:
+        CheckpointError: there is something at ``output``, or the source cannot be read.
+    """
+    refuse_to_replace(output)
+    with _staged(output) as staging:
+        files, tensors = {}, {}
+        planned = shards(model.tensors, file_bytes)
+        for name, part in planned.items():
+            files[name], digests = write_file(staging / name, part, _counted(model, advance))
+            tensors |= digests
+        if list(planned) != [ONE_FILE]:
+            total = sum(tensor.nbytes for tensor in model.tensors)
+            where = {tensor.name: name for name, part in planned.items() for tensor in part}
+            _write(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        special, notes = write_tokenizer(about.tokenizer, staging)
+        dtype = _DTYPES[model.dtype]
+        _write(staging / CONFIG, {**about.config, **special, "dtype": dtype, "torch_dtype": dtype})
+        if verify:
+            compare(model, staging, advance)
+        for path in sorted(staging.iterdir()):
+            files.setdefault(path.name, dense_files.describe(path))
+        said = {"format": FORMAT, "source": dict(about.source), "files": files, "tensors": tensors}
+        write_durably(staging / CONVERSION, json.dumps(said, indent=1))
+        sync_directory(staging)
+        os.rename(staging, output)
+        sync_directory(output.parent)
+    return notes
+
+
+def refuse_to_replace(output: Path) -> None:
+    """Raises CheckpointError if there is anything at a path but an empty directory."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists: remove it, or name another output directory")
+
+
+def compare(model: Exported, directory: Path, advance: Advance) -> None:
+    """Reads a directory again; raises CheckpointError unless all of its tensors have the bits of the source."""
+    stored = read_directory(directory)
+    model.names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
+    for tensor in model.tensors:
+        if stored[tensor.name].tensor != tensor:
+            raise CheckpointError(f"{tensor.name} was written as {stored[tensor.name].tensor}: write to another disk")
+        first = 0
+        for values in model.blocks(tensor):
+            written = stored[tensor.name].rows(first, len(values))
+            if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
+                raise CheckpointError(f"{tensor.name} was read back with other bits: write to another disk")
+            first += len(values)
+            advance(values.nbytes)
+
+
+def check_hashes(directory: Path, advance: Advance) -> None:
+    """Compares the files with the hashes that ``conversion.json`` has of them, if it is there.
+
+    Raises:
+        CheckpointError: a file is missing, or differs.
+    """
+    if not (directory / CONVERSION).is_file():
+        return
+    said = read_json(directory / CONVERSION)
+    if said.get("format") != FORMAT or not isinstance(files := said.get("files"), dict):
+        raise CheckpointError(
+            f"{directory / CONVERSION} is not of this program: remove it, if you know where it is from"
+        )
+    for name, entry in files.items():
+        if damage := dense_files.damage_in(directory, {name: entry}):
+            raise CheckpointError(f"{damage}; convert the source again, or remove {CONVERSION} if you changed it")
+        advance(entry["bytes"])
+
+
+def _counted(model: Exported, advance: Advance):
+    def blocks(tensor) -> Iterator[torch.Tensor]:
+        for values in model.blocks(tensor):
+            yield values
+            advance(values.nbytes)
+
+    return blocks
+
+
+def _write(path: Path, content: Mapping) -> None:
+    write_durably(path, json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """An empty directory beside the output, without what a killed conversion left; removed on failure."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.parent / f".{output.resolve().name}.incomplete"
+    staging.mkdir(exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another conversion writes {output}: wait for it, or name another one") from None
+        for path in staging.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield staging
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)

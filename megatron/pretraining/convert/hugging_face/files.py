@@ -1,0 +1,196 @@
+"""safetensors files as transformers has them: whole tensors by name, in one file or in several with an index."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+import xxhash
+
+from moc.store import valid
+from moc.store.blobs import LocalBlob
+from moc.store.errors import CheckpointError
+from moc.store.regions import bytes_of
+
+INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH = 8  # bytes of the number that a file starts with: that of its header
+_ALIGNED = 8  # data start at a multiple of it
+_MOST_HEADER = 1 << 30
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that is in a file, or will be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a file, whose data begin at byte ``start``."""
+
+    tensor: Tensor
+    blob: LocalBlob
+    start: int
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Some of its rows, as a view of the mapped file."""
+        tensor, begin = self.tensor, self.start + first * self.tensor.row_bytes
+        data = self.blob.read(begin, begin + count * tensor.row_bytes)
+        values = torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8)).view(tensor.dtype)
+        return values.view(count, *tensor.shape[1:])
+
+
+def read_json(path: Path) -> Mapping:
+    """The object in a file; raises CheckpointError if there is none."""
+    try:
+        return valid.table(valid.parse(path.read_text(encoding="utf-8")), "it")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+
+
+def read_directory(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory, by name.
+
+    Raises:
+        CheckpointError: it holds none, pickles, or files that are damaged or contradict the index.
+    """
+    found: dict[str, StoredTensor] = {}
+    index = _index(directory)
+    for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
+        for name, stored in _read_file(directory / file).items():
+            if name in found:
+                raise CheckpointError(f"{name} is in two files of {directory}: remove one of them")
+            if index is not None and index.get(name) != file:
+                raise CheckpointError(f"{directory / INDEX} does not say that {name} is in {file}")
+            found[name] = stored
+    if lacking := [name for name in index or () if name not in found]:
+        raise CheckpointError(
+            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, although the index says so"
+        )
+    return found
+
+
+def _index(directory: Path) -> dict[str, str] | None:
+    if (directory / INDEX).is_file():
+        try:
+            table = valid.table(read_json(directory / INDEX).get("weight_map"), "weight_map")
+            return {name: valid.file_name(file) for name, file in table.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{directory / INDEX} is damaged ({error})") from None
+    if (directory / ONE_FILE).is_file():
+        return None
+    if pickles := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)):
+        raise CheckpointError(
+            f"{directory} has its weights in pickles ({pickles[0]}), which are never read: save them as safetensors "
+            "with transformers' save_pretrained"
+        )
+    raise CheckpointError(f"{directory} has no weights: there is neither {ONE_FILE} nor {INDEX}")
+
+
+def _read_file(path: Path) -> dict[str, StoredTensor]:
+    try:
+        blob = LocalBlob(path)
+        length = int.from_bytes(blob.read(0, _LENGTH), "little")
+        begin = _LENGTH + length
+        if not 2 <= length <= min(blob.size - _LENGTH, _MOST_HEADER):
+            raise ValueError(f"its header cannot have {length:,} bytes")
+        header = valid.table(valid.parse(bytes(blob.read(_LENGTH, begin))), "its header")
+        found = {name: _stored(blob, begin, name, about) for name, about in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no whole file of safetensors ({error})") from None
+    return found
+
+
+def _stored(blob: LocalBlob, begin: int, name: str, about: Mapping) -> StoredTensor:
+    start, stop = (valid.number(place, f"a place of {name}") for place in about["data_offsets"])
+    shape = tuple(valid.number(size, f"a size of {name}") for size in about["shape"])
+    if about["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} is of dtype {valid.shown(about['dtype'])}, and only {', '.join(_DTYPES)} can be read")
+    tensor = Tensor(name, shape, _DTYPES[about["dtype"]])
+    if stop - start != tensor.nbytes or begin + stop > blob.size:
+        raise ValueError(f"{name} must have {tensor.nbytes:,} bytes, and has {min(stop, blob.size - begin) - start:,}")
+    return StoredTensor(tensor, blob, begin + start)
+
+
+def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]]:
+    """Tensors by the file to write them into, in order; a file starts where the one before would grow larger."""
+    files: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(files) == 1:
+        return {ONE_FILE: files[0]}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": part for number, part in enumerate(files, 1)}
+
+
+def write_file(
+    path: Path, tensors: Iterable[Tensor], blocks: Callable[[Tensor], Iterator[torch.Tensor]]
+) -> tuple[dict, dict[str, str]]:
+    """Writes a file durably.
+
+    Args:
+        path: the file.
+        tensors: what is in it.
+        blocks: yields the values of a tensor, in parts, by rows.
+
+    Returns:
+        Size and xxh3-128 of the file, and the xxh3-128 of each tensor.
+    """
+    ordered, digests, whole = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), {}, xxhash.xxh3_128()
+    with open(path, "xb") as file:
+        header = _header(ordered)
+        file.write(header)
+        whole.update(header)
+        for tensor in ordered:
+            one = xxhash.xxh3_128()
+            for values in blocks(tensor):
+                data = bytes_of(values)
+                file.write(data)
+                one.update(data)
+                whole.update(data)
+            digests[tensor.name] = one.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "xxh3_128": whole.hexdigest()}, digests
+
+
+def _header(tensors: Iterable[Tensor]) -> bytes:
+    described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        described[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNED) * _ALIGNED)
+    return len(text).to_bytes(_LENGTH, "little") + text

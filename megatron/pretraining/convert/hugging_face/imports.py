@@ -1,0 +1,92 @@
+"""A directory of transformers becomes a dense checkpoint of iteration 0, to start training from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megatron.pretraining.convert.contents import DTYPE_NAMES, DTYPES
+from megatron.pretraining.convert.dense import DenseContents, write_dense
+from megatron.pretraining.convert.hugging_face import CONFIG
+from megatron.pretraining.convert.hugging_face.directory import check_hashes
+from megatron.pretraining.convert.hugging_face.families import family_of
+from megatron.pretraining.convert.hugging_face.files import Advance, read_directory, read_json
+from megatron.pretraining.convert.hugging_face.logits import Asked, compare_logits
+from megatron.pretraining.convert.hugging_face.names import name_map
+from megatron.pretraining.convert.hugging_face.recorded import first_state, recipe
+from megatron.pretraining.convert.hugging_face.tensors import Imported
+from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer
+from moc.inspect.coverage import PARAM
+from moc.output import progress
+from moc.store.durable import write_durably
+from moc.store.errors import CheckpointError
+
+RECIPE = "model.yaml"
+_FILE_MB = 1024
+
+
+def import_directory(args: argparse.Namespace) -> Path:
+    """Writes the checkpoint, and the recipe of its model beside it; returns the checkpoint's directory.
+
+    Raises:
+        CheckpointError: the directory cannot be converted, or this program computes something else.
+    """
+    source, recipe_file = args.source, args.output / RECIPE
+    if args.to not in (None, "torch_dist") or args.flags or args.iteration is not None:
+        raise CheckpointError(f"{source} is one of transformers: it becomes torch_dist, without flags behind --")
+    if recipe_file.exists():
+        raise CheckpointError(f"{recipe_file} exists: remove it, or name another output directory")
+    with progress(0, "verifying") as advance:
+        check_hashes(source, advance)
+    config = read_json(source / CONFIG)
+    family = family_of(config)
+    model = family.flags_of(config)
+    imported = Imported(read_directory(source), name_map(model, family), DTYPES.get(args.dtype or ""), {})
+    dtype = DTYPE_NAMES.get(imported.compute_dtype)
+    if dtype is None:
+        raise CheckpointError(f"{source} has weights in {imported.compute_dtype}: pass --dtype")
+    tokenizer = _tokenizer(source, model["vocab_size"])
+    contents = imported.with_state(first_state(model, dtype, tokenizer))
+    nbytes = sum(tensor.nbytes for tensor in contents.tensors)
+    with progress(nbytes * (2 if args.verify else 1), "converting") as advance:
+        written = write_dense(
+            contents, args.output, 1, DTYPES[dtype], (args.max_file_size or _FILE_MB) * 10**6, advance
+        )
+        if args.verify:
+            _compare(contents, DenseContents(written), advance)
+    values = recipe(model, dtype, tokenizer)
+    write_durably(recipe_file, yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False))
+    if args.check_logits:
+        print(compare_logits(Asked(written, source, contents.facts.state["model"], dtype, False, False)))
+    print(_told(args.output, recipe_file, model["vocab_size"]))
+    return written
+
+
+def _tokenizer(source: Path, rows: int) -> dict[str, Any]:
+    """The flags of the tokenizer in a directory, or of one that has as many tokens as the model."""
+    if has_tokenizer(source):
+        return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(source.resolve()))
+    return dict(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
+
+
+def _compare(contents: Imported, written: DenseContents, advance: Advance) -> None:
+    for tensor in contents.tensors:
+        one, other = (of.read(tensor.name, PARAM, tensor.region) for of in (contents, written))
+        if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8)):
+            raise CheckpointError(f"{tensor.name} was read back with other bits: remove iter_0000000, retry")
+        advance(tensor.nbytes)
+
+
+def _told(root: Path, recipe_file: Path, rows: int) -> str:
+    load, config = shlex.quote(str(root)), shlex.quote(str(recipe_file))
+    return (
+        f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...\n"
+        "          (data, batch, learning rate and iterations; to resume, --load NEW_DIRECTORY without --finetune)\n"
+        f"the embedding has {rows:,} rows, and none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps it so"
+    )

@@ -1,0 +1,85 @@
+"""Compares what our model and that of transformers compute, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from megatron.pretraining.config.derive import installed
+from moc.runtime import children
+from moc.store.errors import CheckpointError
+
+_HERE = "megatron.pretraining.convert.hugging_face"
+_SHAPE = (2, 32)  # sequences and tokens
+CLOSE = 1e-4
+"""Difference allowed, relative to the largest logit, in fp32; it comes from the order of sums."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Two models to compare.
+
+    Attributes:
+        ours: an ``iter_*`` directory.
+        theirs: a directory of transformers.
+        model: our model.
+        dtype: that of its weights.
+        allow_stale, trust: as on the command line.
+    """
+
+    ours: Path
+    theirs: Path
+    model: Mapping[str, Any]
+    dtype: str | None
+    allow_stale: bool
+    trust: bool
+
+
+def compare_logits(asked: Asked) -> str:
+    """Says how far the logits of both models are apart on random tokens.
+
+    Raises:
+        CheckpointError: they are not close, or one of the models cannot be computed.
+    """
+    if not installed("transformers"):
+        raise CheckpointError("--check-logits needs the package transformers: pip install -e '.[hf]'")
+    length = min(_SHAPE[1], asked.model["max_position_embeddings"])
+    tokens = numpy.random.default_rng(1).integers(0, asked.model["vocab_size"], (_SHAPE[0], length))
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        numpy.save(root / "tokens.npy", tokens)
+        ask = dict(source=str(asked.ours.resolve()), allow_stale=asked.allow_stale, trust=asked.trust,
+                   dtype=asked.dtype, model=dict(asked.model), tokens=str(root / "tokens.npy"),
+                   into=str(root / "ours.npy"))  # fmt: skip
+        (root / "asked.json").write_text(json.dumps(ask), encoding="utf-8")
+        _run("ours", str(root / "asked.json"))
+        _run("reference", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
+        ours, theirs = (numpy.load(root / f"{name}.npy") for name in ("ours", "theirs"))
+    return _judged(ours, theirs)
+
+
+def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
+    if ours.shape != theirs.shape:
+        raise CheckpointError(f"our logits have the shape {ours.shape}, and those of transformers {theirs.shape}")
+    apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
+    if not apart <= CLOSE * max(largest, 1.0):  # also where there are NaNs
+        raise CheckpointError(
+            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}; what "
+            "was written stays, to look at"
+        )
+    return f"logits are at most {apart:.1e} apart, of {largest:.2g} (fp32, {ours.shape[0] * ours.shape[1]} tokens)"
+
+
+def _run(module: str, *arguments: str) -> None:
+    done = subprocess.run(children.command_of(f"{_HERE}.{module}", *arguments), capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        whose = "our model" if module == "ours" else "transformers"
+        raise CheckpointError(f"the logits of {whose} could not be computed: {lines[-1]}")

@@ -1,0 +1,288 @@
+"""What models of transformers are in our flags, what ours are in theirs, and what neither can say."""
+
+import json
+import math
+
+import pytest
+
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.config import MoeFlags, NetworkFlags, compose
+from megatron.pretraining.config.flag import flags_of
+from megatron.pretraining.convert.hugging_face.families import (
+    FAMILIES,
+    families_for,
+    family_for,
+    family_named,
+    family_of,
+)
+from megatron.pretraining.presets import PRESETS
+from moc.store.errors import CheckpointError
+
+RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=199,
+           seq_length=32, transformer_impl="local")  # fmt: skip
+SIZES = dict(num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_heads=4, group_query_attention=True,
+             num_query_groups=2, max_position_embeddings=48, position_embedding_type="rope", normalization="RMSNorm",
+             norm_epsilon=1e-6, swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
+             num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=4, moe_aux_loss_coeff=0.01)  # fmt: skip
+QK_NORM, FULL_WIDTH = dict(qk_layernorm=True), dict(qk_layernorm=True, qk_layernorm_full_width=True)
+SHARED = dict(moe_shared_expert_intermediate_size=80)
+GATED = SHARED | dict(moe_shared_expert_gate=True)
+SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32",
+               moe_aux_loss_coeff=0.0)  # fmt: skip
+MODELS = {  # name: family and flags, which come back as they are
+    "mixtral": ("mixtral", dict(ffn_hidden_size=40)),
+    "mixtral, wide heads, tied": (
+        "mixtral",
+        dict(ffn_hidden_size=40, kv_channels=32, untie_embeddings_and_output_weights=False, rotary_base=1000000),
+    ),
+    "qwen2": ("qwen2_moe", GATED | dict(add_qkv_bias=True, moe_router_pre_softmax=True)),
+    "qwen2, no bias, a dense layer, divided": ("qwen2_moe", GATED | dict(moe_layer_freq=[1, 0, 1])),
+    "qwen3": ("qwen3_moe", QK_NORM | dict(kv_channels=32)),
+    "qwen3, dense layers, as many keys": (
+        "qwen3_moe",
+        QK_NORM | dict(group_query_attention=False, num_query_groups=4, moe_layer_freq=[0, 0, 1]),
+    ),
+    "olmoe": ("olmoe", FULL_WIDTH | dict(ffn_hidden_size=40, moe_router_pre_softmax=True)),
+    "glm4": ("glm4_moe", SIGMOID | SHARED | dict(add_qkv_bias=True, rotary_percent=0.5, moe_layer_freq=[0, 1, 1])),
+    "glm4, groups, scaled": (
+        "glm4_moe",
+        SIGMOID | SHARED | QK_NORM | dict(
+            moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5
+        ),
+    ),
+    "glm4, one expert for a token": ("glm4_moe", SIGMOID | SHARED | dict(moe_router_topk=1)),
+}  # fmt: skip
+
+
+def model_of(**flags) -> dict:
+    """A model as a checkpoint records it."""
+    config = compose(RUN | SIZES | flags).to_dict()
+    return json.loads(json.dumps(config["network"] | config["moe"] | {"vocab_size": 200}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_it_is_the_same_model(name, tmp_path):
+    family, flags = MODELS[name]
+    model = model_of(**flags)
+    assert family_for(model).name == family
+    config = json.loads(json.dumps(family_for(model).config_of(model)))
+    assert (config["model_type"], config["vocab_size"]) == (family, 200)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == model["rotary_base"]
+    back = family_of(config).flags_of(config)
+    assert back.pop("vocab_size") == 200
+    file = tmp_path / "model.yaml"
+    file.write_text(json.dumps(back))  # which is YAML, too
+    run = [f"--{key.replace('_', '-')}{'' if value is True else f'={value}'}" for key, value in RUN.items()]
+    assert model_in(parse_config(["--config", str(file), *run])) == model
+
+
+def model_in(config) -> dict:
+    return json.loads(json.dumps(config.to_dict()["network"] | config.to_dict()["moe"] | {"vocab_size": 200}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flags_are_those_of_the_network(name):
+    model = model_of(**next(flags for family, flags in MODELS.values() if family == name))
+    ours = {flag.name for group in (NetworkFlags, MoeFlags) for flag in flags_of(group)}
+    found = FAMILIES[name].flags_of(FAMILIES[name].config_of(model))
+    assert found.keys() - ours == {"vocab_size", "attention_dropout", "hidden_dropout"}
+    assert found["attention_dropout"] == found["hidden_dropout"] == 0
+    assert not any(isinstance(value, float) and not math.isfinite(value) for value in found.values())
+
+
+def test_shared_experts_without_a_gate_are_said_with_one():
+    model = model_of(**SHARED)
+    family = family_for(model)
+    assert (family.name, family.ungated_down, family.shared_width(model)) == ("qwen2_moe", 2.0, 80)
+    config = family.config_of(model)
+    assert config["shared_expert_intermediate_size"] == 80
+    assert model_in(compose(RUN | without_vocabulary(family.flags_of(config)))) == model_of(**GATED)
+
+
+def without_vocabulary(flags: dict) -> dict:
+    return {name: value for name, value in flags.items() if name != "vocab_size"}
+
+
+def test_shared_experts_that_a_family_always_has_are_made_up():
+    model = model_of(add_qkv_bias=True)  # no other family has these biases without norms
+    assert (family := family_for(model)).name == "qwen2_moe"
+    assert family.shared_width(model) == family.config_of(model)["shared_expert_intermediate_size"] == 1
+    glm = family_for(model_of(**SIGMOID))
+    assert (glm.name, glm.shared_width(model)) == ("glm4_moe", 40)
+    assert glm.config_of(model_of(**SIGMOID))["n_shared_experts"] == 1
+
+
+@pytest.mark.parametrize("name", ["qwen-moe-14b", "deepseek-moe-16b"])
+def test_presets_that_a_family_can_say(name):
+    config = compose({**RUN, **PRESETS[name].values})
+    model = model_in(config)
+    assert [family.name for family in families_for(model)] == ["qwen2_moe"]
+
+
+def test_a_family_that_makes_nothing_up_comes_first():
+    model = model_of(ffn_hidden_size=40)
+    assert [family.name for family in families_for(model)] == ["mixtral"]
+    assert FAMILIES["qwen2_moe"].config_of(model)["shared_expert_intermediate_size"] == 1
+
+
+def test_what_no_family_can_say_is_told_for_each():
+    with pytest.raises(CheckpointError, match="no family can say this model: glm4_moe cannot say") as error:
+        family_for(model_of(normalization="LayerNorm"))
+    assert all(name in str(error.value) for name in FAMILIES)
+
+
+def test_older_checkpoints_have_fewer_flags():
+    model = model_of(ffn_hidden_size=40)
+    old = {name: value for name, value in model.items() if "gate" not in name and "full_width" not in name}
+    assert family_for(old).config_of(old) == family_for(model).config_of(model)
+
+
+def test_names_that_are_not_known():
+    for name in ("deepseek_v2", "deepseek_v3"):
+        with pytest.raises(CheckpointError, match=f"{name} has multi-head latent attention .* families are .*mixtral"):
+            family_of({"model_type": name})
+    with pytest.raises(CheckpointError, match="models of llama are not known: .*glm4_moe, mixtral, olmoe, qwen2_moe"):
+        family_named("llama")
+    with pytest.raises(CheckpointError, match="no model_type"):
+        family_of({})
+
+
+PLAIN = {  # flags with which a family can say a model
+    "mixtral": {}, "qwen2_moe": GATED, "qwen3_moe": QK_NORM, "olmoe": FULL_WIDTH, "glm4_moe": SIGMOID | SHARED
+}  # fmt: skip
+ANY = {  # flags that no family can say: what the sentence names
+    "LayerNorm": (dict(normalization="LayerNorm"), "--normalization LayerNorm, only RMSNorm"),
+    "GELU": (dict(swiglu=False), "a model without --swiglu"),
+    "squared": (dict(swiglu=False, squared_relu=True), "--swiglu"),
+    "learned positions": (dict(position_embedding_type="learned_absolute"), "--position-embedding-type learned_abs"),
+    "no positions": (dict(position_embedding_type="none"), "--position-embedding-type none, only rope"),
+    "neighbours": (dict(rotary_interleaved=True), "a model with --rotary-interleaved"),
+    "dropping": (dict(moe_expert_capacity_factor=1.0), "--moe-expert-capacity-factor 1.0"),
+    "sinkhorn": (
+        dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
+        "--moe-router-load-balancing-type sinkhorn",
+    ),
+    "no experts": (
+        dict(num_experts=None, moe_ffn_hidden_size=None, moe_router_topk=2, moe_aux_loss_coeff=0.0),
+        "without --num-experts",
+    ),
+}
+SOME = [  # family, flags that it cannot say, what the sentence names
+    ("mixtral", dict(add_qkv_bias=True), "--add-qkv-bias"),
+    ("mixtral", QK_NORM, "--qk-layernorm"),
+    ("mixtral", SHARED, "--moe-shared-expert-intermediate-size 80"),
+    ("mixtral", dict(moe_router_pre_softmax=True), "--moe-router-pre-softmax"),
+    ("mixtral", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq must be 1"),
+    ("mixtral", dict(rotary_percent=0.5), "--rotary-percent 0.5, only 1.0"),
+    ("mixtral", SIGMOID, "--moe-router-score-function sigmoid, only softmax"),
+    ("mixtral", dict(moe_router_topk_scaling_factor=2.0), "--moe-router-topk-scaling-factor 2.0"),
+    ("mixtral", dict(moe_router_num_groups=4, moe_router_group_topk=2), "--moe-router-num-groups 4"),
+    ("qwen2_moe", QK_NORM, "--qk-layernorm"),
+    ("qwen3_moe", dict(qk_layernorm=False), "a model without --qk-layernorm"),
+    ("qwen3_moe", dict(qk_layernorm_full_width=True), "--qk-layernorm-full-width"),
+    ("qwen3_moe", dict(add_qkv_bias=True), "--add-qkv-bias"),
+    ("olmoe", dict(qk_layernorm_full_width=False), "a model without --qk-layernorm-full-width"),
+    ("olmoe", dict(kv_channels=32), "--kv-channels 32"),
+    ("olmoe", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq must be 1"),
+    ("glm4_moe", dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False), "--moe-router-score"),
+    ("glm4_moe", dict(moe_shared_expert_gate=True), "--moe-shared-expert-gate"),
+    ("glm4_moe", dict(moe_layer_freq=[0, 1, 0]), r"--moe-layer-freq \[0, 1, 0\]"),
+    ("glm4_moe", dict(moe_shared_expert_intermediate_size=50), "--moe-shared-expert-intermediate-size 50"),
+    ("glm4_moe", dict(moe_router_num_groups=4, moe_router_group_topk=3), "--moe-router-group-topk 3 by 1"),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("flags", ANY)
+def test_what_no_family_can_say(name, flags):
+    changes, words = ANY[flags]
+    own = PLAIN[name] if flags != "no experts" else {}
+    with pytest.raises(CheckpointError, match=words):
+        FAMILIES[name].config_of(model_of(**own | changes))
+
+
+def test_biases_of_all_layers_cannot_be_said():
+    with pytest.raises(CheckpointError, match="mixtral cannot say a model with --add-bias-linear"):
+        FAMILIES["mixtral"].config_of(model_of(add_bias_linear=True))
+
+
+@pytest.mark.parametrize(("name", "flags", "words"), SOME)
+def test_what_a_family_cannot_say(name, flags, words):
+    FAMILIES[name].config_of(model_of(**PLAIN[name]))
+    with pytest.raises(CheckpointError, match=words):
+        FAMILIES[name].config_of(model_of(**PLAIN[name] | flags))
+
+
+def test_what_has_no_effect_is_no_hindrance():
+    none = dict(moe_router_num_groups=2, moe_router_group_topk=2, moe_router_topk_scaling_factor=1.0)
+    family = FAMILIES["mixtral"]
+    assert family.config_of(model_of(**none)) == family.config_of(model_of())
+
+
+SCALED = {"rope_type": "yarn", "factor": 4.0}
+KEYS = [  # family (or any), keys that we cannot compute, what the sentence names
+    (None, {"hidden_act": "gelu"}, "hidden_act"),
+    (None, {"rope_scaling": SCALED}, "rope_scaling.*yarn"),
+    (None, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.*linear"),
+    (None, {"rope_parameters": SCALED | {"rope_theta": 1e4}}, "rope_parameters.*yarn"),
+    (None, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.*full_attention"),
+    (None, {"rope_parameters": []}, "rope_parameters"),
+    (None, {"rope_theta": 5.0}, "rope_theta twice"),
+    (None, {"rope_theta": 0.5, "rope_parameters": None}, "rope_theta 0.5: only whole"),
+    (None, {"rope_theta": math.inf, "rope_parameters": None}, "rope_theta Infinity: only whole"),
+    (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
+    (None, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),
+    (None, {"num_hidden_layers": None}, "no num_hidden_layers"),
+    (None, {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+    (None, {"num_attention_heads": 0}, "num_attention_heads 0"),
+    (None, {"hidden_size": "64"}, "hidden_size \"64\""),
+    (None, {"num_local_experts": 3, "num_experts": 4}, "different numbers of experts"),
+    (None, {"rms_norm_eps": "small"}, "rms_norm_eps"),
+    (None, {"tie_word_embeddings": 1}, "tie_word_embeddings 1"),
+    ("mixtral", {"sliding_window": 16}, "sliding_window 16"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("mixtral", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),
+    ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "no layer with experts"),
+    ("qwen2_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
+    ("olmoe", {"attention_bias": True}, "attention_bias true"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ("olmoe", {"head_dim": 32}, "head_dim 32"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob false"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 1}, "topk_group 1"),
+    ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys", "words"), KEYS)
+def test_keys_that_we_cannot_compute_are_named(name, keys, words):
+    for family in [FAMILIES[name]] if name else FAMILIES.values():
+        config = family.config_of(model_of(**PLAIN[family.name]))
+        family.flags_of(config)
+        with pytest.raises(CheckpointError, match=words):
+            family.flags_of(config | keys)
+
+
+def test_either_form_of_rotary_frequencies_is_read():
+    family = FAMILIES["glm4_moe"]
+    config = family.config_of(model_of(**PLAIN["glm4_moe"], rotary_percent=0.25, rotary_base=50000))
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    new = {key: value for key, value in config.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    assert family.flags_of(old) == family.flags_of(new) == family.flags_of(config)
+    neither = {key: value for key, value in old.items() if key in new}
+    assert family.flags_of(neither) | dict(rotary_base=50000, rotary_percent=0.25) == family.flags_of(config)
+    assert (family.flags_of(neither)["rotary_base"], family.flags_of(neither)["rotary_percent"]) == (10000, 0.5)
+    mixtral = {"rope_theta": None, "rope_parameters": None}
+    assert FAMILIES["mixtral"].flags_of(FAMILIES["mixtral"].config_of(model_of()) | mixtral)["rotary_base"] == 1000000
+
+
+def test_windows_as_long_as_the_longest_sequence_are_none():
+    family = FAMILIES["mixtral"]
+    config = family.config_of(model_of())
+    assert family.flags_of(config | {"sliding_window": 48}) == family.flags_of(config)
+    off = FAMILIES["qwen2_moe"].config_of(model_of(**GATED)) | {"sliding_window": 16}
+    assert FAMILIES["qwen2_moe"].flags_of(off)["add_qkv_bias"] is False
