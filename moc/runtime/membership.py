@@ -275,7 +275,7 @@ class Membership:
         """
         if self.asked is None:
             return None
-        if any(other.built for other in self.workers.values()):
+        if not self.places.settled or any(other.built for other in self.workers.values()):
             return 128 + number if worker.built and number in STOPS else None
         return SAVED if self.generation > 0 and not worker.built else 128 + number
 
