@@ -46,7 +46,9 @@ def pretrain(config: Config, providers: Providers) -> int:
             parts.log.close()
             shut_down(job)
             return code
-        except StopRequested:
+        except StopRequested as request:
+            if job.rank == 0:
+                print(f" {request}", flush=True)
             return EXIT_REQUEUE
         except NoRecoveryPoint:
             job.start_over()
@@ -75,6 +77,9 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
     collect_garbage_by_hand(run)
     run.log.skip_time()
     last = run.position.iteration if run.config.training.skip_train else run.train_iters
+    if run.stops and run.position.iteration < last:
+        save(run)
+        return leave(run, stop)
     while run.position.iteration < last:
         record = iterate(run, stop)
         stopping = record.stop

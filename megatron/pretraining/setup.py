@@ -134,6 +134,7 @@ class TrainingRun:
         vocabulary: tokens, and rows of the embedding.
         rebalancer: as in :class:`WorkerParts`.
         guests: nodes that come; None where their number does not vary, or workers are started anew.
+        stops: a worker was asked to stop in set-up, and there is state to save.
     """
 
     config: Config
@@ -149,6 +150,7 @@ class TrainingRun:
     vocabulary: Vocabulary
     rebalancer: Rebalancer | None = None
     guests: Guests | None = None
+    stops: bool = False
 
     @property
     def position(self) -> Position:
@@ -170,7 +172,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
 
     Raises:
         ConfigError, TokenizerError: something that the flags name is unusable.
-        StopRequested: a worker was asked to stop.
+        StopRequested: a worker was asked to stop, and nobody waits for this one.
     """
     batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
@@ -181,7 +183,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     log = Log(config, world, rows, train_iters, timers)
     if world.device.type == "cuda" and (warning := may_differ(config)):
         log.message(warning)
-    stop.check_set_up(world)
+    stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("tokenizer")
 
     nodes = nodes_of(config, world.size, world.job.helpers)
@@ -194,7 +196,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     shards = None if sharded is None else Shards(config, sharded, nodes[world.pipeline_rank])
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
-    stop.check_set_up(world)
+    stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("model")
     reach("rebuilding")
 
@@ -205,7 +207,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     if config.elastic.elastic and why and fewest_nodes() is not None:
         log.message(f"{why}, all workers are started anew when nodes are lost or come: they {_goes_on_from(config)}")
     streams = _streams(config, datasets)
-    stop.check_set_up(world)
+    stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("data")
     auto = auto_policy(config, log)
     state = chunks, optimizer, scheduler
@@ -228,11 +230,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
     Raises:
         ConfigError, CheckpointError: something that the flags name is unusable.
-        StopRequested: a worker was asked to stop.
+        StopRequested: a worker was asked to stop, and nobody has anything to save.
         NoRecoveryPoint: this worker has trained already, and no snapshot can restore it.
     """
     config, world, log = parts.config, parts.world, parts.log
-    stop.check_set_up(world)  # the first collective of a generation
+    loses = parts.remains.trained or stop.may_lose(world.job)
+    stop.check_set_up(world, loses)  # the first collective of a generation
     phases.done("meet")
     topology = topology_of(config, world)
     sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
@@ -268,7 +271,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
-    stop.check_set_up(world)
+    stops = stop.check_set_up(world, loses and position.iteration > 0)
     phases.done("load")
 
     readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
@@ -287,7 +290,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     )
     parts.remains.trained = True
     data = parts.streams, splits, parts.train_iters, parts.vocabulary, parts.rebalancer, guests
-    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
+    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data, stops=stops)
 
 
 def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:

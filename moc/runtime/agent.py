@@ -18,7 +18,7 @@ from moc.runtime import children, environment
 from moc.runtime.addresses import name_of_interface, new_name
 from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
-from moc.runtime.exit_codes import SAVED
+from moc.runtime.exit_codes import FROM_WHERE, SAVED
 from moc.runtime.flags import Flags
 from moc.runtime.hangs import HangLimits
 from moc.runtime.lease import Lease
@@ -134,15 +134,25 @@ class Agent:
         if len(codes) == self._flags.nproc_per_node and not any(codes) and not self._workers:
             _log.warning("%s: all workers of this node have ended well", error)
             return 0
-        _log.error("%s: what was saved is kept; start the job again to go on from there", error)
+        _log.error("%s: %s", error, FROM_WHERE)
         return SAVED
 
     def signal(self, number: int) -> None:
-        """Forwards the launcher's signal to the workers; from now on the controller replaces none."""
+        """Forwards the launcher's signal to the workers, which save and end once all are there."""
         self._link.asked = number
         self._link.tell("stopping", signal=number)
         for worker in self._workers.values():
-            self._signal(worker, number)
+            self._ask(worker)
+
+    def _ask(self, worker: _Process) -> None:
+        """Asks a worker to stop, if this node was asked.
+
+        Once the job has begun, it is asked when it has joined: before it knows what to do with the signal it would die
+        of it, and others who have state to save may wait for it.
+        """
+        begins = worker.together and worker.born == 0
+        if self._link.asked is not None and (begins or worker.connection is not None):
+            self._signal(worker, self._link.asked)
 
     async def _start_zygote(self) -> asyncio.subprocess.Process:
         return await children.start(
@@ -168,8 +178,7 @@ class Agent:
                     continue
                 worker.pid = said["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
-                if self._link.asked is not None:  # signalled before it had started
-                    self._signal(worker, self._link.asked)
+                self._ask(worker)
             elif "ended" in said and said["ended"] in self._workers:
                 self._has_ended(self._workers[said["ended"]], said["code"])
         raise LostError("the process that workers are forked from has died: see what it wrote above")
@@ -264,6 +273,8 @@ class Agent:
         if worker is None:  # killed, and not yet aware of it
             return
         worker.connection, worker.heard = connection, self._clock.now
+        if worker.born > 0 or not worker.together:
+            self._ask(worker)
         if self._generation:
             self._pass_on(worker, {"kind": "abort", "generation": self._generation, "reason": self._reason})
         while True:

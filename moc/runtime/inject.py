@@ -21,11 +21,13 @@ from moc.faults import ELASTIC, POINTS, RECOVERY, STEP
 ACTIONS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: it hangs, threads and all",
+    "term": "SIGTERM: it is asked to stop, as by a batch system",
     "slow": "it sleeps for seconds=S",
     "error": "it raises an exception, as a mistake in the program would",
 }
 """Fault actions, by name."""
 
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 MOST_AT_ONCE = 3  # most workers that one random fault kills
 
 
@@ -208,10 +210,8 @@ class Injector:
 
     def _do(self, fault: Fault, iteration: int) -> None:
         self._tell(dict(action=fault.action, rank=self._rank, iteration=iteration, point=fault.point))
-        if fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.action in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault.action])
         elif fault.action == "slow":
             time.sleep(fault.seconds)
         else:

@@ -82,6 +82,16 @@ class Job:
         if not self.id:  # no store outlives these workers: the launch is just them
             self.id = from_rank0(mine)
 
+    @property
+    def others_wait(self) -> bool:
+        """Whether this worker is to join others who train: it replaces a lost one, or its node has come."""
+        return False
+
+    @property
+    def has_begun_before(self) -> bool:
+        """Whether workers of this launch may have trained before this one was started."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
     def built(self) -> Interruption | None:
         """Reports that this worker is ready to train, and waits until all are; returns at once if they are.
 

@@ -106,6 +106,16 @@ class JobMember(Job):
             self._real = {name: getattr(dist, name) for name in _ALONE}
             dist.__dict__.update(_ALONE)
 
+    @property
+    def others_wait(self) -> bool:
+        """As :attr:`Job.others_wait`."""
+        return not self._together
+
+    @property
+    def has_begun_before(self) -> bool:
+        """As :attr:`Job.has_begun_before`."""
+        return self._started_for > 0
+
     def built(self) -> Interruption | None:
         """As :meth:`Job.built`."""
         if not self._built:

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass, field
 from moc.runtime.assignment import NodeAssignment
 from moc.runtime.broken_devices import MAX_BROKEN, BrokenDevices
 from moc.runtime.crew import Crew
-from moc.runtime.exit_codes import LOST, SAVED, START_OVER, USAGE, how_ended
+from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER, USAGE, how_ended
 from moc.runtime.growth import Growth
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
 from moc.runtime.seating import Seating
+from moc.runtime.signals import STOPS
 
 MAX_SUSPICIONS = 10
 """Most consecutive generations that begin without a loss; one more ends the job."""
@@ -249,20 +250,40 @@ class Membership:
         leaves = code == SAVED or code < 0
         if leaves and self.growth.under_way and not self.crew.stays and self.asked is None and self._can_change:
             return [] if code == SAVED and self.workers else self._change_members("nodes have come")
-        if code == START_OVER and self.asked is None:
-            return self._next_generation(f"worker {worker.rank} starts over")
-        if code == USAGE and self.asked is None and self._may_be_too_many(worker):
+        if code == START_OVER:
+            return self._starts_over(worker)
+        if code == USAGE and self._may_be_too_many(worker):
             self.seating.refused.add(self.seating.whole)
             return self._change_members(f"the program refuses to run on {self.seating.whole} nodes")
         how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
-        if code > 0 or self.asked is not None:
-            return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
+        if code > 0:
+            return self._over(code, how, leaving=code == SAVED)
+        if ends := self._ends_with(worker, -code):
+            return self._over(ends, f"{how}: {FROM_WHERE}" if ends == SAVED else how)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
             return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
         if broken and self._broken.wears_out(worker):
             return self._give_up(worker, how)
         return self._next_generation(how)
+
+    def _ends_with(self, worker: Worker, number: int) -> int | None:
+        """The exit code of the job, if a worker that a signal has killed is not replaced; None if it is.
+
+        A job that was asked to stop replaces workers only while others have state to save, and not if the program ends
+        by the very signal that asks.
+        """
+        if self.asked is None:
+            return None
+        if not self.places.settled or any(other.built for other in self.workers.values()):
+            return 128 + number if worker.built and number in STOPS else None
+        return SAVED if self.generation > 0 and not worker.built else 128 + number
+
+    def _starts_over(self, worker: Worker) -> list[Order]:
+        if self.asked is None:
+            return self._next_generation(f"worker {worker.rank} starts over")
+        what = f"no snapshot can restore what was lost, and the job was asked to stop (signal {self.asked})"
+        return self._over(SAVED, f"{what}: {FROM_WHERE}")
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Takes a node out of the job; its launcher ends, so it does not return by itself."""
@@ -334,10 +355,10 @@ class Membership:
         self._broken.ended.clear()
 
     def stopping(self, number: int) -> list[Order]:
-        """A signal asks the job to stop: lost workers are no longer replaced, and missing nodes no longer awaited."""
+        """A signal asks the job to stop: workers save and end once all are there, and no node is taken in any more."""
         self.asked = number
         why = f"the job was asked to stop (signal {number})"
-        return self.gives_up(why) if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
+        return [] if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
 
     def waits_for(self) -> list[int]:
         """Nodes that are lost or have never joined, and that no spare replaces."""
@@ -350,7 +371,7 @@ class Membership:
         what = f"{nodes(missing)} missing, and {why}"
         if not self.has_begun:
             return self._over(LOST, f"{what}: nothing has begun")
-        return self._over(SAVED, f"{what}: what was saved is kept; start the job again to go on from there")
+        return self._over(SAVED, f"{what}: {FROM_WHERE}")
 
     @property
     def has_begun(self) -> bool:

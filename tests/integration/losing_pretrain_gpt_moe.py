@@ -1,4 +1,6 @@
-"""The program, in which an injected kill takes its whole node; it ends as ``held_pretrain_gpt_moe.py`` does.
+"""The program, in which an injected signal is one to all of its node; it ends as ``held_pretrain_gpt_moe.py`` does.
+
+``kill`` takes the node as a whole, and ``term`` asks all of its processes to stop, as Slurm does.
 
 At the end, each worker writes digests of its state beside the file that lets it end.
 """
@@ -17,11 +19,18 @@ from tests.integration.held_pretrain_gpt_moe import hold
 
 
 def lose_whole_nodes() -> None:
-    """Kills all processes that the launcher has started, and itself, in place of one worker."""
+    """Sends signals to all processes of a node in place of one worker."""
+    import psutil
+
     from moc.runtime import inject
 
     def lose(pid: int, number: int) -> None:
-        os.killpg(os.getpgrp(), number) if number == signal.SIGKILL else os.kill(pid, number)
+        if number not in (signal.SIGKILL, signal.SIGTERM):
+            os.kill(pid, number)
+            return
+        if number == signal.SIGTERM:
+            os.kill(psutil.Process(os.getpgrp()).ppid(), number)  # the launcher, which ends by itself after a kill
+        os.killpg(os.getpgrp(), number)
 
     inject.os = _Like(os, kill=lose)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -28,7 +28,6 @@ def why_anew(config: Config, per_node: int) -> str:
         "without --elastic": not config.elastic.elastic,
         "with a model that does not take whole nodes": per_node % size > 0
         and (size % per_node or per_node % inner) > 0,
-        "with --deepspeed": config.zero.deepspeed,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -145,14 +145,15 @@ def _lost(plans: Plans) -> str:
 
 
 def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
-    """The plan of a stage that all its workers are to have; pure.
+    """The plan of a stage that all its workers are to have after a loss; pure.
 
-    At most one move is under way, and whoever is behind it waits for it to land.
+    A loss may part workers while experts of one layer move: some know that all have got their parts, and have the new
+    plan in force; others still have the old one, and await the new one.  Then the new one it is.
 
     Args:
-        in_force: on workers that have trained.
-        awaited: on those that have received what they need for it, and may not have heard that all have.
-        own: of a worker, if nobody of the stage has trained.
+        in_force: plans of workers that have trained.
+        awaited: plans of those that have got their part of a move, and may not know that all have.
+        own: the plan of this worker, if nobody of the stage has trained.
 
     Raises:
         RuntimeError: workers that have trained hold experts by other plans.

@@ -103,7 +103,7 @@ def place() -> int:
 
 
 def _by_place(config: Config) -> bool:
-    """Whether the job has several nodes, and stages are where ranks that are numbered copy by copy have them."""
+    """Whether nodes are known by their places: the job has several, and each has the same stages of all its copies."""
     by_copies = goes_by_copies(config) or config.parallel.pipeline_model_parallel_size == 1
     return numbers_of_nodes()[1] > 1 and by_copies
 

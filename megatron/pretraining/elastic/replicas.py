@@ -115,16 +115,20 @@ class Replicas:
 
     @property
     def awaited(self) -> Plan | None:
-        """The plan of this stage with what has arrived here, and is not known to have landed everywhere; or None."""
+        """The plan that a move leads to, while this worker has got its part and may not know that all have; or None."""
         return self._landing and self._landing.plan
 
     def land(self, plan: Plan) -> None:
-        """Fills slots with what has arrived, as a plan has it that may be for other members by now."""
+        """Fills slots with what has arrived, once it is known that all had got their parts.
+
+        Args:
+            plan: :attr:`awaited`, as it is for the members that are left.
+        """
         assert self._landing is not None  # it is awaited
         self._land(replace(self._landing, plan=plan))
 
     def take(self, plans: Plans, nodes: NodesOfStages) -> None:
-        """Takes over plans, but no state: those of others, or of other members."""
+        """Has other plans in force, and moves no state: others have it, or it is where the plans say already."""
         self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:
             adopt(self.layers.values(), self.plans[self._stage], self._dispatch)

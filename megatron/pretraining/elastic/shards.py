@@ -34,7 +34,8 @@ class Shards:
 
     Attributes:
         cut: in force.
-        awaited: the cut whose state has arrived here, and is not known to have landed everywhere; or None.
+        awaited: the cut that a move leads to, while this worker has got its part and may not know that all have; or
+            None.
         wanted: the cut to which state is yet to move; None if it is in force.
     """
 
@@ -47,7 +48,7 @@ class Shards:
         self.begin(nodes)
 
     def begin(self, nodes: Nodes) -> None:
-        """Has the cut of these nodes in force at once: nobody has trained, or all load their state."""
+        """Has the cut of these nodes in force at once, where nothing is to move: all begin, or load their state."""
         self.take(self.cut_of(nodes))
         self.wanted = None
 
@@ -63,7 +64,7 @@ class Shards:
         return nodes.members, nodes.ranks // tensor
 
     def take(self, cut: Cut) -> None:
-        """Takes over a cut, but no state: what was held and still is stays."""
+        """Has another cut in force, and moves no state: blocks that this worker keeps stay as they are."""
         self._optimizer.hold(cut.holders)
         self.cut, self.awaited, self._arrived = cut, None, {}
 
@@ -86,7 +87,11 @@ class Shards:
         return taken
 
     def land(self, cut: Cut) -> None:
-        """Takes over what has arrived, as a cut has it that may be for other members by now."""
+        """Takes over what has arrived, once it is known that all had got their parts.
+
+        Args:
+            cut: :attr:`awaited`, as it is for the members that are left.
+        """
         arrived = self._arrived
         self.take(cut)
         for number, owned in self._slices():

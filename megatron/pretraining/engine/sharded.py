@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
+from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from moc.elastic.shards import Block, Holders, blocks_of
 
 
@@ -42,7 +42,7 @@ class Shard:
         return self.start + self.master.numel()
 
 
-class ShardedOptimizer(MixedPrecisionOptimizer):
+class ShardedOptimizer(FragmentedOptimizer):
     """A megatron-core optimizer of the blocks that this rank holds.
 
     Args:
@@ -159,15 +159,3 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         for shard in self.held.values():
             if shard.parameter.dtype is not shard.master.dtype:
                 yield shard.parameter.detach().view(-1)[shard.start : shard.stop], shard.master
-
-    def state_dict(self):
-        """Not for saving: see :mod:`megatron.pretraining.engine.state`."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict):
-        """See :meth:`state_dict`."""
-        raise NotImplementedError
-
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
-        """See :meth:`state_dict`."""
-        raise NotImplementedError

@@ -7,6 +7,7 @@ import time
 
 from megatron.pretraining.config import Config
 from moc.runtime.agreement import sum_over_workers
+from moc.runtime.job import Job
 from moc.runtime.world import World
 
 EXIT_DONE = 0
@@ -14,7 +15,13 @@ EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: asked to stop; restart the same comm
 
 
 class StopRequested(Exception):
-    """A worker was asked to stop during set-up; there is no state to save yet."""
+    """A worker was asked to stop during set-up, and nothing is lost if all end at once."""
+
+    def __init__(self):
+        super().__init__(
+            f"exiting in set-up after a signal (exit code {EXIT_REQUEUE}), with nothing to save: the same command goes "
+            "on from the newest snapshot or checkpoint that is whole, or begins if there is none"
+        )
 
 
 class StopRequests:
@@ -26,6 +33,7 @@ class StopRequests:
 
     def __init__(self, config: Config):
         self.signal: str | None = None
+        self._in_memory = config.snapshot.ckpt_policy is not None and config.snapshot.ckpt_tier != "disk"
         minutes = config.training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         if config.training.exit_signal_handler:
@@ -44,7 +52,28 @@ class StopRequests:
         """Whether any worker has received a stop signal; a collective call."""
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
 
-    def check_set_up(self, world: World) -> None:
-        """Raises StopRequested on all workers if any has received a stop signal; a collective call."""
-        if self.anybody_in(world):
+    def may_lose(self, job: Job) -> bool:
+        """Whether something is lost if the job ends before this worker is set up, as far as that is known before.
+
+        So it is where others have trained, and wait for this worker, and where they may have left a snapshot in memory
+        that is newer than those in storage.
+        """
+        return job.others_wait or (self._in_memory and job.has_begun_before)
+
+    def check_set_up(self, world: World, loses: bool) -> bool:
+        """Stops in set-up, if any worker has received a stop signal; a collective call.
+
+        Args:
+            world: this worker's place.
+            loses: whether something would be lost, as far as this worker knows.
+
+        Returns:
+            Whether to stop once set-up is over: what any worker would lose is saved first.
+
+        Raises:
+            StopRequested: on all workers; nobody loses anything.
+        """
+        told = sum_over_workers({"signal": float(self.signal is not None), "loses": float(loses)}, world)
+        if told["signal"] > 0 and not told["loses"]:
             raise StopRequested
+        return told["signal"] > 0

@@ -322,9 +322,49 @@ class SpreadJob(StayingJob):
             assert self.membership.seating.whole % 2 == 0 and len(set(helping)) == 1
 
 
+class Asked(Job):
+    """That is asked to stop at any time: while others than those who are lost have state to save, it becomes whole."""
+
+    @rule()
+    @precondition(lambda self: self.membership is not None)
+    def is_asked(self):
+        self.obey(self.membership.stopping(15))
+
+    @property
+    def asked(self):
+        return self.kept["asked"] is not None
+
+    @rule(data=st.data(), code=st.sampled_from([-9, -11, -15]))
+    @precondition(lambda self: self.workers)
+    def is_lost(self, data, code):
+        """Also of the signal itself, but only before it has built; it is known at once, so others are there indeed."""
+        worker = self.workers[self.some(data)]
+        others = any(other.built for other in self.seated.values() if other is not worker)
+        can_save = others and self.membership is not None and worker.node in self.connected
+        if not self.asked or (can_save and (code != -15 or not worker.built)):
+            del self.agents[worker.node][worker.name]
+            if not self.tell(worker.node, "ended", worker.name, code):
+                self.unnoted[worker.node][worker.name] = worker, code
+
+    @invariant()
+    def goes_on(self):
+        assert self.membership is None or self.membership.end is None
+
+
+class AskedStayingJob(Asked, StayingJob):
+    """Whose workers also stay when its members change."""
+
+    @rule()
+    def leaves(self):
+        """None does: nobody who is asked to stop leaves without all others."""
+
+
 TestJob, TestVaryingJob, TestStayingJob = Job.TestCase, VaryingJob.TestCase, StayingJob.TestCase
 TestSpreadJob = SpreadJob.TestCase
 TestSpreadJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestStayingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestVaryingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAsked, TestAskedStayingJob = Asked.TestCase, AskedStayingJob.TestCase
+TestAsked.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAskedStayingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -186,7 +186,7 @@ def test_what_was_counted_is_known_to_agents_before_they_hear_of_what_follows():
             again = [await job.agent(node, generation=1, **what) for node, what in ((0, {}), (1, knows))]
             worker = (await hears(again[0], "start"))["worker"]
             await ends(again[0], worker, -15)
-            assert (await hears(again[1], "end"))["code"] == 143
+            assert (await hears(again[1], "end"))["code"] == SAVED
             assert again[0].known["restarts"] == 1
 
     asyncio.run(main())

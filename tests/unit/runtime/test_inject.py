@@ -56,7 +56,7 @@ def test_what_a_fault_says_of_itself_is_read_again(fault):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("murder rank=1 iteration=2", "murder is not one of kill, stop, slow, error, with which a fault begins"),
+        ("murder rank=1 iteration=2", "murder is not one of kill, stop, term, slow, error, with which a fault begins"),
         ("kill rank=1", "kill does not say when: add iteration="),
         ("kill iteration=2", "kill does not say whom: add rank= or node="),
         ("kill rank=1 ranks=2 iteration=2", "ranks= is there twice: drop one"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import LOST, SAVED
+from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER
 from moc.runtime.membership import MAX_SUSPICIONS, Membership
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, StartWorker, Worker
 
@@ -236,7 +236,7 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3, met=3) for rank in range(SIZE)]
     membership = restarted(membership)
     assert membership.joined(0, told[:2], 3) == [] == membership.joined(1, told[2:], 3)
-    assert membership.ended("3.0", -9)[0].code == 137
+    assert membership.ended("3.0", -15)[0].code == 143
 
 
 def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to_join():
@@ -292,7 +292,7 @@ def test_what_it_has_missed_begins_a_generation():
     [
         (-9, 0, 137, "worker 0 was killed by signal 9, and 0 were replaced already"),
         (1, 9, 1, "worker 0 failed"),
-        (75, 9, 75, "worker 0 was asked to stop, and has saved"),
+        (75, 9, 75, "worker 0 was asked to stop, and has ended in good order"),
     ],
 )
 def test_how_a_job_ends_before_its_time(code, restarts, job, why):
@@ -344,13 +344,50 @@ def test_it_is_said_why_a_worker_was_killed():
     assert abort.reason == "worker 1 was killed by signal 9: it had been in its step for 70 s"
 
 
-def test_a_job_that_was_asked_to_stop_replaces_nobody():
+def test_a_job_whose_program_ends_by_the_signal_that_asks_it_to_stop_is_over():
     membership, names = running()
     membership.stopping(15)
-    assert membership.ended(names[0], -15)[0].code == 143
+    assert membership.ended(names[0], -15) == [End(143, "worker 0 was killed by signal 15", False)]
 
 
-def test_a_job_that_was_asked_to_stop_waits_for_nobody():
+def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
+    membership, names = running()
+    membership.stopping(15)
+    _, start = membership.ended(names[0], -9)
+    _, start = membership.ended(start.worker, -15)  # of the signal, before it could know what that means
+    assert start.rank == 0 and not start.together
+    for name in (start.worker, *names[1:]):
+        orders = membership.here(name, 2)
+    assert orders == [Go(2)]
+    membership.built(start.worker)
+    assert membership.ended(names[1], SAVED)[0].leaving
+
+
+def test_where_nobody_is_left_who_could_save_it_is_said_from_what_the_job_goes_on():
+    membership, names = running()
+    _, start = membership.ended(names[0], -9)
+    membership.stopping(15)
+    for name in names[1:-1]:
+        membership.ended(name, -9)
+    (end,) = membership.ended(names[-1], -9)
+    assert end.code == 137
+    membership, names = begun()
+    _, *starts = membership.ended(names[0], -9)[-SIZE - 1 :]  # all build anew
+    membership.stopping(15)
+    (end,) = membership.ended(starts[0].worker, -15)
+    assert (end.code, end.leaving) == (SAVED, False) and end.reason.endswith(FROM_WHERE)
+
+
+def test_a_job_that_was_asked_to_stop_does_not_start_over():
+    membership, names = running()
+    membership.stopping(15)
+    (end,) = membership.ended(names[0], START_OVER)
+    assert end.code == SAVED and end.reason == (
+        "no snapshot can restore what was lost, and the job was asked to stop (signal 15): " + FROM_WHERE
+    )
+
+
+def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
     membership = Membership(SIZE, PER_NODE, 1000)
     membership.joined(0)
     assert membership.stopping(2) == [End(130, "the job was asked to stop (signal 2): nothing has begun", False)]
@@ -358,10 +395,15 @@ def test_a_job_that_was_asked_to_stop_waits_for_nobody():
     membership = Membership(SIZE, PER_NODE, 1000)
     assert membership.joined(0, asked=15)[0].code == 143
 
+
+def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
     membership, _ = running()
     membership.left(1)
-    (end,) = membership.stopping(15)
-    assert end.code == SAVED and "node 1 is missing, and the job was asked to stop (signal 15)" in end.reason
+    assert membership.stopping(15) == []
+    (end,) = membership.gives_up("nobody has come for 30 s (--silence-timeout)")
+    assert end == End(
+        SAVED, f"node 1 is missing, and nobody has come for 30 s (--silence-timeout): {FROM_WHERE}", False
+    )
 
 
 def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.engine.zero.gradients import PartitionedGradients
 
@@ -42,7 +42,7 @@ class ZeroFragment:
     gradient: torch.Tensor
 
 
-class ZeroOptimizer(MixedPrecisionOptimizer):
+class ZeroOptimizer(FragmentedOptimizer):
     """A sharded megatron-core optimizer over DeepSpeed's partitions; also reduces the gradients of its chunk.
 
     Attributes:
@@ -178,18 +178,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         for group, masters in enumerate(zero.single_partition_of_fp32_groups):
             rank = dist.get_rank(zero.real_dp_process_group[group])
             yield zero.parallel_partitioned_bit16_groups[group][rank].detach(), masters.detach()
-
-    def state_dict(self):
-        """Not for saving: see :mod:`megatron.pretraining.engine.state`."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict):
-        """See :meth:`state_dict`."""
-        raise NotImplementedError
-
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
-        """See :meth:`state_dict`."""
-        raise NotImplementedError
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:

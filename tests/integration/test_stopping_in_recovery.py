@@ -1,0 +1,128 @@
+"""A job is asked to stop while a generation changes: it becomes whole, saves the last iteration, and ends with 75."""
+
+import signal
+
+import pytest
+
+from moc.inspect import verify
+from moc.runtime.exit_codes import FROM_WHERE
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from tests.integration.elastic_jobs import FLAGS, ZERO
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import node_memory
+from tests.integration.tiny import SHALLOW
+from tests.shared import ALL
+
+pytestmark = pytest.mark.recovery
+LOST = 5  # iteration in which a node is lost
+PLAIN = SHALLOW | dict(global_batch_size=12, micro_batch_size=1, train_iters=16, use_distributed_optimizer=False)
+
+
+def job_of(data, tmp_path, layout, faults, **how):
+    """A job that takes no snapshot before it ends, unless flags say so."""
+    own = ["--silence-timeout", "5", "--grow-wait", "600"]
+    nodes = {name: how.pop(name) for name in ("nodes", "least", "spares") if name in how}
+    saved = dict(ckpt_policy="full", snapshot_interval=100, ckpt_dir=str(tmp_path / "snapshots"))
+    flags = data | saved | dict(exit_signal_handler=True, inject=faults) | how
+    program = "losing_pretrain_gpt_moe.py" if nodes else "held_pretrain_gpt_moe.py"
+    return Launched(layout, flags, tmp_path / "job", *own, **nodes, program=f"tests/integration/{program}")
+
+
+def stopped(job, tmp_path):
+    """Waits until the job has ended with 75; returns it, and its snapshots."""
+    assert job.wait() == 75, job.console[-4000:]
+    assert job.left() == []
+    return job, Store(LocalPlace(tmp_path / "snapshots")).iterations()
+
+
+def lost_and_stopped(data, tmp_path, *what, **how):
+    """As :func:`stopped`, of a job that loses node 1."""
+    with job_of(data, tmp_path, *what, **how) as job:
+        job.is_lost(1)
+        return stopped(job, tmp_path)
+
+
+def assert_that_all_is_saved(job, saved, lost=LOST):
+    """The snapshot is of the last iteration that was committed, and another one is not computed."""
+    assert saved == [lost - 1] == [job.iteration]
+    (left,) = job.events("exit")
+    assert (left["iteration"], left["reason"], left["code"]) == (lost - 1, "signal", 75)
+    assert "Traceback" not in job.console
+
+
+def asked(point, *nodes):
+    """Faults by which nodes are asked to stop at a point after the loss."""
+    return [f"term node={node} iteration={LOST} point={point}" for node in nodes]
+
+
+@pytest.mark.parametrize("point", ["meeting", *ALL * ["rebalancing", "landed", "loaded"]])
+@pytest.mark.parametrize("zero", [False, *ALL * [True]])
+def test_the_nodes_that_are_left_of_an_elastic_job_save_and_end(data, tmp_path, point, zero):
+    faults = [f"kill node=1 iteration={LOST}", *asked(point, 0, 2)]
+    flags = FLAGS | (ZERO if zero else {})
+    job, saved = lost_and_stopped(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags)
+    assert "training continues on 2 of 3 nodes" in job.console
+    assert_that_all_is_saved(job, saved)
+    assert verify.main([str(tmp_path / "snapshots")]) == 0
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a job that is about to meet nodes that have come")
+def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_WAITS_IN", "5")
+    faults = ["kill node=1 iteration=3", *asked("parting", 0, 2)]
+    flags = FLAGS | dict(elastic_rebalance_interval=0, elastic_slots=4)
+    with job_of(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags) as job:
+        job.is_in(5, workers=2)
+        job.start(1)
+        job.tells("nodes that have come are ready")
+        job.go_on()
+        assert_that_all_is_saved(*stopped(job, tmp_path), lost=6)
+    assert "the job is to stop, and meets no more" in job.console
+
+
+@pytest.mark.parametrize("point", ["rebuilding", *ALL * ["meeting", "loaded"]])
+def test_a_spare_takes_the_place_of_a_lost_node_before_all_save_and_end(data, tmp_path, point):
+    faults = [f"kill node=1 iteration={LOST}", *asked("meeting", 0), *asked(point, 1)]
+    job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, spares=1, **PLAIN)
+    assert "node 2 takes its place" in job.console
+    assert_that_all_is_saved(job, saved)
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 asks a spare to stop before it has workers")
+def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_WAITS_IN", "4")
+    with job_of(data, tmp_path, "DP2", [f"kill node=1 iteration={LOST}"], nodes=2, spares=1, **PLAIN) as job:
+        job.is_in(4, workers=2)
+        job.launchers[2].send_signal(signal.SIGTERM)
+        job.is_lost(1)
+        job.go_on()
+        assert_that_all_is_saved(*stopped(job, tmp_path))
+
+
+def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):
+    faults = [f"kill rank=1 iteration={LOST}", f"term rank=0 iteration={LOST} point=meeting"]
+    with job_of(data, tmp_path, "DP2", faults, **PLAIN) as job:
+        assert_that_all_is_saved(*stopped(job, tmp_path))
+    assert job.events("generation")[0]["reason"] == "worker 1 was killed by signal 9"
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses what others had while all are about to save")
+def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(data, tmp_path):
+    faults = [f"kill node=1 iteration={LOST}", *asked("meeting", 0)]
+    flags = PLAIN | dict(snapshot_interval=2, ckpt_blocking=True)
+    job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, **flags)
+    assert saved == [2, 4] and job.iteration == 4
+    assert "node 1 is missing" in job.console and FROM_WHERE in job.console
+
+
+@pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 starts workers anew who are about to save")
+@pytest.mark.parametrize("tier", ["disk", "peers"])
+def test_workers_that_are_started_anew_save_what_is_in_memory_alone(data, tmp_path, tier):
+    flags = PLAIN | dict(ckpt_tier=tier, snapshot_interval=1, ckpt_blocking=True)
+    faults = [f"kill node=1 iteration={LOST}", *asked("rebuilding", 0, 2)]
+    with node_memory() as memory:
+        flags |= dict(persist_interval=100, ckpt_memory_dir=memory) if tier == "peers" else {}
+        job, saved = lost_and_stopped(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags)
+    assert saved[-1] == LOST - 1 == job.iteration
+    assert bool(job.events("exit")) == (tier == "peers") != ("with nothing to save" in job.console)
