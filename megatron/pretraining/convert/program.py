@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.source} is not a directory")
     if is_checkpoint(args.source) and args.iteration is not None:
         parser.error(f"{args.source} is one checkpoint: give the directory that it is in, or drop --iteration")
-    if args.writers is not None and args.writers < 1 or (args.max_file_size or 1) < 1:
+    if args.writers is not None and args.writers < 1 or args.max_file_size is not None and args.max_file_size < 1:
         parser.error("--writers and --max-file-size must be at least 1")
     hugging_face = args.to == HUGGING_FACE or is_hugging_face(args.source)
     if not hugging_face and (args.verify or args.check_logits):

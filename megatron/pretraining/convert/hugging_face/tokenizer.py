@@ -16,6 +16,7 @@ _FILES = (  # of a tokenizer: neither code nor weights, nor what a model is
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _MODELS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_PROBE = " two  spaces\ta tab, \ufb01 and \uff21 "  # a ligature, and a letter of full width
 _SPECIAL = ("bos", "eos", "unk", "pad")
 
 
@@ -56,20 +57,38 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{model} cannot be read as a SentencePiece model ({error})") from None
+    if why := _differs(processor):
+        return {}, [
+            f"no tokenizer was written: {model} {why}, so transformers would make other tokens of the same text; encode "
+            "with the package sentencepiece"
+        ]
     shutil.copyfile(model, into / "tokenizer.model")
     end = processor.piece_to_id("<eod>")
     ids = {kind: getattr(processor, f"{kind}_id")() for kind in _SPECIAL}
     if end != processor.unk_id():
         ids["eos"] = end
-    pieces = processor.encode("a", out_type=str)
     settings = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": False,
         "add_eos_token": False,
-        "add_prefix_space": bool(pieces) and pieces[0].startswith("\u2581"),
+        "add_prefix_space": False,
         "legacy": False,
         "split_special_tokens": True,  # text that looks like a special token is none in training
         **{f"{kind}_token": processor.id_to_piece(number) for kind, number in ids.items() if number >= 0},
     }
     write_durably(into / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad") if ids[kind] >= 0}, []
+
+
+def _differs(processor: Any) -> str | None:
+    """Why transformers' LlamaTokenizer, which merges pairs of text as it is, differs from a SentencePiece model."""
+    normal = (
+        piece
+        for piece in range(processor.get_piece_size())
+        if not (processor.is_control(piece) or processor.is_unknown(piece) or processor.is_byte(piece))
+    )
+    if not all(processor.get_score(piece).is_integer() for piece in normal):  # of BPE, they are ranks
+        return "is no BPE model"
+    if processor.normalize(_PROBE).replace("\u2581", " ") != _PROBE:
+        return "changes text before it encodes it"
+    return None
