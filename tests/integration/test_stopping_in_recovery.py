@@ -98,6 +98,7 @@ def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves
         job.is_lost(1)
         job.go_on()
         assert_that_all_is_saved(*stopped(job, tmp_path))
+    assert [event["generation"] for event in job.events("generation")] == [1]  # no worker died of the signal
 
 
 def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):

@@ -69,7 +69,9 @@ class Job(RuleBasedStateMachine):
                 self.agents[order.node][order.worker] = worker
                 self.generations[order.node] = max(self.generations[order.node], order.generation)
             elif isinstance(order, Seat):
-                worker = self.agents[order.node][order.worker]
+                worker = self.agents[order.node].get(order.worker)
+                if worker is None:  # it has died, and the controller is about to hear so
+                    continue
                 part = self.part(worker)
                 worker.rank, worker.born, worker.guest = order.rank, order.generation, False
                 worker.size, worker.helpers = order.size, order.helpers
@@ -324,6 +326,13 @@ class SpreadJob(StayingJob):
 
 class Asked(Job):
     """That is asked to stop at any time: while others than those who are lost have state to save, it becomes whole."""
+
+    def __init__(self):
+        super().__init__()
+        for name, worker in self.workers.items():  # all train
+            worker.here, worker.built, worker.stays = 0, True, self.stays
+            self.tell(worker.node, "here", name, 0, self.parts)
+            self.tell(worker.node, "built", name, self.stays)
 
     @rule()
     @precondition(lambda self: self.membership is not None)
