@@ -194,9 +194,11 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
     one, root = is_checkpoint(args.source), args.source.resolve()
     window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
-    refuse_to_replace(dense_files.directory_of(args.output, window.end.iteration))
-    args.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
+    whole = args.to == HUGGING_FACE  # the output is the result itself, not a directory of results
+    refuse_to_replace(args.output if whole else dense_files.directory_of(args.output, window.end.iteration))
+    room = args.output.absolute().parent if whole else args.output
+    room.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
         if not exact:
             print("replayed in another layout: equal to the run's state up to floating-point rounding", file=sys.stderr)

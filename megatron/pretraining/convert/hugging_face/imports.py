@@ -88,5 +88,5 @@ def _told(root: Path, recipe_file: Path, rows: int) -> str:
     return (
         f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...\n"
         "          (data, batch, learning rate and iterations; to resume, --load NEW_DIRECTORY without --finetune)\n"
-        f"the embedding has {rows:,} rows, and none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps it so"
+        f"the embedding has {rows:,} rows, none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps that"
     )

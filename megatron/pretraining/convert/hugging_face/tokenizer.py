@@ -59,7 +59,7 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
         raise CheckpointError(f"{model} cannot be read as a SentencePiece model ({error})") from None
     if why := _differs(processor):
         return {}, [
-            f"no tokenizer was written: {model} {why}, so transformers would make other tokens of the same text; encode "
+            f"no tokenizer was written: {model} {why}, so transformers would make other tokens of a text; encode it "
             "with the package sentencepiece"
         ]
     shutil.copyfile(model, into / "tokenizer.model")
