@@ -302,6 +302,24 @@ def _load(run, flags: dict) -> str | None:
     return None
 
 
+def norms_under_another_name(flags: dict) -> list[bool]:
+    """Loads a checkpoint into layers whose norms before experts are named as Transformer Engine's; which are right."""
+
+    def use(run) -> list[bool]:
+        norms = []
+        for layer in (layer for chunk in run.stepper.chunks for layer in unwrap(chunk).decoder.layers):
+            its = layer.submodules_config
+            its.sharded_state_dict_keys_map = {
+                name: other for name, other in its.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
+            }
+            norms.append((layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.weight.detach().clone()))
+            layer.pre_mlp_layernorm.weight.data.fill_(7)
+        assert _load(run, flags | dict(finetune=True)) is None
+        return [torch.equal(now, before) for now, before in norms]
+
+    return with_run(flags, use)
+
+
 @contextlib.contextmanager
 def _damaged(world, path: str, kind: str):
     path, aside = Path(path), Path(f"{path}.aside")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -32,12 +34,32 @@ _SHAPE = {  # flags that must be equal for weights to fit, by flag group
 }  # fmt: skip
 
 
+NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+"""What its parameters' names begin with in Transformer Engine's layers, and in megatron-core's own."""
+
+
 def described_weights(chunks: list[DistributedDataParallel]) -> dict:
     """The model chunks as megatron-core's sharded state dict, under Megatron-LM's keys."""
     models = [unwrap(chunk).sharded_state_dict() for chunk in chunks]
     if len(models) == 1:
         return {"model": models[0]}
     return {f"model{i}": model for i, model in enumerate(models)}
+
+
+def name_as_stored(described: dict, keys: Collection[str]) -> None:
+    """Renames what a checkpoint has under the other name of the norm before experts.
+
+    In megatron-core, Transformer Engine's layers call it by their module, and its own as if it were part of the first
+    linear layer.
+
+    Args:
+        described: of :func:`described_weights`; changed in place.
+        keys: of the checkpoint.
+    """
+    for part in nested_values(described):
+        if isinstance(part, ShardedTensor) and part.key not in keys:
+            others = (part.key.replace(one, other) for one, other in (NORM_BEFORE_EXPERTS, NORM_BEFORE_EXPERTS[::-1]))
+            part.key = next((key for key in others if key in keys), part.key)
 
 
 def training_state(

@@ -116,10 +116,12 @@ class CheckpointLoader:
 
     def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # the non-tensor types in stock Megatron-LM's common.pt
-        run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
+        keys = run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
+        described = contents.described_weights(self._chunks)
+        contents.name_as_stored(described, frozenset(keys))
         try:
             with nothing_runs():
-                loaded: Any = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
+                loaded: Any = dist_checkpointing.load(described, str(directory))
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
             raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
         for i, chunk in enumerate(self._chunks):

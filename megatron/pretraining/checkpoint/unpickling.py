@@ -79,6 +79,8 @@ def _check_memo(data: bytes) -> None:
 
 
 def _check_paths(metadata: Any) -> None:
+    if not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(".metadata describes no tensors by name, as torch_dist checkpoints do")
     for stored in (metadata.storage_data or {}).values():
         name = stored.relative_path
         if not isinstance(name, str) or not name or PurePath(name).name != name or name == "..":
@@ -108,12 +110,16 @@ def nothing_runs() -> Iterator[None]:
             os.environ[_WEIGHTS_ONLY] = forced
 
 
-def check_metadata(directory: Path) -> None:
-    """Raises CheckpointError if the ``.metadata`` of a checkpoint is none, or could run code."""
+def check_metadata(directory: Path) -> list[str]:
+    """Returns the keys in the ``.metadata`` of a checkpoint; none if there is no such file.
+
+    Raises:
+        CheckpointError: it is none, or could run code.
+    """
     try:
         with open(directory / ".metadata", "rb") as file:
-            _Pickle().load(file)
+            return list(_Pickle().load(file).state_dict_metadata)
     except FileNotFoundError:
-        return  # another format: megatron-core says what it misses
+        return []  # another format: megatron-core says what it misses
     except CheckpointError as error:
         raise CheckpointError(f"{directory}/{error}") from None

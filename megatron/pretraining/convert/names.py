@@ -26,8 +26,15 @@ _HALF = re.compile(r"(.+linear_fc1\.(?:weight|bias))_([wv])")
 _FIRST_LINEAR = re.compile(r"(.+)linear_fc1\.(?:weight|bias)")
 _LINEAR = re.compile(r"(decoder\.layers\..+\.linear_(?:qkv|proj|fc1|fc2)\.)weight")
 _NORM = re.compile(r"(decoder\..*layernorm\.)weight")
+_NORM_BEFORE_EXPERTS = re.compile(r"(decoder\.layers\..*)mlp\.linear_fc1\.layer_norm_weight")
 _OUT_OF_ATTENTION = re.compile(r"(decoder\.layers\..*self_attention\.)linear_proj\.weight")
 _HALVES = "wv"
+_WITH_EXTRA_STATE = (
+    (_LINEAR, ""),
+    (_NORM, ""),
+    (_NORM_BEFORE_EXPERTS, "pre_mlp_layernorm."),  # Transformer Engine's name of it
+    (_OUT_OF_ATTENTION, "core_attention."),
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[
     modules = {(place.key, place.region.offset[: place.stacked]): place for place in places.values()}
     for (_, offset), place in modules.items():  # both halves of a gated layer belong to one module
         stack = place.global_shape[: len(offset)]
-        for pattern, module in ((_LINEAR, ""), (_NORM, ""), (_OUT_OF_ATTENTION, "core_attention.")):
+        for pattern, module in _WITH_EXTRA_STATE:
             if found := pattern.fullmatch(place.key):
                 yield f"{found[1]}{module}_extra_state", stack or (1,), offset or (0,)
 
