@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,22 @@ from megatron.pretraining.data.documents import sync
 from moc.output import ToolError
 from moc.store.durable import new_file
 
+_TRIES, _PAUSE_S = 20, 0.1
+
 
 def _without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _locked(descriptor: int) -> bool:
+    """Locks a file for this process alone; the workers of a killed one take a moment to end, and have it until then."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+    return False
 
 
 def _again(descriptor: int) -> str:
@@ -39,11 +53,9 @@ class PairWriter:
 
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
         self._lock = open(self._bin, "ab", opener=_without_links)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(self._lock.fileno()):
             self._lock.close()
-            raise ToolError(f"Another process is writing {self.prefix}.bin.") from None
+            raise ToolError(f"Another process is writing {self.prefix}.bin.")
         for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
             if os.path.exists(path) and not self._overwrite:
                 self._discard()

@@ -1,6 +1,7 @@
 """What comes in as documents goes out as a dataset that megatron-core reads, or nothing goes out at all."""
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import numpy
@@ -293,6 +295,15 @@ def test_a_failed_replacement_keeps_the_old_dataset(tmp_path):
     assert preprocess(*args) == 0
     (tmp_path / "in.jsonl").write_text('{"text": "2"}\n{')
     assert preprocess(*args, "--overwrite") == 1
+    assert documents(tmp_path / "o_text_document") == [[1]]
+
+
+def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path):
+    with open(tmp_path / "o_text_document.bin.partial", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.3, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o"]
+        assert preprocess(*args, *NUMBERS) == 0
     assert documents(tmp_path / "o_text_document") == [[1]]
 
 
