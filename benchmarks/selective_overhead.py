@@ -4,12 +4,10 @@
 
 The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
 that users run, with eight micro batches in an iteration, as many as each replica has in MoEtion's section 7.1, in one
-worker with one thread, so that on two cores one is left over for copies and hashes.  That one is never idle, whether
-anything is saved or not (``benchmarks/live/processors.py``): processors that share a core slow each other down, and a
-core that is left over would not.  Each way of saving is a job of its own, which saves in every second block of
-iterations and is compared with itself, each block with its two neighbours (``benchmarks/live/blocks.py``): a quarter of
-the experts as their state, the same bytes with gradients in their place, and as many experts as budgets allow that the
-run measures.  Snapshots go to memory, in every iteration.  Asked are
+worker with one thread, so that on two cores one is left over for copies and hashes.  Each way of saving is a job of its
+own, which saves in every second block of iterations and is compared with itself, each block with its two neighbours
+(``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same bytes with gradients in their place,
+and as many experts as budgets allow that the run measures.  Snapshots go to memory, in every iteration.  Asked are
 
 * the overhead in blocks, all that planning, copies, hashes and gradients take;
 * stalls: for how long training waits, as a share of the iterations that save;
@@ -36,7 +34,6 @@ from benchmarks.common import command_line, machine, say, show, table, write_jso
 from benchmarks.live.blocks import Blocks, between
 from benchmarks.live.itself import beside_itself, seconds_of
 from benchmarks.live.job import torchrun
-from benchmarks.live.processors import none_idle
 from benchmarks.overhead.methods import operators_of, parameters
 from benchmarks.papers.equations import pec_size
 from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
@@ -166,8 +163,7 @@ def main() -> int:
     blocks = Blocks(WARM_UP + 2 * LENGTH, LENGTH)
     for name in own.ways:
         saving = [*SELECTIVE, *WAYS[name]]
-        with none_idle():
-            events = beside_itself(lambda p, s=saving: [*torchrun(1), p, *MODEL, *flags, *s], blocks, own.blocks, name)
+        events = beside_itself(lambda p, s=saving: [*torchrun(1), p, *MODEL, *flags, *s], blocks, own.blocks, name)
         ways[name] = (told := figures(events, blocks)) | judged(told, EXPERTS.get(name), counts)
         held &= say(verdicts(name, ways[name], core_left=(os.cpu_count() or 1) > 1))
     columns = ("", "iteration, ms", "in blocks", "stalls", "experts", "as gradients", "MB")

@@ -1,24 +1,27 @@
 """Processors of which nothing is left idle, so that one is as fast whatever the other does.
 
-Processors that share a core or its clock are faster while others are idle, as accelerators are not: what one leaves
-speeds up the others, and work beside training slows it down, though it has a processor of its own.  Therefore a process
-on each uses up what is left of it, by matrix products that stay in its caches, at the lowest priority: whatever else
-has something to do takes its place at once.  As a program, this is the one on the processor of that number.
+Processors that share a core or its clock are faster while others are idle, as accelerators are not: a worker that waits
+would speed up the one it waits for.  Therefore a process on each uses up what is left of it, by matrix products that
+stay in its caches, at the lowest priority: whatever else has something to do takes its place at once.  As a program,
+this is the one on the processor of that number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
 def none_idle() -> Iterator[None]:
     """Meanwhile, whatever others leave of the processors that this process may use is used up."""
-    busy = [subprocess.Popen([sys.executable, __file__, str(n)]) for n in range(len(os.sched_getaffinity(0)))]
+    count = len(os.sched_getaffinity(0))
+    busy = [subprocess.Popen([sys.executable, __file__, str(n)], start_new_session=True) for n in range(count)]
     try:
         yield
     finally:
@@ -37,6 +40,8 @@ def use_up(number: int) -> None:
     """Uses up what others leave of a processor; ends when it is killed."""
     own_processor(number)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):  # Linux may share time out between sessions first: this one gets the least
+        Path("/proc/self/autogroup").write_text("19")
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
