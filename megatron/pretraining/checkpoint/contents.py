@@ -68,9 +68,9 @@ def training_state(
     position: Position,
     optimizer: VotedOptimizer,
     scheduler: OptimizerParamScheduler,
-    tokens: int,
+    described: dict,
 ) -> dict:
-    """The content of ``training_state.json``; ``tokens`` are those of the vocabulary, without padding."""
+    """The content of ``training_state.json``; ``described`` is of :func:`describe`."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return {
         **asdict(position),
@@ -82,11 +82,13 @@ def training_state(
         "moments": config.mixed_precision.moments,
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
-        "shape": shape(config),
-        "model": model(config, tokens),
-        "tokenizer": tokenizer(config.tokenizer),
         "sample_order": sample_order(config, world),
-    }
+    } | described
+
+
+def describe(config: Config, tokens: int) -> dict:
+    """Model and tokenizer, which stay the same while a worker trains; ``tokens`` are the vocabulary's, unpadded."""
+    return {"shape": shape(config), "model": model(config, tokens), "tokenizer": tokenizer(config.tokenizer)}
 
 
 def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:

@@ -258,8 +258,9 @@ class Checkpoints:
         return FullyParallelSaveStrategyWrapper(strategy, group)
 
     def _write_state(self, staging: Path, position: Position) -> None:
+        described = contents.describe(self._config, self._vocabulary.tokens)
         state = contents.training_state(
-            self._config, self._world, position, self._optimizer, self._scheduler, self._vocabulary.tokens
+            self._config, self._world, position, self._optimizer, self._scheduler, described
         )
         write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 

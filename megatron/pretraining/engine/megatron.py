@@ -45,7 +45,7 @@ class MegatronEngine:
         replicas: Replicas | None = None,
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
-        self._tokens = vocabulary.tokens
+        self._described = contents.describe(config, vocabulary.tokens)  # once: each snapshot has it
         self.placed: Plans | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core)
@@ -79,7 +79,7 @@ class MegatronEngine:
     def scalars(self, position: Position) -> dict:
         """The part of the state that is not tensors."""
         state = contents.training_state(
-            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._tokens
+            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._described
         )
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
