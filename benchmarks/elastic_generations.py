@@ -1,14 +1,15 @@
 """Whether anything creeps while members change: a node is lost and comes back, again and again.
 
-    python benchmarks/elastic_generations.py --changes 50 --output docs/results/elastic_generations_cpu.json
+    python benchmarks/elastic_generations.py --output docs/results/generations_elastic_cpu.json
 
 An elastic job of three nodes, each a launcher with one worker, loses the last one with all its processes, goes on in
 process, takes it in again, and so on.  After each change, of the first node's worker, its launcher (the agent), its
 controller and the process that forks: memory that is theirs alone (USS), resident memory, threads and descriptors.
 The worker's process must be the same throughout.
 
-The verdict is the slope of a line through the second half of the changes, for each process and figure.  Fewer nodes
-take fewer descriptors, and other memory: a loss and the growth after it count together, by their mean.
+The verdict is the slope of a line through the second half of the changes, for each process and figure: the first fifty
+fill tables of bounded size, which a worker keeps of members and of iterations.  Fewer nodes take fewer descriptors, and
+other memory: a loss and the growth after it count together, by their mean.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def cycles(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 def main() -> int:
     """Measures, and writes what each change adds; 1 if anything creeps."""
     parser = command_line(__doc__)
-    parser.add_argument("--changes", type=int, default=50, help="of members (default: %(default)s)")
+    parser.add_argument("--changes", type=int, default=100, help="of members (default: %(default)s)")
     own = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="elastic-generations-") as files, ExitStack() as stack:
         told = measure(own.changes, Path(files), stack)

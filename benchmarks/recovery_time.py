@@ -5,7 +5,9 @@
 Each way trains the same model with 4 workers (PP2 x EP2), saves after every iteration, and gets one of its workers
 killed by SIGKILL now and again, at any moment of an iteration:
 
-* ``ours``: ``python -m moc.launch``, snapshots in memory or on disk;
+* ``ours``: ``python -m moc.launch``, snapshots of everything in memory or on disk;
+* ``ours, gradients``: the same with bases and gradients in memory, windows of three (``--ckpt-policy gradient``);
+* ``ours, windows``: the same with sparse snapshots and upstream logs in memory, windows of three (MoEvement);
 * ``torchrun``: the same program, which torchrun starts again;
 * ``torchrun, DCP``: a job that saves with ``torch.distributed.checkpoint`` (``benchmarks/live/dcp_job.py``);
 * ``beside, memory``, ``beside, disk``: as ``ours``, of another checkout, which ``--beside`` names.
@@ -48,6 +50,7 @@ class Case:
     launcher: str  # ``ours`` or ``torchrun``
     tier: str | None  # of our snapshots; None for the job that has none
     checkout: Path = ROOT  # whose program and launcher run
+    saving: str = "--ckpt-policy full --snapshot-interval 1"
 
     def job(self, directory: str) -> Job:
         """Starts it."""
@@ -55,14 +58,15 @@ class Case:
         if self.tier is None:
             program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", f"{directory}/checkpoints", "--every", 1]
             return Job([*start, *program, *MODEL, *PP2_EP2], directory)
-        saving = ["--ckpt-policy", "full", "--ckpt-tier", self.tier, "--snapshot-interval", 1]
-        command = [*start, self.checkout / PROGRAM, *MODEL, *PP2_EP2, *saving]
+        command = [*start, self.checkout / PROGRAM, *MODEL, *PP2_EP2, *self.saving.split(), "--ckpt-tier", self.tier]
         return Job(command, directory, saves=True, environment={"PYTHONPATH": str(self.checkout)})
 
 
 CASES = {
     "ours, memory": Case("ours", "memory"),
     "ours, disk": Case("ours", "disk"),
+    "ours, gradients": Case("ours", "memory", saving="--ckpt-policy gradient --gradient-window 3"),
+    "ours, windows": Case("ours", "memory", saving="--ckpt-policy sparse --sparse-window 3 --upstream-logging"),
     "torchrun, memory": Case("torchrun", "memory"),
     "torchrun, disk": Case("torchrun", "disk"),
     "torchrun, DCP": Case("torchrun", None),

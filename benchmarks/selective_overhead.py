@@ -14,6 +14,8 @@ and as many experts as budgets allow that the run measures.  Snapshots go to mem
 * bytes: each snapshot's beside equation 5 with 12 bytes, and those of gradients beside a third of a state;
 * how long a rank takes to choose the experts of a snapshot, of 64 in each of 24 layers.
 
+``--precision fp32`` is for processors without instructions for bf16, on which an iteration takes six times as long.
+
 Flags that are not the benchmark's own are the program's.
 """
 
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, show, table, write_json
 from benchmarks.live.blocks import Blocks, between
 from benchmarks.live.itself import beside_itself, seconds_of
-from benchmarks.live.job import torchrun
+from benchmarks.live.job import launcher
 from benchmarks.overhead.methods import operators_of, parameters
 from benchmarks.papers.equations import pec_size
 from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
@@ -158,17 +160,19 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--blocks", type=int, default=24, help="that save, in each job (default: 24)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
     own, flags = parser.parse_known_args()
-    here, counts, ways, held = machine(load=True), parameters([*MODEL, *flags]), {}, True
+    model = [flag for flag in MODEL if flag != "--bf16" or own.precision == "bf16"]
+    here, counts, ways, held = machine(load=True), parameters([*model, *flags]), {}, True
     blocks = Blocks(WARM_UP + 2 * LENGTH, LENGTH)
     for name in own.ways:
         saving = [*SELECTIVE, *WAYS[name]]
-        events = beside_itself(lambda p, s=saving: [*torchrun(1), p, *MODEL, *flags, *s], blocks, own.blocks, name)
+        events = beside_itself(lambda p, s=saving: [*launcher(1), p, *model, *flags, *s], blocks, own.blocks, name)
         ways[name] = (told := figures(events, blocks)) | judged(told, EXPERTS.get(name), counts)
         held &= say(verdicts(name, ways[name], core_left=(os.cpu_count() or 1) > 1))
     columns = ("", "iteration, ms", "in blocks", "stalls", "experts", "as gradients", "MB")
     show(110, [(table("Selective checkpoints", columns, (row(*one) for one in ways.items())), ())])
-    described = {"machine": here, "flags": [*MODEL, *flags], "parameters": counts, "blocks": vars(blocks)}
+    described = {"machine": here, "flags": [*model, *flags], "parameters": counts, "blocks": vars(blocks)}
     described |= {"planning_s": planning_s()}
     print(f"choosing the experts of a snapshot: {1e3 * described['planning_s']:.1f} ms")
     write_json(own.output, described | {"saving": {name: WAYS[name] for name in ways}, "ways": ways})

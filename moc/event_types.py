@@ -65,6 +65,7 @@ EVENTS = {
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
             "sparse_window": "iterations of a window",
+            "gradient_window": "iterations in which each operator is saved in full once",
             "bubble_s": "seconds for which a worker waited for other pipeline stages in the previous iteration, mean",
             "bubble_share": "share of the newest copied snapshot's bytes that was copied in the pipeline's bubbles",
             "hhi": "Herfindahl-Hirschman index of the tokens of experts, mean over layers",

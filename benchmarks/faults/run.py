@@ -43,6 +43,7 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2xEP2, DeepSpeed": (4, f"--deepspeed {PP2} {EP2}"),
 }
 SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
+GRADIENT = "--ckpt-policy gradient --gradient-window 3"
 PEC = "--ckpt-policy pec --pec-k 2"
 SELECTIVE = "--ckpt-policy selective --selective-experts 2"
 EVERY = "--ckpt-policy selective --selective-experts 8"
@@ -57,6 +58,8 @@ TIERS = {
     "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 1",
     "sparse, disk": f"{SPARSE} --ckpt-tier disk",
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
+    "gradient": f"{GRADIENT} --ckpt-tier memory --persist-interval 4",
+    "gradient, peers": f"{GRADIENT} --ckpt-tier peers --persist-interval 4",
     "pec": f"{PEC} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "pec, peers": f"{PEC} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
     "selective": f"{SELECTIVE} {IN_MEMORY}",

@@ -22,6 +22,12 @@ CLAIMS = {  # name: (seconds or ratio, how it is meant)
     "at least 10 times less than torchrun, disk": lambda of: (
         of["torchrun, disk"][OUTSIDE] >= 10 * of["ours, memory"][OUTSIDE]
     ),
+    "gradients take at most 1.2 times as long as everything in memory": lambda of: (
+        of["ours, gradients"][OUTSIDE] <= 1.2 * of["ours, memory"][OUTSIDE]
+    ),
+    "gradients take at most 0.6 of what windows take": lambda of: (
+        of["ours, gradients"][OUTSIDE] <= 0.6 * of["ours, windows"][OUTSIDE]
+    ),
 }
 
 

@@ -50,6 +50,7 @@ class SnapshotPlan:
         operators: detail by operator name; in model order, read-only.
         complete: every operator is saved in full, so training can be recovered from this snapshot alone.
         since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
+        needs: iteration of the oldest snapshot that it cannot do without; None for ``since``.
         remote: what of it other nodes' memory receives copies of; None for all of it.
         compared: operators saved in full whose gradients are saved beside: from their state before, these must lead to
             it.
@@ -63,6 +64,7 @@ class SnapshotPlan:
     operators: Mapping[str, Detail] = field(hash=False)
     complete: bool
     since: int | None = None
+    needs: int | None = None
     remote: Mapping[str, Detail] | None = field(default=None, hash=False)
     compared: frozenset[str] = frozenset()
 
@@ -106,7 +108,9 @@ class SnapshotPlan:
     @property
     def supersedes(self) -> int | None:
         """The iteration before which snapshots are obsolete once this one is safe; None if none are."""
-        return self.since if self.ends_window else None
+        if not self.ends_window:
+            return None
+        return self.since if self.needs is None else self.needs
 
     @property
     def details(self) -> tuple[Detail, ...]:
@@ -130,6 +134,7 @@ class Policy(ABC):
         name: of the policy; set by :func:`moc.policy.registry.policy`.
         exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
             restored to an older state than the rest.
+        windows: several snapshots together are what a run resumes from.
         replays: resuming may replay iterations with some operators frozen.
         flags: the policy's own flags; listed in ``--help``, refused with other policies.
         grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
@@ -139,6 +144,7 @@ class Policy(ABC):
     interval: Interval
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    windows: ClassVar[bool] = False
     replays: ClassVar[bool] = False
     flags: ClassVar[tuple[PolicyFlag, ...]] = ()
     grows: ClassVar[str | None] = None
@@ -369,7 +375,8 @@ class Policy(ABC):
         """Refuses a snapshot that no recovery could use.
 
         A recovery takes all of one snapshot.  If the policy ``replays``, it takes a window of ``FULL`` and ``COMPUTE``;
-        if it is not ``exact``, experts may be in other snapshots than the rest.
+        if it is exact and saves gradients, chains of ``FULL`` and ``GRAD``; if it is not ``exact``, experts may be in
+        other snapshots than the rest.
 
         Raises:
             ValueError: the plan has no such details; the message names an operator.
@@ -382,6 +389,10 @@ class Policy(ABC):
                 needs = "only full and compute can be replayed: plan one of them"
             elif found is Detail.FULL or one.place is not None and not self.exact:
                 continue
+            elif self.exact and self.saves_gradients:
+                if found is Detail.GRAD:
+                    continue
+                needs = "a chain is of full saves and gradients: plan one of them"
             elif self.exact:
                 needs = (
                     "an exact policy that does not replay saves every operator in full: do so, or set exact to False"

@@ -97,7 +97,7 @@ def policy_named(name: str) -> type[Policy]:
 def is_of_everything(name: str | None) -> bool:
     """Whether each snapshot of a policy holds the full model; False for a policy that is not installed."""
     kind = None if name is None else POLICIES.get(name)
-    return kind is not None and kind.exact and not kind.replays
+    return kind is not None and kind.exact and not kind.windows
 
 
 def is_of_newest_experts(name: str | None) -> bool:
@@ -109,4 +109,4 @@ def is_of_newest_experts(name: str | None) -> bool:
 def is_of_windows(name: str) -> bool:
     """Whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
     kind = POLICIES.get(name)
-    return kind is not None and kind.replays
+    return kind is not None and kind.windows

@@ -24,6 +24,7 @@ from moc.policy.window import (
     order_operators,
     side_by_side,
     snapshot_bytes,
+    stage_of,
 )
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -107,6 +108,7 @@ class Sparse(Policy):
         ValueError: a setting is invalid.
     """
 
+    windows: ClassVar[bool] = True
     replays: ClassVar[bool] = True
     flags: ClassVar[tuple[PolicyFlag, ...]] = (
         PolicyFlag(
@@ -358,11 +360,7 @@ class Sparse(Policy):
         return stages
 
     def _stage_of(self, operator: Operator) -> int:
-        if not self.stages:
-            return 0
-        if operator.layer is not None:
-            return self.stages[operator.layer]
-        return self.stages[-1 if operator.kind == "output" else 0]
+        return stage_of(operator, self.stages)
 
 
 def operators_by_stage(

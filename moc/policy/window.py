@@ -133,6 +133,15 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
     return first + [operator for operator in operators if operator.expert is None]
 
 
+def stage_of(operator: Operator, stages: Sequence[int]) -> int:
+    """The pipeline stage of an operator; ``stages`` are those of the layers, empty for a single stage."""
+    if not stages:
+        return 0
+    if operator.layer is not None:
+        return stages[operator.layer]
+    return stages[-1 if operator.kind == "output" else 0]
+
+
 class WindowTuner(Interval):
     """Measures while training runs (the profiler of MoEvement's Algorithm 1, line 8).
 

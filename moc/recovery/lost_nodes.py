@@ -37,9 +37,10 @@ def to_restore(
 ) -> list[Restore]:
     """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
 
-    A full snapshot is a window of one.  Newer snapshots that can be completed are restored, too: they belong to the
-    current window.  If experts may be older (not ``exact``), every part that another node keeps a copy of is restored,
-    unless the node itself has all of it in a newer state.  Restores that failed are ``spoilt``.
+    So are the chains of gradients that lead to one iteration.  A full snapshot is a window of one.  Newer snapshots
+    that can be completed are restored, too: they belong to the current window.  If experts may be older (not
+    ``exact``), every part that another node keeps a copy of is restored, unless the node itself has all of it in a
+    newer state.  Restores that failed are ``spoilt``.
     """
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     found = {
@@ -62,7 +63,7 @@ def to_restore(
     way = next(recoveries(held, operators, exact), None)
     if way is None:
         return []
-    first = way.moments[0].iteration
+    first = min(one.iteration for one in way.used())
     return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
 
 

@@ -120,8 +120,8 @@ def plans(
 
     Yields:
         Plans by which every rank reaches its whole state at the plan's iteration.  Memory is preferred to copies from
-        other ranks, these to storage, and these to a replay by some stages; with ``exact`` off, copies to all, since
-        checkpoints of the same iteration may have older experts.
+        other ranks, these to storage and to updates by saved gradients, and these to a replay by some stages; with
+        ``exact`` off, copies to all, since checkpoints of the same iteration may have older experts.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
     live = inventory.live if only is None else {}
@@ -136,7 +136,7 @@ def plans(
             copies = _copies(keep | behind, inventory.pieces)
         if copies is not None and not exact:
             yield RecoveryPlan(iteration, keep, copies, path_of_survivors(iteration, operators), complete=behind)
-        elif copies is not None and (way is None or way.base.tier != MEMORY):
+        elif copies is not None and (way is None or way.base.tier != MEMORY or way.folds):
             yield RecoveryPlan(iteration, keep, copies, complete=behind)
         elif way is not None and len(way.moments) == 1:
             keep = (keep if exact else frozenset()) | whole_ranks(way, inventory.live, inventory.pieces)

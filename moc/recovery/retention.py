@@ -92,8 +92,10 @@ def staying(
     way = next(recoveries(past, operators, exact), None)
     newest = None if way is None else way.iteration
     kept: list[int] = []
-    if way is not None and all(way.at(moment.iteration).tier == MEMORY for moment in way.moments):
-        kept = [moment.iteration for moment in way.moments]
+    if way is not None:
+        of_path = way.used() if exact else [way.at(moment.iteration) for moment in way.moments]
+        if all(one.tier == MEMORY for one in of_path):
+            kept = sorted({one.iteration for one in of_path})
     if newest == iteration:
         return Staying(newest, tuple(kept))
     missing = [plan for plan in under_way if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]

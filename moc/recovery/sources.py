@@ -1,7 +1,8 @@
 """Chooses the checkpoint that each operator comes from: a pure function of the available checkpoints.
 
 An exact policy resumes from a single iteration.  Either one checkpoint holds all of it, or checkpoints of consecutive
-iterations do together, with a replay of the iterations between them (MoEvement, section 3.3).  With partial experts
+iterations do together: with a replay of the iterations between them (MoEvement, section 3.3), or with updates by the
+gradients of these iterations, where checkpoints have them.  With partial experts
 checkpointing (MoC-System, section 5.1), the dense part comes from the newest checkpoint that has all of it, and each
 expert from wherever its newest state is: the memory of a surviving node, or storage.  Where later checkpoints have the
 expert's gradients, updates with these follow (MoEtion, section 5.2), up to the first gap.
@@ -186,8 +187,8 @@ def recoveries(
         only: resume from this iteration, and use nothing newer.
 
     Yields:
-        A path for each iteration at which everything is held or can be replayed; with ``exact`` off, at which the dense
-        part is, and each expert somewhere.  Memory is preferred to storage.
+        A path for each iteration at which everything is held, can be replayed, or is reached by saved gradients; with
+        ``exact`` off, at which the dense part is, and each expert somewhere.  Memory is preferred to storage.
     """
     usable = [one for one in held if only is None or one.iteration <= only]
     newest_first = sorted(usable, key=lambda one: (-one.iteration, one.tier))
@@ -195,7 +196,9 @@ def recoveries(
     for one in newest_first:
         there[one.iteration].append(one)
     found = windows(there, operators)
-    if not exact:
+    if exact:
+        found = _newest_first(found, _chained(there, newest_first, operators))
+    else:
         found = _newest_first(_with_older_experts(there, newest_first, operators), found)
     yield from (way for way in found if only in (None, way.iteration))
 
@@ -267,6 +270,26 @@ def _with_older_experts(
                     found, folds[name] = dict.fromkeys(found, base), steps
             sources |= found
         if None not in sources.values():
+            yield RecoveryPath((ReplayPoint(iteration, sources, folds),))
+
+
+def _chained(
+    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    newest_first: Sequence[AvailableCheckpoint],
+    operators: Sequence[Operator],
+) -> Iterator[RecoveryPath]:
+    """Yields a path for each iteration that the chains of all operators reach."""
+    if not any(_GRAD in one.operators.values() for one in newest_first):
+        return
+    for iteration in there:
+        past, sources, folds = [one for one in newest_first if one.iteration <= iteration], {}, {}
+        for name in (operator.name for operator in operators):
+            base, steps = _chain(there, past, name, iteration)
+            if base is None or base.iteration + len(steps) < iteration:
+                break
+            sources |= {(name, part): base for part in (MASTER, MOMENTS)}
+            folds |= {name: steps} if steps else {}
+        else:
             yield RecoveryPath((ReplayPoint(iteration, sources, folds),))
 
 

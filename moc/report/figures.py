@@ -13,7 +13,7 @@ from moc.simulate.profile import profile_of
 
 GAUGES = (
     *("hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
-    *("sparse_window", "k_snapshot", "k_persist", "snapshot_interval"),
+    *("sparse_window", "gradient_window", "k_snapshot", "k_persist", "snapshot_interval"),
     *("selective_experts", "selective_copies", "selective_gradients", "mlt", "mlt_peers", "bubble_share"),
 )
 _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}

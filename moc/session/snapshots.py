@@ -82,7 +82,7 @@ class Snapshots:
         share = self._contents.share(self._policy.everything(0).operators)
         self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
         recovered, keeps = len(self._rotation.slots), self._rotation.keep
-        count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
+        count = 1 if self._policy.windows and keeps else self._rotation.spare + (keeps and not recovered)
 
         def allocate() -> None:
             for number in range(recovered, recovered + count):

@@ -279,6 +279,7 @@ def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
             return Strategy(_windows(setup, options, kind))
         price = setup.price(kind, options)
         if price.k is None:
+            options = dataclasses.replace(options, interval=price.every or options.interval)
             least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
             return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
         return _partial(setup, options, kind, price.k)

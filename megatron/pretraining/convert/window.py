@@ -38,7 +38,7 @@ _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
 
 @dataclass(frozen=True)
 class ConvertedWindow:
-    """Snapshots in ``root``, by iteration, that yield the whole state when their iterations are replayed."""
+    """Snapshots in ``root``, by iteration, that yield the whole state by replay, or by updates with saved gradients."""
 
     root: Path
     manifests: Mapping[int, Manifest]
@@ -65,7 +65,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             raise CheckpointError(f"{root}: holds neither a full snapshot nor a complete window")
         where = root / directory_of(iteration)
         raise CheckpointError(f"{where}: is neither a full snapshot nor the end of a complete window: name another one")
-    return ConvertedWindow(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
+    return ConvertedWindow(root, {one.iteration: store.manifest(one.iteration) for one in way.used()})
 
 
 def compute_again(

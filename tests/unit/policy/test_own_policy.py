@@ -32,7 +32,7 @@ def test_it_is_found_and_works_as_the_docs_say(env):
 
 def test_its_flags_are_in_help_and_belong_to_it(env):
     words = run("pretrain_gpt_moe.py", "--help", env=env).split()
-    assert "--busier-experts" in words and "{auto,busier,full,pec,selective,sparse}" in "".join(words)
+    assert "--busier-experts" in words and "{auto,busier,full,gradient,pec,selective,sparse}" in "".join(words)
     flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
     for policy, more, sentence in (
         ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it or change the policy."),

@@ -128,3 +128,20 @@ def test_after_it_one_snapshot_is_whole_and_none_that_is_newer_could_be(nodes, s
         assert len(mine) == (not has_it) and not spoilt.intersection(mine)
         for restore in mine:
             assert parts(node, [newest])[0] in nodes[restore.held_by].copies[node]
+
+
+def in_turn(iteration):
+    """One operator in full, the others as gradients; all at the first iteration."""
+    return (
+        EVERYTHING if iteration == 1 else {name: ["grad", "full"][iteration % 3 == i] for i, name in enumerate(NAMES)}
+    )
+
+
+def test_all_of_the_chains_to_one_iteration_come_back():
+    kept = [4, 5, 6]
+    nodes = {"a": has("a", []), "b": has("b", kept, in_turn, a=kept), "c": has("c", kept, in_turn)}
+    assert back(nodes) == [Restore("a", "b", iteration) for iteration in kept]
+    assert back(nodes, {Restore("a", "b", 4)}) == []  # one base is lost
+    nodes["b"] = has("b", [3, *kept], in_turn, a=[3, *kept])
+    nodes["c"] = has("c", [3, *kept], in_turn)
+    assert back(nodes, {Restore("a", "b", 6)}) == [Restore("a", "b", iteration) for iteration in (3, 4, 5)]

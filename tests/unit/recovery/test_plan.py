@@ -55,6 +55,15 @@ def test_memory_before_replicas_before_storage():
     assert first(JobInventory([holds(7, STORAGE)], live, pieces)).way is None
 
 
+def test_replicas_before_updates_by_saved_gradients():
+    gradients = AvailableCheckpoint(7, MEMORY, {NAMES[0]: "full", NAMES[1]: "grad"})
+    held = [holds(6), gradients]
+    plan = first(JobInventory(held, {0: 7}, dict.fromkeys(range(2), ALIKE)))
+    assert plan.iteration == 7 and plan.way is None and {copy.target for copy in plan.copies} == {1}
+    plan = first(JobInventory(held, {0: 7}, sharded(2)))
+    assert plan.iteration == 7 and plan.keep == {0} and plan.way.folds == {NAMES[1]: [gradients]}
+
+
 def test_whoever_has_not_seen_the_vote_rolls_forward_to_a_replica():
     plan = first(JobInventory([holds(6)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)))
     assert plan.iteration == 7 and plan.keep == {0} and {copy.target for copy in plan.copies} == {1, 2}

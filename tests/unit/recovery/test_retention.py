@@ -40,6 +40,15 @@ def test_at_the_end_of_a_window_nothing_else_stays():
     assert stays([], 7) == Staying(goes_on=False)
 
 
+def test_of_chains_all_snapshots_stay_that_lead_there():
+    turns = [{name: "full" if name == turn else "grad" for name in "abc"} for turn in "abc"]
+    there = [AvailableCheckpoint(i, MEMORY, turns[i % 3]) for i in range(1, 8)]
+    assert stays(there, 7) == Staying(7, (5, 6, 7))
+    assert stays(there[:-1], 7) == Staying(6, (4, 5, 6), goes_on=False)
+    stored = [AvailableCheckpoint(5, STORAGE, turns[2]), *there[5:]]
+    assert stays(stored, 7) == Staying(7)
+
+
 @pytest.mark.parametrize("at", [7, 8])
 def test_the_window_under_way_goes_on_where_it_is_whole(at):
     there = held(*range(4, at + 1))

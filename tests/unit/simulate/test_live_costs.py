@@ -116,7 +116,8 @@ def test_a_limit_on_lost_tokens_makes_intervals_short():
 def test_without_experts_only_what_is_exact_is_proposed():
     dense = dataclasses.replace(SAVED, by_k={}, stages=[[OperatorBytes(REST / 4, REST / 24)] * 4])
     found = every_candidate(running("memory", saved=dense), 3600.0, LIMITS)
-    assert {one.saving.name for one in found} == {"full", "sparse"} == {name for name in NAMES if POLICIES[name].exact}
+    exact = {name for name in NAMES if POLICIES[name].exact}
+    assert {one.saving.name for one in found} == {"full", "sparse"} == exact - {"gradient"}
 
 
 def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
@@ -237,15 +238,30 @@ def test_memory_has_two_windows_where_a_disk_would_have_them():
     assert window > 2 * SAVED.full and in_memory.host_bytes == pytest.approx(2 * SAVED.full + 2 * window)
 
 
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
+CHOICES = [(policy, tier) for policy in NAMES if policy != "gradient" for tier in ("disk", "memory", "peers")]
+
+
+@pytest.mark.parametrize("policy, tier", [*CHOICES, ("gradient", "peers")])
 def test_flags_say_all_of_a_choice(policy, tier):
-    run = running(tier)
+    run = running(tier, saved=dataclasses.replace(SAVED, gradient=1 / 3 if policy == "gradient" else None))
     found = chosen(run, policies=(policy,)).best
     flags = flags_of_candidate(found)
     assert flags["ckpt_policy"] == policy and ("persist_interval" in flags) == (tier != "disk")
     again = priced(run, policy, options_of(flags, 3600.0))
     assert (again.saving, again.ettr) == (found.saving, found.ettr)
+
+
+def test_gradients_of_everything_are_offered_with_copies_alone_and_training_waits_for_them():
+    saved = dataclasses.replace(SAVED, gradient=1 / 3)
+    limits = dataclasses.replace(LIMITS, policies=("gradient",), replicas=(1,))
+    assert list(every_candidate(running("memory", saved=saved), 3600.0, limits)) == []
+    run = running("peers", saved=saved)
+    found = {one.options.settings["window"]: one for one in every_candidate(run, 3600.0, limits)}
+    assert set(found) >= {2} and all(one.saving.exact and one.saving.interval == 1 for one in found.values())
+    price = POLICIES["gradient"].price(run.machine_with(found[2].options), {"window": 3})
+    everything = SAVED.full
+    assert price.size.busiest == pytest.approx(everything * (1 / 3 + 2 / 9))
+    assert price.waits == pytest.approx(everything * 2 / 9) and price.folded == 1
 
 
 def test_sizes_by_the_sharding_rules():

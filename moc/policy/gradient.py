@@ -1,0 +1,307 @@
+"""Gradient checkpointing: each iteration saves some operators in full, and the gradients of all others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
+from moc.policy.interval import Every
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.registry import policy
+from moc.policy.window import WindowTuner, stage_of
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+LONGEST = 8
+"""Longest window that is chosen: one of twice the length saves a tenth of the bytes."""
+
+_ALWAYS = -1  # the turn of operators that every snapshot holds in full
+
+
+@dataclass
+class GradientState:
+    """What the policy was told; stored with snapshots.
+
+    Attributes:
+        window: snapshots of the current or last round, in which each operator has one turn; 0 before the first one.
+        start: iteration of its first snapshot.
+        last: iteration of the last snapshot.
+        bases: iteration of the newest full save of each operator, in model order; empty before the first snapshot.
+    """
+
+    window: int = 0
+    start: int = 0
+    last: int = 0
+    bases: list[int] = field(default_factory=list)
+
+
+@policy("gradient")
+@dataclass(frozen=True)
+class Gradient(Policy):
+    """Chains for all operators: a base, and the reduced gradients of all iterations since.
+
+    An update is elementwise: with the gradients that all workers have reduced already, and the step record, it repeats
+    bit-identically, without data, activations or other workers.  The first snapshot of a run is full.  After it, one
+    of W iterations saves an operator in full, and the others save its gradients, a third of the bytes.  So a lost
+    worker loads bases and repeats at most W - 1 updates, while all others keep their state.  MoEtion (section 5.2)
+    saves gradients of experts alone.
+
+    Routers are always in full: their biases do not follow from gradients, and they are small.
+
+    Window and turns change only between rounds.
+
+    Attributes:
+        window: W; 0 to choose it from measurements.
+        ep: expert-parallel ranks.
+        stages: pipeline stage of each layer; empty for a single stage.
+        told: what the policy was told; stored with snapshots.
+        sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until they are known.
+
+    Raises:
+        ValueError: a setting is invalid.
+    """
+
+    windows: ClassVar[bool] = True
+    flags: ClassVar[tuple[PolicyFlag, ...]] = (
+        PolicyFlag(
+            "gradient_window",
+            str,
+            "auto",
+            "With --ckpt-policy gradient: iterations over which the operators of the model are spread, each in full "
+            "once and as gradients otherwise; auto takes as few as let each snapshot be copied beside an iteration.",
+            parse=number_or_auto,
+            metavar="N|auto",
+            chosen=True,
+        ),
+    )
+
+    window: int = 0
+    ep: int = 1
+    stages: tuple[int, ...] = ()
+    told: GradientState = field(default_factory=GradientState, compare=False)
+    sizes: list[float] = field(default_factory=list, compare=False)
+
+    def __post_init__(self):
+        if self.window < 0:
+            raise ValueError(f"a window of {self.window} iterations is not possible: take 1 or more")
+        object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        """As :meth:`Policy.refusals`."""
+        if asked.snapshot_interval not in ("auto", "1"):
+            yield (
+                "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
+                f"{asked.snapshot_interval}th: drop --snapshot-interval."
+            )
+        if asked.ckpt_policy == cls.name and asked.ckpt_tier == "disk":
+            yield (
+                "--ckpt-policy gradient needs the gradients of every iteration in memory: add --ckpt-tier memory or "
+                "peers."
+            )
+
+    @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """As :meth:`Policy.misfits`."""
+        if asked.ckpt_policy == cls.name:
+            yield from (f"--ckpt-policy gradient {why}, or choose another policy." for why in _obstacles(job))
+
+    @classmethod
+    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
+        """As :meth:`Policy.settings`."""
+        window = 0 if asked.gradient_window == "auto" else int(asked.gradient_window)
+        return super().settings(asked, job) | {"window": window}
+
+    @classmethod
+    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
+        """As :meth:`Policy.may_save_gradients`."""
+        every = asked.snapshot_interval in ("auto", "1")
+        return every and asked.ckpt_tier != "disk" and not any(_obstacles(job))
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """As :meth:`Policy.candidates`: every window up to the one that would be chosen; none without gradients."""
+        if machine.gradient is not None:
+            hides = shortest_window(
+                machine.everything.busiest,
+                machine.gradient * machine.everything.busiest,
+                machine.hidden_s,
+                machine.rate,
+            )
+            yield from ({"window": window} for window in range(2, max(2, hides) + 1))
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """As :meth:`Policy.price`; by default of the window that would be chosen, or of 1 where no gradients are saved.
+
+        Training waits for the copies of gradients, which the next iteration clears.  A recovery repeats half a window
+        of updates on average.
+        """
+        if machine.gradient is None:
+            return Price(machine.everything)
+        full, part, window = machine.everything, machine.gradient, settings.get("window") or _hiding(machine)
+        share = 1 / window + part * (1 - 1 / window)
+        waits = part * (1 - 1 / window) * full.busiest
+        chained = (window - 1) * part * full.total
+        size = Sizes(share * full.busiest, share * full.total)
+        return Price(size, every=1, waits=waits, folded=(window - 1) / 2, chained=chained)
+
+    @property
+    def saves_gradients(self) -> bool:
+        """As :attr:`Policy.saves_gradients`."""
+        return True
+
+    @property
+    def window_length(self) -> int:
+        """As :attr:`Policy.window_length`."""
+        return max(1, self.told.window)
+
+    def on_sizes(self, busiest: Busiest) -> None:
+        """As :meth:`Policy.on_sizes`: bytes of the busiest rank, of everything and of all gradients."""
+        if not self.window:
+            names = [operator.name for operator in self.operators]
+            self.sizes[:] = [busiest(dict.fromkeys(names, detail)) for detail in (Detail.FULL, Detail.GRAD)]
+
+    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
+        """The operators whose turn it is, and the routers, in full; the gradients of all others."""
+        if not self.interval.due(iteration):
+            return None
+        if not self.told.bases or iteration != self.told.last + 1:  # no chain may have a gap
+            return self.everything(iteration)
+        told = self._round_at(iteration)
+        turns, turn = self._turns(told.window), iteration - told.start
+        details = {
+            one.name: Detail.FULL if turns[one.name] in (turn, _ALWAYS) else Detail.GRAD for one in self.operators
+        }
+        needs = min(self._bases_after(iteration, details))
+        complete = Detail.GRAD not in details.values()
+        return SnapshotPlan(iteration, self.name, details, complete, since=told.start, needs=needs)
+
+    def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
+        """As :meth:`Policy.on_snapshot`; a full snapshot is a round of its own."""
+        told = GradientState(1, plan.iteration) if plan.complete else self._round_at(plan.iteration)
+        bases = self._bases_after(plan.iteration, plan.operators)
+        vars(self.told).update(window=told.window, start=told.start, last=plan.iteration, bases=bases)
+
+    def begin_anew(self) -> None:
+        """As :meth:`Policy.begin_anew`: a chain has a gap, so the next snapshot is full."""
+        vars(self.told).update(vars(GradientState()))
+
+    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`Policy.for_storage`: of a round, gradients count from each operator's turn on."""
+        if plan.complete:
+            return plan
+        told = self._round_at(plan.iteration)
+        turns, turn = self._turns(told.window), plan.iteration - told.start
+        stored = {name: detail for name, detail in plan.operators.items() if turns[name] <= turn}
+        return dataclasses.replace(plan, operators=stored)
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`Policy.chosen`."""
+        return {"gradient_window": self.told.window} if self.told.window else {}
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`Policy.gauges`."""
+        return self.chosen()
+
+    def reason(self) -> str | None:
+        """As :meth:`Policy.reason`."""
+        seen = self.interval
+        if not isinstance(seen, WindowTuner) or not self.told.window or seen.bandwidth is None:
+            return None
+        return f"a rank copies {seen.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {seen.seconds:.3g} s"
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Policy.state_dict`."""
+        return vars(self.told) | {"bases": list(self.told.bases)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
+        try:
+            bases = [int(base) for base in state["bases"]]
+            if len(bases) not in (0, len(self.operators)):
+                raise ValueError("of another model")
+            found = {name: int(state[name]) for name in ("window", "start", "last")} | {"bases": bases}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of gradient checkpoints: {state!r}; start without it") from error
+        vars(self.told).update(found)
+
+    def _round_at(self, iteration: int) -> GradientState:
+        """The round of an iteration; a new one if the last has ended."""
+        told = self.told
+        if told.start <= iteration < told.start + told.window:
+            return told
+        return GradientState(self.window or self._affordable(), iteration)
+
+    def _affordable(self) -> int:
+        seen = self.interval
+        if not isinstance(seen, WindowTuner) or not self.sizes or seen.seconds is None or seen.bandwidth is None:
+            return 1
+        return shortest_window(*self.sizes, seen.seconds, seen.bandwidth)
+
+    def _bases_after(self, iteration: int, details: Mapping[str, Detail]) -> list[int]:
+        """The bases once a snapshot with these details is taken."""
+        before = self.told.bases or [iteration] * len(self.operators)
+        return [
+            iteration if details[one.name] is Detail.FULL else base
+            for one, base in zip(self.operators, before, strict=True)
+        ]
+
+    def _turns(self, window: int) -> Mapping[str, int]:
+        """By operator, its turn in a round of so many snapshots."""
+        if window not in self._known:
+            turns: dict[str, int] = {}
+            for queue in self._queues:
+                filled = [0] * window
+                for one in sorted(queue, key=lambda one: -one.parameters):  # ties: model order
+                    turn = _ALWAYS if one.kind == "router" else filled.index(min(filled))
+                    turns[one.name] = turn
+                    filled[turn] += one.parameters
+            self._known[window] = turns
+        return self._known[window]
+
+    @cached_property
+    def _known(self) -> dict[int, Mapping[str, int]]:
+        return {}
+
+    @cached_property
+    def _queues(self) -> Sequence[list[Operator]]:
+        """Operators by pipeline stage and expert-parallel rank, which each save an equal part in every turn."""
+        number = Counter(one.layer for one in self.operators if one.expert is not None)
+        queues: dict[tuple[int, int], list[Operator]] = defaultdict(list)
+        for one in self.operators:
+            rank = -1 if one.expert is None else one.expert * self.ep // number[one.layer]
+            queues[stage_of(one, self.stages), rank].append(one)
+        return list(queues.values())
+
+
+def shortest_window(full: float, gradients: float, hidden_s: float, rate: float) -> int:
+    """The shortest window of which each snapshot is copied beside an iteration, at most :data:`LONGEST`.
+
+    Args:
+        full: bytes of the busiest rank for everything in full.
+        gradients: the same of all gradients.
+        hidden_s: seconds that a copy may take.
+        rate: bytes per second from device to host.
+    """
+    sizes = {window: full / window + gradients * (1 - 1 / window) for window in range(1, LONGEST)}
+    return next((window for window, size in sizes.items() if size <= hidden_s * rate), LONGEST)
+
+
+def _hiding(machine: Machine) -> int:
+    """The window that would be chosen."""
+    full = machine.everything.busiest
+    return shortest_window(full, full * (machine.gradient or 1.0), machine.hidden_s, machine.rate)
+
+
+def _obstacles(job: JobShape) -> Iterator[str]:
+    if job.optimizer != "adam":
+        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
+    if not job.experts_apart:
+        yield "needs an update of each expert alone: drop --moe-grouped-gemm"

@@ -1,0 +1,147 @@
+"""Gradient checkpoints: whoever goes on from bases and gradients has the bits of a run without a fault."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megatron.pretraining.config import compose
+from megatron.pretraining.convert.dense import DenseContents
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from tests import warm
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents, events, node_memory, start, stores, train
+from tests.integration.test_convert_checkpoint import convert, regions, same, weights
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_peers import lose, memory_of
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS, known
+from tests.shared import ALL
+
+HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=12)
+GRADIENT = dict(ckpt_policy="gradient", gradient_window=3, ckpt_blocking=True)
+REPLICATED, TIED = dict(use_distributed_optimizer=False), dict(untie_embeddings_and_output_weights=False)
+SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_window=2)  # rises, and overflows
+RUNS = {  # layout, flags, killed after
+    "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS, 9),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | DEEP, 7),
+    "fp32, TP": ("TP2xEP2", {}, 8),
+}
+MORE = {
+    "fp32, DP4": ("DP4xEP2", {}, 8),
+    "fp32, interleaved": ("interleaved", {}, 10),
+    "bf16, replicated": ("DP2", BF16 | REPLICATED, 6),
+}
+RUNS |= MORE if ALL else {}
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with gradient checkpoints in memory."""
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, log_dir=str(tmp_path / "log"))
+        yield data | GRADIENT | places | dict(ckpt_tier="memory")
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("run", RUNS)
+def test_a_restart_is_bit_identical_and_computes_no_iteration_again(run, data, flags):
+    layout, changes, killed_after = RUNS[run]
+    straight = train(layout, data | HARD | changes, "sparse_bodies:train")
+    assert min(straight.norms) > HARD["clip_grad"]
+    flags = flags | HARD | changes
+    killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
+    assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
+    details = [set(_details(stores(flags)["memory"], iteration)) for iteration in _kept(flags)]
+    assert all(found == {"full", "grad"} for found in details)
+    resumed = train(layout, flags, "sparse_bodies:train")
+    assert resumed.start == killed_after
+    assert not [event for event in events(flags, "replay")]
+    if "fp16" in changes:
+        assert any(record["skipped"] for record in straight.records)
+    assert resumed.records == straight.records[killed_after:] and resumed.weights == straight.weights
+    assert [worker["state"] for worker in resumed.workers] == [worker["state"] for worker in straight.workers]
+
+
+def _kept(flags: dict) -> list[int]:
+    """The snapshots in memory: as many as a window has."""
+    iterations = stores(flags)["memory"].iterations()
+    assert len(iterations) == GRADIENT["gradient_window"], iterations
+    return iterations
+
+
+def _details(store: Store, iteration: int) -> list[str]:
+    return [entry.detail for entry in store.manifest(iteration).operators.values()]
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("layout", ["EP2", *ALL * ["PP2xEP2", "TP2xEP2", "DP4xEP2"]])
+def test_a_lost_worker_alone_reads_and_updates(layout, data, flags, tmp_path):
+    """Killed before the vote: the others keep their state, and nobody computes an iteration again."""
+    size = dict(train_iters=14, num_experts=8)
+    faults = [f"kill rank=1 iteration={iteration} point=before_vote" for iteration in (7, 11)]
+    with Launched(layout, flags | HARD | size | dict(inject=faults), tmp_path / "job") as job:
+        assert job.wait() == 0, job.console[-4000:]
+    straight = train(layout, data | HARD | size | _stored(tmp_path, 14))
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 14) == contents(ends[1], 14)
+    assert [event["iteration"] for event in job.events("resume")] == [6, 10]
+    assert {event["kept"] for event in job.events("resume")} == {len(straight.workers) - 1}
+    assert not job.events("replay")
+
+
+def _stored(tmp_path, iteration: int) -> dict:
+    return dict(ckpt_policy="full", snapshot_interval=iteration, ckpt_dir=str(tmp_path / "straight"))
+
+
+@pytest.mark.recovery
+def test_a_lost_node_comes_back_from_its_peers(data, flags, tmp_path):
+    size = dict(train_iters=16, num_experts=8)
+    peers = dict(ckpt_tier="peers", max_snapshot_lag=1)
+    with Launched("PP2xEP2", flags | HARD | size | peers, tmp_path / "job", nodes=2, spares=1) as job:
+        job.reach(9)
+        lose(job, 1, memory_of(flags, "1"))
+        assert job.wait() == 0, job.console[-4000:]
+    train("PP2xEP2", data | HARD | size | _stored(tmp_path, 16))
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 16) == contents(ends[1], 16)
+    (resumed,) = job.events("resume")
+    assert {tier for _, tier in resumed["sources"]} == {"memory"} and len(resumed["sources"]) > 1
+
+
+@pytest.mark.recovery
+def test_a_round_in_storage_is_resumed_in_another_layout_and_by_another_policy(data, flags, tmp_path):
+    straight = known("1", data | dict(train_iters=14))
+    stored = flags | dict(train_iters=14, persist_interval=3, ckpt_keep=2)
+    start("1", stored, "sparse_bodies:die_after", iteration=9).wait()
+    store = stores(flags)["storage"]
+    assert store.iterations()[:3] == [5, 6, 7]  # a round, and the next one has begun
+    assert "grad" not in _details(store, 5) and "grad" in _details(store, 7)
+    full = stored | dict(ckpt_policy="full", snapshot_interval=1, gradient_window="auto")
+    with node_memory() as elsewhere:  # the memory is lost
+        there = train("DP2", full | dict(ckpt_memory_dir=elsewhere, train_iters=7, persist_interval=None))
+    assert there.start == 7 and there.weights == known("1", data | dict(train_iters=7)).weights
+    with node_memory() as elsewhere:
+        resumed = train("1", full | dict(ckpt_memory_dir=elsewhere))
+    assert resumed.start == 7 and resumed.records == straight.records[7:]
+    assert resumed.weights == straight.weights
+
+
+@pytest.mark.recovery
+def test_a_round_in_storage_becomes_a_dense_checkpoint(data, flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = flags | dict(train_iters=10, lr=1e-2, clip_grad=0.3, persist_interval=3, ckpt_keep=9)
+    start("EP2", run, "sparse_bodies:die_after", iteration=9).wait()
+    train("EP2", data | dict(train_iters=7, lr=1e-2, clip_grad=0.3) | _stored(tmp_path, 7))
+    convert(tmp_path / "straight", tmp_path / "dense", "--iteration", 7)
+    given = tmp_path / "flags.yaml"
+    given.write_text(compose(FLAGS | LAYOUTS["EP2"][1] | run).to_yaml())
+    with warm.starts(any_session=True):
+        convert(tmp_path / "c" / "iter_0000007", tmp_path / "round", "--", "--config", given)
+    was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "round"))
+    same(weights(was), weights(again))
+    same(regions(DenseContents(was)), regions(DenseContents(again)))

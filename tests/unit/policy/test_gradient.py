@@ -1,0 +1,161 @@
+"""Chains for all operators: each has a base in every round, and gradients without a gap after it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import Observed, Transfer
+from moc.policy.flags import JobShape
+from moc.policy.gradient import LONGEST, Gradient, shortest_window
+from moc.policy.interval import BLOCK, WARM_UP
+from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+
+SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
+OPERATORS = model_operators(SHAPE)
+ROUTERS = [one.name for one in OPERATORS if one.kind == "router"]
+OTHERS = [one.name for one in OPERATORS if one.kind != "router"]
+WINDOWS, STAGES = st.integers(2, 12), st.sampled_from([(), (0, 0, 1), (0, 1, 2)])
+
+
+def run(policy: Gradient, iterations) -> list:
+    """The plans of some iterations, as training asks for them."""
+    plans = []
+    for iteration in iterations:
+        plans.append(plan := policy.plan(iteration))
+        if plan is not None:
+            policy.check(plan)
+            policy.on_snapshot(plan)
+    return plans
+
+
+def kept(plan, tier: str = MEMORY) -> AvailableCheckpoint:
+    """The checkpoint of a plan."""
+    return AvailableCheckpoint(plan.iteration, tier, {n: d.value for n, d in plan.operators.items()}, plan.policy)
+
+
+def asked(**flags) -> SimpleNamespace:
+    """Snapshot flags."""
+    usual = dict(ckpt_policy="gradient", ckpt_tier="memory", snapshot_interval="auto", gradient_window="auto")
+    return SimpleNamespace(**(usual | dict(persist_interval=None, mtbf_s=1e5) | flags))
+
+
+@settings(deadline=None)
+@given(WINDOWS, STAGES)
+def test_each_operator_is_in_full_once_in_a_round_and_as_gradients_otherwise(window, stages):
+    first, *plans = run(Gradient(OPERATORS, None, window=window, ep=2, stages=stages), range(1, 2 + 3 * window))
+    assert first.complete and first.supersedes == 1
+    for start in range(0, 3 * window, window):
+        of_round = plans[start : start + window]
+        assert {plan.since for plan in of_round} == {of_round[0].iteration}
+        for name in OTHERS:
+            details = [plan.operators[name] for plan in of_round]
+            assert details.count(Detail.FULL) == 1 and details.count(Detail.GRAD) == window - 1
+        assert all(plan.operators[name] is Detail.FULL for plan in of_round for name in ROUTERS)
+
+
+@settings(deadline=None)
+@given(WINDOWS, STAGES, st.integers(0, 30))
+def test_what_a_snapshot_does_not_supersede_leads_to_its_iteration(window, stages, more):
+    plans = run(Gradient(OPERATORS, None, window=window, ep=2, stages=stages), range(5, 6 + more))
+    last = plans[-1]
+    held = [kept(plan) for plan in plans if plan.iteration >= last.supersedes]
+    assert len(held) <= 2 * window - 1 and (more < 2 * window or len(held) <= window)
+    way = next(recoveries(held, OPERATORS, exact=True))
+    assert way.iteration == last.iteration and len(way.moments) == 1
+    for name in OTHERS:
+        steps = [one.iteration for one in way.folds.get(name, ())]
+        base = way.sources[name, "master"].iteration
+        assert steps == list(range(base + 1, last.iteration + 1))
+    assert not more or {one.iteration for one in way.used()} == {one.iteration for one in held}
+    without_one = [one for one in held if one.iteration != last.supersedes]
+    assert next(recoveries(without_one, OPERATORS, exact=True), None) is None
+
+
+def test_a_gap_ends_a_chain_and_recovery_goes_back_before_it():
+    plans = run(Gradient(OPERATORS, None, window=3), range(1, 9))
+    held = [kept(plan) for plan in plans if plan.iteration != 7]
+    assert next(recoveries(held, OPERATORS, exact=True)).iteration == 6
+    assert {one[0] for one in needed(held, OPERATORS, True, 1)} == {4, 5, 6, 8}
+
+
+def test_a_round_in_storage_is_whole_at_its_end_alone():
+    policy, stored = Gradient(OPERATORS, None, window=3), []
+    for iteration in range(1, 8):
+        plan = policy.plan(iteration)
+        if iteration >= 5:  # 2, 3, 4 and 5, 6, 7 are rounds
+            stored.append(kept(policy.for_storage(plan), STORAGE))
+            ways = [way.iteration for way in recoveries(stored, OPERATORS, exact=True)]
+            assert ways == ([7] if iteration == 7 else [])
+        policy.on_snapshot(plan)
+    details = [one.operators for one in stored]
+    assert all("grad" not in details[0].values() for _ in details)  # no gradient without its base
+    assert set(details[2]) == {one.name for one in OPERATORS}
+
+
+def test_a_skipped_iteration_or_a_lost_snapshot_is_followed_by_a_full_one():
+    policy = Gradient(OPERATORS, None, window=4)
+    run(policy, range(1, 5))
+    assert policy.plan(6).complete and not policy.plan(5).complete
+    policy.begin_anew()
+    assert policy.plan(5).complete
+
+
+@settings(deadline=None)
+@given(WINDOWS, st.integers(1, 20))
+def test_the_state_goes_through_json(window, iterations):
+    policy, other = (Gradient(OPERATORS, None, window=window) for _ in range(2))
+    run(policy, range(1, 1 + iterations))
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    following = range(1 + iterations, 30)
+    assert run(policy, following) == run(other, following)
+    with pytest.raises(ValueError, match="no state of gradient checkpoints"):
+        other.load_state_dict({"window": 2})
+    with pytest.raises(ValueError, match="no state of gradient checkpoints"):
+        other.load_state_dict(policy.state_dict() | {"bases": [1]})
+
+
+def test_turns_are_balanced_within_a_rank():
+    experts = [one.name for one in OPERATORS if one.expert is not None and one.layer == 0]
+    plans = run(Gradient(OPERATORS, None, window=2, ep=2), range(1, 4))[1:]
+    for rank in (experts[:2], experts[2:]):
+        assert [sum(plan.operators[name] is Detail.FULL for name in rank) for plan in plans] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, LONGEST)]
+)
+def test_the_shortest_window_whose_snapshots_hide(hidden_s, window):
+    assert shortest_window(12.0, 4.0, hidden_s, 12.0) == window
+
+
+def test_the_window_is_measured():
+    policy = Gradient(OPERATORS, None)
+    policy.on_sizes(lambda operators: {Detail.FULL: 12.0, Detail.GRAD: 4.0}[next(iter(operators.values()))])
+    assert policy.plan(3) is None  # nothing is measured
+    for _ in range(WARM_UP + BLOCK):
+        policy.interval.observe(Observed(1.0, forward_backward_s=0.5, copied=Transfer(12, 1.0)))
+    first, second = run(policy, (20, 21))
+    assert first.complete and not second.complete
+    assert policy.chosen() == {"gradient_window": 4.0} and policy.window_length == 4
+    assert policy.reason() == "a rank copies 1.2e-08 GB/s, and an iteration leaves it 0.5 s"
+
+
+def test_a_window_of_one_is_everything_each_time():
+    plans = run(Gradient(OPERATORS, None, window=1), range(1, 5))
+    assert all(plan.complete and plan.supersedes == plan.iteration for plan in plans)
+
+
+def test_what_is_refused():
+    assert list(Gradient.refusals(asked())) == []
+    assert "add --ckpt-tier memory or peers" in next(Gradient.refusals(asked(ckpt_tier="disk")))
+    assert "not in every 5th" in next(Gradient.refusals(asked(snapshot_interval="5")))
+    assert list(Gradient.misfits(asked(), JobShape())) == []
+    assert "take adam" in next(Gradient.misfits(asked(), JobShape(optimizer="sgd")))
+    assert "drop --moe-grouped-gemm" in next(Gradient.misfits(asked(), JobShape(experts_apart=False)))
+    with pytest.raises(ValueError, match="a window of -1"):
+        Gradient(OPERATORS, None, window=-1)
