@@ -184,7 +184,7 @@ EVENTS = {
             "kept": "workers that kept their state",
             "stages": "pipeline stages that replayed alone",
             "went_on": "by stage, the iteration from which it continued an interrupted replay",
-            "folded": "experts brought up to date by the gradients that memory had",
+            "folded": "operators brought up to date by the gradients that memory had",
             "stale": "experts whose state is of another iteration, older or newer",
         },
     ),

@@ -227,10 +227,10 @@ class Gradient(Policy):
             bases = [int(base) for base in state["bases"]]
             if len(bases) not in (0, len(self.operators)):
                 raise ValueError("of another model")
-            found = {name: int(state[name]) for name in ("window", "start", "last")} | {"bases": bases}
+            window, start, last = (int(state[name]) for name in ("window", "start", "last"))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of gradient checkpoints: {state!r}; start without it") from error
-        vars(self.told).update(found)
+        vars(self.told).update(window=window, start=start, last=last, bases=bases)
 
     def _round_at(self, iteration: int) -> GradientState:
         """The round of an iteration; a new one if the last has ended."""
@@ -243,7 +243,8 @@ class Gradient(Policy):
         seen = self.interval
         if not isinstance(seen, WindowTuner) or not self.sizes or seen.seconds is None or seen.bandwidth is None:
             return 1
-        return shortest_window(*self.sizes, seen.seconds, seen.bandwidth)
+        full, gradients = self.sizes
+        return shortest_window(full, gradients, seen.seconds, seen.bandwidth)
 
     def _bases_after(self, iteration: int, details: Mapping[str, Detail]) -> list[int]:
         """The bases once a snapshot with these details is taken."""

@@ -12,7 +12,7 @@ from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.live import live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
+from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
 from moc.session.components import Components
 from moc.session.engine import Engine, Listener
@@ -174,9 +174,10 @@ class SnapshotLoader:
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
                 self._refuse(held)
+            place = self._storage.place.name
             self._log.message(
-                f"WARNING: lost nodes had parts of all snapshots in memory, and {self._storage.place.name} has none "
-                "yet: the run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
+                f"WARNING: lost nodes had parts of all snapshots in memory, and {place} has none yet that is whole: the "
+                "run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
             )
         if self._damage:
             self._forget_moments()
@@ -197,8 +198,10 @@ class SnapshotLoader:
             raise CheckpointError(why)
 
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
-        """Whether this job lost memory before its first snapshot was in storage: its first iterations are no loss."""
-        return left.again and not self._damage and all(one.tier != STORAGE for one in held)
+        """Whether this job lost memory before storage had anything whole: its first iterations are no loss."""
+        stored = [one for one in held if one.tier == STORAGE]
+        whole = next(recoveries(stored, self._policy.operators, self._policy.exact), None)
+        return left.again and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
         nothing, only = reason(JobInventory(held), self._policy.operators), self._only
@@ -359,7 +362,7 @@ class SnapshotLoader:
             continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
             kept += f"stage {stage} {continued}replayed {what} by itself; "
-        folded = f", and brought {len(folds)} experts up to date by their gradients" if folds else ""
+        folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s")
 
 
