@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +147,23 @@ def test_a_round_in_storage_becomes_a_dense_checkpoint(data, flags, tmp_path, mo
     was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "round"))
     same(weights(was), weights(again))
     same(regions(DenseContents(was)), regions(DenseContents(again)))
+
+
+@pytest.mark.recovery
+def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data, flags, tmp_path):
+    """Nobody has been told that anything is safe in storage: it has one of three snapshots of a round."""
+    size, own = dict(train_iters=12, persist_interval=3), ["--silence-timeout", "5"]
+    fault = "stop rank=1 iteration=7 point=before_vote"
+    with Launched("EP2", flags | HARD | size | dict(inject=[fault]), tmp_path / "job", *own, nodes=2) as job:
+        job.tells("injected: stop of worker 1 in iteration 7")
+        assert stores(flags)["storage"].iterations() in ([5], [5, 6])
+        job.lose(1)
+        (gone,) = Path(flags["ckpt_memory_dir"]).rglob("*-node-1")
+        shutil.rmtree(gone)  # as the memory of its machine would be
+        job.start(1)
+        assert job.wait() == 0, job.console[-4000:]
+    assert "has none yet that is whole: the run begins again" in job.console
+    straight = train("EP2", data | HARD | size | _stored(tmp_path, 12) | dict(persist_interval=None))
+    assert job.records()[-12:] == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 12) == contents(ends[1], 12)

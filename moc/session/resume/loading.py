@@ -176,8 +176,8 @@ class SnapshotLoader:
                 self._refuse(held)
             place = self._storage.place.name
             self._log.message(
-                f"WARNING: lost nodes had parts of all snapshots in memory, and {place} has none yet that is whole: the "
-                "run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
+                f"WARNING: lost nodes had parts of all snapshots in memory, and {place} has none yet that is whole: "
+                "the run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
             )
         if self._damage:
             self._forget_moments()

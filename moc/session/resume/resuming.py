@@ -55,10 +55,8 @@ def resume(
     held = loader.find(left)
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
-    if left.again and not loaded:  # remains in memory are of no use to the workers that begin again
-        run_on_all(
-            lambda: tidy_memory(parts.tiers, ResumePoint(Position())), "cannot remove snapshots that are not whole"
-        )
+    if left.again and not loaded:  # remains are of no use to the workers that begin again
+        _tidy_up(parts, ResumePoint(Position(oldest or 0)))
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
@@ -75,10 +73,7 @@ def resume(
         start = dataclasses.replace(start, experts=older)
     leads, node = parts.tiers.leads_node, parts.tiers.node
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
-    run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
-    if tidies:
-        tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
-        run_on_rank0(tidy, "cannot tidy up old snapshots")
+    _tidy_up(parts, start, storage=tidies)
     return start
 
 
@@ -116,6 +111,13 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     return ResumePoint(
         loaded.position, loaded.record, there.newest, there.in_memory, *stays, again=there.again, begun=begun
     )
+
+
+def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:
+    run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
+    if storage:
+        tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
+        run_on_rank0(tidy, "cannot tidy up old snapshots")
 
 
 def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
