@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -80,7 +81,7 @@ def within(seconds: float | None, action: Callable, *args):
     asked.end()
     try:
         return done.result(timeout=seconds)
-    except TimeoutError:
+    except futures.TimeoutError:  # in Python 3.10 not the built-in one
         if done.done():
             raise
         return None
