@@ -134,7 +134,7 @@ class Policy(ABC):
         name: of the policy; set by :func:`moc.policy.registry.policy`.
         exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
             restored to an older state than the rest.
-        windows: several snapshots together are what a run resumes from.
+        windows: several snapshots together are what a run resumes from; set by the registry if the policy ``replays``.
         replays: resuming may replay iterations with some operators frozen.
         flags: the policy's own flags; listed in ``--help``, refused with other policies.
         grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.

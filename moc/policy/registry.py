@@ -41,6 +41,7 @@ def policy(name: str) -> Callable[[Kind], Kind]:
                 raise ValueError(f"flag {flag.name} of policy {name} must begin with {name}_: rename it")
         _check(kind, name)
         kind.name = name
+        kind.windows = kind.windows or kind.replays
         POLICIES[name] = kind
         return kind
 

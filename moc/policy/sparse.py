@@ -108,7 +108,6 @@ class Sparse(Policy):
         ValueError: a setting is invalid.
     """
 
-    windows: ClassVar[bool] = True
     replays: ClassVar[bool] = True
     flags: ClassVar[tuple[PolicyFlag, ...]] = (
         PolicyFlag(
