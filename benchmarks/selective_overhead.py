@@ -39,11 +39,14 @@ from benchmarks.live.job import launcher
 from benchmarks.overhead.methods import operators_of, parameters
 from benchmarks.papers.equations import pec_size
 from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
+from benchmarks.sparse_overhead import PRECISIONS
+from benchmarks.sparse_overhead import model as model_of
 from moc.policy.interval import Every
 from moc.policy.selective import Selective
 from moc.sharding.contents import StateBytes
 
-MODEL = [*SMALL_BATCH, "--global-batch-size", "16"]  # of two samples each
+MORE = ["--global-batch-size", "16"]  # of two samples each
+MODEL = [*SMALL_BATCH, *MORE]
 SELECTIVE = ["--ckpt-policy", "selective", "--ckpt-tier", "memory", "--snapshot-interval", "1"]
 STATES, GRADIENTS, MEASURED = "4 of 16 experts, states", "the same bytes, gradients", "budgets measured, gradients"
 WAYS = {
@@ -160,9 +163,9 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--blocks", type=int, default=24, help="that save, in each job (default: 24)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
     own, flags = parser.parse_known_args()
-    model = [flag for flag in MODEL if flag != "--bf16" or own.precision == "bf16"]
+    model = [*model_of(own.precision), *MORE]
     here, counts, ways, held = machine(load=True), parameters([*model, *flags]), {}, True
     blocks = Blocks(WARM_UP + 2 * LENGTH, LENGTH)
     for name in own.ways:

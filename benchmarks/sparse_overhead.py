@@ -9,6 +9,7 @@ as compute weights), in all ways by turns of a few seconds (``benchmarks/live/sl
 * sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations, in memory or, with
   --sparse-tier disk, on disk;
 * everything in every iteration, in memory (Gemini's interval);
+* a third of the operators in full in every iteration, and the gradients of all others, in memory;
 * PEC with one expert of each layer in every iteration, in memory (MoC-System);
 * everything on disk, as often as costs 3 % (CheckFreq).
 
@@ -18,6 +19,8 @@ to storage, and for how long training waited.  Jobs differ, whatever they save, 
 that save in every second block of 9 iterations, each block beside its two neighbours (``benchmarks/live/blocks.py``).
 
 Copies, hashes and writes are made beside training: in layouts that leave no core for them, overhead is not judged.
+
+``--precision fp32`` is for processors without instructions for bf16, on which an iteration takes six times as long.
 
 Flags that are not the benchmark's own are the program's.
 """
@@ -49,6 +52,7 @@ SIZES = """--bf16 --hidden-size 256 --ffn-hidden-size 256 --num-experts 16 --moe
     --global-batch-size 8 --lr 1e-3 --train-iters 100000""".split()
 MODEL = [*KIND, *SIZES]
 """Many small experts, so that operators are of about one size, as section 3.2 reckons with."""
+PRECISIONS = ("bf16", "fp32")
 
 LAYOUTS = {"1": (1, []), "PP2xEP2": (4, PP2_EP2)}  # workers, flags
 _MEASURES = WARM_UP + BLOCK  # iterations before a way that measures takes its first snapshot
@@ -64,12 +68,13 @@ class Way:
 
 
 BASE, AUTO, THREE, GEMINI = "no saving", "sparse, auto", "sparse, W = 3", "full, interval 1 (Gemini)"
-PEC, CHECKFREQ = "pec, K = 1, interval 1", "full, auto (CheckFreq)"
+GRADIENT, PEC, CHECKFREQ = "gradient, W = 3", "pec, K = 1, interval 1", "full, auto (CheckFreq)"
 WAYS = {
     BASE: Way(),
     AUTO: Way("--ckpt-policy sparse --sparse-window auto", _MEASURES + 8),
     THREE: Way("--ckpt-policy sparse --sparse-window 3"),
     GEMINI: Way("--ckpt-policy full --snapshot-interval 1 --ckpt-tier memory"),
+    GRADIENT: Way("--ckpt-policy gradient --gradient-window 3 --ckpt-tier memory"),
     PEC: Way("--ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-tier memory"),
     CHECKFREQ: Way("--ckpt-policy full --snapshot-interval auto --ckpt-tier disk", _CHOOSES + 6),
 }
@@ -83,7 +88,7 @@ def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Se
         jobs, rounds = {}, []
         for way in ways:
             files = stack.enter_context(TemporaryDirectory(prefix="overhead-"))
-            started = command(way, layout, own.sparse_tier, flags)
+            started = command(way, layout, own, flags)
             jobs[way] = stack.enter_context(Job(started, files, saves=bool(WAYS[way].flags)))
             warm_up(jobs[way], WAYS[way].warm_up)
         for turns in slices(jobs, own.rounds, own.seconds):
@@ -96,16 +101,21 @@ def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Se
 def in_blocks(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[float]:
     """Starts a job that saves in every second block of iterations: its :meth:`Blocks.overheads`."""
     blocks = Blocks(WAYS[way].warm_up + 2 * BLOCK_ITERATIONS, BLOCK_ITERATIONS)
-    started = partial(command, way, layout, own.sparse_tier, flags)
+    started = partial(command, way, layout, own, flags)
     return blocks.overheads(seconds_of(beside_itself(started, blocks, own.blocks, f"{layout}, {way}")))
 
 
-def command(way: str, layout: str, tier: str, flags: Sequence[str], program: str = PROGRAM) -> list[str]:
+def command(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str], program: str = PROGRAM) -> list[str]:
     """How a way's job is started."""
     workers, parallel = LAYOUTS[layout]
     saving = WAYS[way].flags.split()
-    saving += ["--ckpt-tier", tier] if "sparse" in saving else []
-    return [*torchrun(workers), program, *MODEL, *parallel, *flags, *saving]
+    saving += ["--ckpt-tier", own.sparse_tier] if "sparse" in saving else []
+    return [*torchrun(workers), program, *model(own.precision), *parallel, *flags, *saving]
+
+
+def model(precision: str) -> list[str]:
+    """The model's flags with a precision of :data:`PRECISIONS`."""
+    return [flag for flag in MODEL if flag != "--bf16" or precision == "bf16"]
 
 
 def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
@@ -195,13 +205,17 @@ def main() -> int:
         rounds = measure(ways, layout, own, flags)
         told = summary(rounds)
         for way in ways if own.blocks else ():
-            if way in (AUTO, THREE, GEMINI, PEC):  # CheckFreq's finds out by itself when to save
+            if way in (AUTO, THREE, GEMINI, GRADIENT, PEC):  # CheckFreq's finds out by itself when to save
                 told[way]["blocks"] = in_blocks(way, layout, own, flags)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
         held &= say(found)
         layouts[layout] = {"ways": told, "verdicts": found, "rounds": rounds}
-    described = {"machine": here, "flags": [*MODEL, *flags], "ways": {way: WAYS[way].flags for way in ways}}
+    described = {
+        "machine": here,
+        "flags": [*model(own.precision), *flags],
+        "ways": {way: WAYS[way].flags for way in ways},
+    }
     described |= {"sparse_tier": own.sparse_tier, "seconds": own.seconds, "layouts": layouts}
     write_json(own.output, described)
     return int(not held)
@@ -215,6 +229,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--blocks", type=int, default=60, help="that save, in each job that is compared with itself")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
     sparse_tier = {"choices": ("memory", "disk"), "default": "memory"}
     parser.add_argument("--sparse-tier", **sparse_tier, help="of sparse checkpoints (default: memory)")
     return parser.parse_known_args()
