@@ -24,7 +24,7 @@ PARTS = {
 
 _SETTINGS = {
     "sparse_window": "window W",
-    "gradient_window": "window W",
+    "gradient_window": "window W of gradients",
     "k_snapshot": "K in memory",
     "k_persist": "K in storage",
     "snapshot_interval": "interval",

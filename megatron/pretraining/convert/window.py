@@ -65,7 +65,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             raise CheckpointError(f"{root}: holds neither a full snapshot nor a complete window")
         where = root / directory_of(iteration)
         raise CheckpointError(f"{where}: is neither a full snapshot nor the end of a complete window: name another one")
-    return ConvertedWindow(root, {one.iteration: store.manifest(one.iteration) for one in way.used()})
+    return ConvertedWindow(root, {one.iteration: store.manifest(one.iteration) for one in reversed(way.used())})
 
 
 def compute_again(
