@@ -23,14 +23,15 @@ class Stored:
     Attributes:
         newest: iteration of the newest snapshot that storage has, with all that it depends on; None if there is none.
         begun: iteration of the newest snapshot, in any tier; None if there is none.
-        complete: that snapshot lacks no experts, and has not failed to become safe.
+        complete: that snapshot is the whole state by itself, and has not failed to become safe.
         problem: why the last snapshot meant for storage did not get there; empty if it did.
     """
 
     def __init__(self, policy: Policy, health: StorageHealth, start: ResumePoint, beside: bool):
         self._policy, self._health, self._beside = policy, health, beside
         self.newest = None if start.newest in start.in_memory else start.newest
-        self.begun, self.complete = start.newest, not (start.experts or start.newer or start.before)
+        others = start.experts or start.newer or start.before or len(start.in_memory) > 1
+        self.begun, self.complete = start.newest, not others
         self.problem = ""
         self._goes_since: int | None = None  # first snapshot of the window that also goes to storage
         self._broken_since: int | None = None  # first snapshot of a window that storage lacks in part

@@ -167,3 +167,13 @@ def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data,
     assert job.records()[-12:] == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 12) == contents(ends[1], 12)
+
+
+@pytest.mark.recovery
+def test_a_run_that_has_nothing_left_to_compute_ends_with_everything_in_storage(data, flags, tmp_path):
+    start("EP2", flags | HARD, "sparse_bodies:die_after", iteration=12).wait()
+    assert "grad" in _details(stores(flags)["memory"], 12)
+    assert train("EP2", flags | HARD).start == 12
+    train("EP2", data | HARD | _stored(tmp_path, 12))
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 12) == contents(ends[1], 12)
