@@ -128,13 +128,7 @@ class Gradient(Policy):
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
         """As :meth:`Policy.candidates`: every window up to the one that would be chosen; none without gradients."""
         if machine.gradient is not None:
-            hides = shortest_window(
-                machine.everything.busiest,
-                machine.gradient * machine.everything.busiest,
-                machine.hidden_s,
-                machine.rate,
-            )
-            yield from ({"window": window} for window in range(2, max(2, hides) + 1))
+            yield from ({"window": window} for window in range(2, max(2, _hiding(machine)) + 1))
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
@@ -259,11 +253,12 @@ class Gradient(Policy):
         if window not in self._known:
             turns: dict[str, int] = {}
             for queue in self._queues:
+                turns |= {one.name: _ALWAYS for one in queue if one.kind == "router"}
                 filled = [0] * window
                 for one in sorted(queue, key=lambda one: -one.parameters):  # ties: model order
-                    turn = _ALWAYS if one.kind == "router" else filled.index(min(filled))
-                    turns[one.name] = turn
-                    filled[turn] += one.parameters
+                    if one.name not in turns:
+                        turns[one.name] = turn = filled.index(min(filled))
+                        filled[turn] += one.parameters
             self._known[window] = turns
         return self._known[window]
 
