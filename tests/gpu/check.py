@@ -101,9 +101,10 @@ def check(steps: Iterable[Step], seconds: float, results: str, logs: Path) -> li
 def described() -> dict:
     """The device, and versions of what works on it."""
     import torch
+    from torch.cuda import nccl
 
     found = machine() | {"gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
-    found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl.version()))}
     for name in OPTIONAL:
         try:
             found[name] = version(name)

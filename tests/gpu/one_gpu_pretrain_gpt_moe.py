@@ -33,7 +33,7 @@ def disturb() -> None:
             total = torch.cuda.get_device_properties(0).total_memory
             held.append(torch.empty(int(float(holds[1]) * total), dtype=torch.uint8, device="cuda"))
         if fails == [mine, str(run.position.iteration + 1)] and _first(Path(os.environ["TEST_GPU_ONCE"])):
-            torch._assert_async(torch.zeros((), device="cuda"))
+            torch._assert_async(torch.zeros((), device="cuda"))  # pyright: ignore[reportPrivateImportUsage]
         return iterate(run, stop)
 
     loop.iterate = disturbed

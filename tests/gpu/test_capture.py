@@ -17,10 +17,9 @@ def test_what_changes_after_waiting_does_not_arrive(tmp_path):
     source = torch.arange(16 * MIB, dtype=torch.float32, device=cuda())
     held, buffer = source.cpu(), Buffer(4 * source.numel(), tmp_path / "buffer", pin=True)
     half = source.numel() // 2
-    pieces = [
-        Copy(source[a:b], buffer.view(4 * a, 4 * b, torch.float32)) for a, b in ((0, half), (half, source.numel()))
-    ]
-    copies = list(coalesced(pieces))
+    halves = ((0, half), (half, source.numel()))
+    joined = list(coalesced((source[a:b] for a, b in halves), ((4 * a, 4 * b) for a, b in halves)))
+    copies = [Copy(part, buffer.view(start, stop, torch.float32)) for part, start, stop in joined]
     assert len(copies) == 1
     capture = capturer(cuda()).start(copies)
     capture.wait()

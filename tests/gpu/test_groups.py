@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from moc.runtime.groups import Aborted, Groups
 
@@ -40,7 +41,7 @@ def check_operations(group):
 
 
 def test_two_generations(groups):
-    store, of_one, on_cpu = dist.HashStore(), dist.new_group([0]), dist.new_group([0], backend="gloo")
+    store, of_one, on_cpu = HashStore(), dist.new_group([0]), dist.new_group([0], backend="gloo")
     for generation in range(2):
         groups.begin(store, generation)
         for group in (None, of_one):
@@ -59,13 +60,14 @@ def test_two_generations(groups):
 
 
 def test_what_is_in_flight_when_a_generation_ends_is_not_trusted(groups):
-    groups.begin(dist.HashStore(), 0)
+    groups.begin(HashStore(), 0)
     values = torch.ones(1 << 28, device="cuda")
     dist.all_reduce(values)  # connects
     handle = dist.all_reduce(values, async_op=True)
+    assert handle is not None  # this rank is in the group
     groups.abort()
     with pytest.raises(Aborted):
         handle.wait()
     torch.cuda.synchronize()  # and the device can go on
-    groups.begin(dist.HashStore(), 1)
+    groups.begin(HashStore(), 1)
     check_operations(None)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ SPARSE = (
 class Job:
     """Jobs of one layout, which differ in their faults alone."""
 
-    def __init__(self, directory: Path, workers: int, iterations: int, flags: list[str]):
+    def __init__(self, directory: Path, workers: int, iterations: int, flags: Sequence[str]):
         self._directory, self._workers, self._iterations, self._flags = directory, workers, iterations, flags
         self._whole: dict | None = None
 
