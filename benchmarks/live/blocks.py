@@ -2,14 +2,17 @@
 
 Two jobs that do the same differ by percents for as long as they live, and one machine from one second to the next by
 ten.  Within a job, and from one block of a few iterations to the next, both are alike.  As a program, this is
-``pretrain_gpt_moe.py`` that saves so, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and ``SAVING_FOR``.
+``pretrain_gpt_moe.py`` that saves so, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and ``SAVING_FOR``; in the
+file that ``SAVING_CLOCKS`` names it tells what the thread that trains does by its own clocks (:func:`clocked`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -32,20 +35,24 @@ class Blocks:
         return self.number(iteration) % 2 == 0
 
     def overheads(self, seconds: Mapping[int, float]) -> list[float]:
-        """Of each block that saves, how much longer its iterations take than those of its two neighbours, as a share.
+        """Of each block that saves, how much longer its iterations take than those of its neighbours, as a share."""
+        return [saving / beside - 1 for saving, beside in self.compared(seconds)]
+
+    def compared(self, values: Mapping[int, float]) -> list[tuple[float, float]]:
+        """Of each block that saves, the mean of a value of its iterations, and that of its two neighbours.
 
         A snapshot begins at the end of its iteration, is copied while the next one is computed, and hashed meanwhile or
         a little later: so the first iteration of a block does not count, nor the second of one that does not save.
         """
         by_block: dict[int, list[float]] = {}
-        for iteration, took in seconds.items():
+        for iteration, value in values.items():
             number = self.number(iteration)
             if number >= 0 and self.number(iteration - 1 - number % 2) == number:
-                by_block.setdefault(number, []).append(took)
-        means = {number: fmean(took) for number, took in by_block.items()}
+                by_block.setdefault(number, []).append(value)
+        means = {number: fmean(values) for number, values in by_block.items()}
         last = max(means, default=0)  # it may not be over
         inner = [number for number in means if number % 2 == 0 and 0 < number < last - 1]
-        return [means[number] / fmean((means[number - 1], means[number + 1])) - 1 for number in inner]
+        return [(means[number], fmean((means[number - 1], means[number + 1]))) for number in inner]
 
 
 def between(values: Sequence[float], share: float = 0.95, samples: int = 4000) -> tuple[float, float]:
@@ -61,11 +68,49 @@ def in_blocks(plan, blocks: Blocks):
     return lambda self, iteration, *load: plan(self, iteration, *load) if blocks.saves(iteration) else None
 
 
+def clocked(session: type, path: str) -> None:
+    """Has a session of this class tell of each iteration, in a line of JSON, what its thread did by its own clocks.
+
+    That is from commit to commit: ``wall_s``, ``code_s`` computing in the session's code, and ``away_s`` not computing:
+    waiting for a processor, for Python's lock, for copies, or for others.
+    """
+    in_code, since = [0.0], [time.perf_counter(), time.thread_time()]
+    for name in ("ballot", "on_vote", "completed", "take"):
+        setattr(session, name, _counted(getattr(session, name), in_code))
+    commit = session.completed  # pyright: ignore[reportAttributeAccessIssue]
+
+    def completed(self, record, begun):
+        position = commit(self, record, begun)
+        now = [time.perf_counter(), time.thread_time()]
+        wall, computing = (one - other for one, other in zip(now, since, strict=True))
+        told = {"wall_s": wall, "code_s": in_code[0], "away_s": wall - computing}
+        with open(path, "a") as lines:
+            lines.write(json.dumps({"type": "clocks", "iteration": position.iteration, **told}) + "\n")
+        since[:], in_code[0] = now, 0.0
+        return position
+
+    session.completed = completed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _counted(method, seconds: list[float]):
+    def counted(*args, **named):
+        begun = time.thread_time()
+        try:
+            return method(*args, **named)
+        finally:
+            seconds[0] += time.thread_time() - begun
+
+    return counted
+
+
 if __name__ == "__main__":
     import pretrain_gpt_moe as program
     from moc.policy import POLICIES
+    from moc.session.session import Session
 
     for kind in POLICIES.values():
         policy: Any = kind  # of which a method is replaced
         policy.plan = in_blocks(policy.plan, Blocks(int(os.environ["SAVING_FROM"]), int(os.environ["SAVING_FOR"])))
+    if os.environ.get("RANK", "0") == "0":
+        clocked(Session, os.environ["SAVING_CLOCKS"])
     sys.exit(program.main())

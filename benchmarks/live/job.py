@@ -92,12 +92,12 @@ class Events:
     """A growing ``events.jsonl``, read as it grows; lines that a killed worker left torn are passed over."""
 
     def __init__(self, path: Path):
-        self._path, self._read, self._rest, self._all = path, 0, b"", []
+        self.path, self._read, self._rest, self._all = path, 0, b"", []
 
     def all(self) -> list[dict]:
         """Every event so far, in order."""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
+        if self.path.exists():
+            with open(self.path, "rb") as file:
                 file.seek(self._read)
                 new = file.read()
             self._read += len(new)
