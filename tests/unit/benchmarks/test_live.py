@@ -1,11 +1,14 @@
 """From what jobs tell to the figures of the benchmarks that kill their workers, attack them, or leave them alone."""
 
 import json
+import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import generations, wire_fuzz
+from benchmarks.live.blocks import clocked
 from benchmarks.live.dcp_job import complete
 from benchmarks.live.job import Events, Job
 from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
@@ -183,3 +186,31 @@ def test_what_an_attack_must_not_bring_about(generation, last, told, broken):
     well["samples"] = {"agent": [*SERVER[:-1], SERVER[-1] | last]}
     held = wire_fuzz.verdict(well | told, [(1, KILLED), generation])
     assert {what for what, holds in held.items() if not holds} == broken
+
+
+def test_what_a_thread_does_by_its_own_clocks(tmp_path):
+    class Session:
+        def ballot(self):
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+
+        def on_vote(self):
+            time.sleep(0.03)
+
+        def take(self):
+            self.ballot()
+
+        def completed(self, record, begun):
+            return SimpleNamespace(iteration=record)
+
+    clocked(Session, str(tmp_path / "clocks.jsonl"))
+    session = Session()
+    session.completed(6, 0.0)
+    session.ballot()
+    session.on_vote()
+    session.completed(7, 0.0)
+    first, second = Events(tmp_path / "clocks.jsonl").all()
+    assert (first["iteration"], second["iteration"]) == (6, 7)
+    assert second["code_s"] >= 0.02 and second["away_s"] >= 0.03 and second["wall_s"] >= 0.05
+    assert first["code_s"] < 0.02
