@@ -25,6 +25,7 @@ def slowed(amount: int) -> dict[str, float]:
 
 
 def _slowed(beside: Callable[[torch.Tensor, torch.Tensor], object], amount: int) -> float:
+    torch.set_num_threads(1)  # as a worker; with more, both would want the other processor
     forked = multiprocessing.get_context("fork")
     asked = forked.Value("i", _RESTS)
     other = forked.Process(target=_other, args=(asked, beside, amount), daemon=True)
@@ -54,7 +55,6 @@ def _product_s(factors: torch.Tensor) -> float:
 
 
 def _other(asked: Synchronized, beside: Callable[[torch.Tensor, torch.Tensor], object], amount: int) -> None:
-    torch.set_num_threads(1)
     source, target = torch.ones(amount, dtype=torch.uint8), torch.zeros(amount, dtype=torch.uint8)
     while asked.value != _ENDS:
         if asked.value == _WORKS:

@@ -213,4 +213,3 @@ def test_what_a_thread_does_by_its_own_clocks(tmp_path):
     first, second = Events(tmp_path / "clocks.jsonl").all()
     assert (first["iteration"], second["iteration"]) == (6, 7)
     assert second["code_s"] >= 0.02 and second["away_s"] >= 0.03 and second["wall_s"] >= 0.05
-    assert first["code_s"] < 0.02
