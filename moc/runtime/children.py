@@ -88,6 +88,16 @@ def belong() -> None:
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
 
 
+def belong_beside() -> None:
+    """:func:`belong`, for a process that shares its parent's processors and is less urgent.
+
+    It leaves the parent's process group, which a terminal signals, but not its session: Linux may share processors out
+    between sessions first (autogroup), whatever the niceness of processes in them.
+    """
+    belong()
+    os.setpgrp()
+
+
 def die_with_parent(parent: int) -> None:
     """Has the kernel kill this process when process ``parent`` dies; exits if that is no longer the parent."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)

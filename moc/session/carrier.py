@@ -30,7 +30,7 @@ _LOW = 10
 
 def main() -> None:
     """Carries out calls until the worker ends."""
-    children.belong()
+    children.belong_beside()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
     for line in sys.stdin:

@@ -61,6 +61,11 @@ class Carriers:
             self._process = None
 
     @property
+    def processes(self) -> list[int]:
+        """Id of the process, if it runs."""
+        return [self._process.pid] if self._process is not None and self._runs else []
+
+    @property
     def _runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -151,4 +156,4 @@ def _end(process: subprocess.Popen) -> None:
 def _start() -> subprocess.Popen:
     ours, pipe = {children.PARENT: str(os.getpid())}, subprocess.PIPE
     command = children.command_of("moc.session.carrier")
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours, start_new_session=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours)

@@ -44,6 +44,11 @@ class Carrying:
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-carry")
 
+    @property
+    def processes(self) -> list[int]:
+        """Ids of the processes that carry and fold."""
+        return self._carriers.processes + (self._folds.processes if self._folds is not None else [])
+
     def begin(self, plan: SnapshotPlan) -> Future | None:
         """Starts to carry the experts that a snapshot lacks out of earlier ones, once these are published.
 

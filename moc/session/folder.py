@@ -19,7 +19,7 @@ _LOWEST = 19
 
 def main() -> None:
     """Carries out orders until the worker ends."""
-    children.belong()
+    children.belong_beside()
     os.nice(_LOWEST)
     import torch  # takes seconds, in which the worker may end
 

@@ -47,6 +47,12 @@ class Folds:
         self._died = 0
         self._seconds = 0.0  # of all folders, that are not reported yet
 
+    @property
+    def processes(self) -> list[int]:
+        """Id of the folder, if there is one."""
+        process = self._process
+        return [] if process is None else [process.pid]
+
     def take_over(self, carrier: Carrier) -> None:
         """Adopts what the folder has published of a carrier's snapshots.
 
@@ -157,4 +163,4 @@ class Folds:
 def _start() -> subprocess.Popen:
     ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", children.PARENT: str(os.getpid())}
     pipe, command = subprocess.PIPE, children.command_of("moc.session.folder")
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours, start_new_session=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours)

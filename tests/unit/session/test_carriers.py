@@ -1,5 +1,6 @@
 """Carriers in a process of their own do what carriers do, and are started again when they have died."""
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -111,3 +112,16 @@ def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path)
         assert not call.done()
         carriers._process.send_signal(signal.SIGCONT)
         call.result()
+
+
+def test_the_process_shares_this_session_but_not_its_process_group(carriers, tmp_path):
+    """Linux may share processors out between sessions first; a terminal signals a group."""
+    assert carriers.processes == []
+    store = store_at(tmp_path / "memory")
+    take(store, RemoteCarrier(carriers, store, ONES), 1, PLANS[0])
+    (carrier,) = carriers.processes
+    assert os.getsid(carrier) == os.getsid(0)
+    assert os.getpgid(carrier) == carrier != os.getpgid(0)
+    carriers._process.kill()
+    carriers._process.wait()
+    assert carriers.processes == []

@@ -1,0 +1,105 @@
+"""What works beside training stays off the processor that trains."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from moc.snapshot import aside
+from moc.snapshot.aside import SWITCH_S, Aside, share_interpreter
+
+ALL = os.sched_getaffinity(0)
+pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="there is no other processor")
+
+
+@contextmanager
+def thread(name):
+    over = threading.Event()
+    one = threading.Thread(target=over.wait, name=name)
+    one.start()
+    yield one.native_id
+    over.set()
+    one.join()
+
+
+@pytest.fixture
+def process():
+    one = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield one
+    one.kill()
+    one.wait()
+    one.stdin.close()
+
+
+@pytest.fixture
+def trains_on(monkeypatch):
+    return lambda processor: monkeypatch.setattr(aside, "_processor", lambda: processor)
+
+
+def test_threads_for_snapshots_and_events_leave_the_processor_that_trains_and_others_stay(trains_on):
+    here, there, *_ = sorted(ALL)
+    beside = Aside(workers=1)
+    with thread("snapshot-seal_0") as seal, thread("event-log") as log, thread("other") as other:
+        trains_on(here)
+        beside.move()
+        assert os.sched_getaffinity(seal) == os.sched_getaffinity(log) == ALL - {here}
+        trains_on(there)  # the scheduler may move the thread that trains
+        beside.move()
+        assert os.sched_getaffinity(seal) == os.sched_getaffinity(log) == ALL - {there}
+        assert os.sched_getaffinity(other) == os.sched_getaffinity(0) == ALL
+
+
+def test_one_that_has_begun_since_is_moved_too(trains_on):
+    here = min(ALL)
+    trains_on(here)
+    beside = Aside(workers=1)
+    beside.move()
+    with thread("snapshot-capture_0") as capture:
+        beside.move()
+        assert os.sched_getaffinity(capture) == ALL - {here}
+
+
+def test_processes_run_elsewhere_and_only_when_no_thread_wants_to(trains_on, process):
+    here = min(ALL)
+    trains_on(here)
+    Aside(workers=1).move([process.pid])
+    assert os.sched_getaffinity(process.pid) == ALL - {here}
+    assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+
+
+def test_nothing_moves_where_every_processor_trains(process):
+    with thread("snapshot-seal_0") as seal:
+        Aside(workers=len(ALL)).move([process.pid])
+        assert os.sched_getaffinity(seal) == os.sched_getaffinity(process.pid) == ALL
+    assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
+
+
+def test_a_process_that_has_ended_is_no_error(process):
+    process.kill()
+    process.wait()
+    Aside(workers=1).move([process.pid])
+
+
+def test_the_processor_is_that_of_the_calling_thread():
+    found = []
+
+    def look():
+        os.sched_setaffinity(0, {max(ALL)})  # this thread alone
+        found.append(aside._processor())
+
+    one = threading.Thread(target=look)
+    one.start()
+    one.join()
+    assert found == [max(ALL)]
+
+
+def test_whoever_waits_for_the_interpreter_asks_for_it_soon():
+    before = sys.getswitchinterval()
+    try:
+        share_interpreter()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    finally:
+        sys.setswitchinterval(before)
