@@ -4,6 +4,10 @@ Two jobs that do the same differ by percents for as long as they live, and one m
 ten.  Within a job, and from one block of a few iterations to the next, both are alike.  As a program, this is
 ``pretrain_gpt_moe.py`` that saves so, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and ``SAVING_FOR``; in the
 file that ``SAVING_CLOCKS`` names it tells what the thread that trains does by its own clocks (:func:`clocked`).
+
+Even so the machine's pace differs by a seventh from one iteration to the next, and hides a percent.  Whatever saving
+does beside training is over before the second half of an iteration's micro batches; so each iteration is also measured
+by its own second half, which has the machine's pace of that second and nothing of the snapshot.
 """
 
 from __future__ import annotations
@@ -68,11 +72,45 @@ def in_blocks(plan, blocks: Blocks):
     return lambda self, iteration, *load: plan(self, iteration, *load) if blocks.saves(iteration) else None
 
 
-def clocked(session: type, path: str) -> None:
+class SecondHalf:
+    """Times the second half of an iteration's micro batches.
+
+    Args:
+        schedules: the module of megatron-core whose ``forward_step`` and ``backward_step`` compute a micro batch.
+    """
+
+    def __init__(self, schedules: Any):
+        self._begun, self._ended = [], _clocks()
+        forward, backward = schedules.forward_step, schedules.backward_step
+
+        def forward_step(*args, **named):
+            self._begun.append(_clocks())
+            return forward(*args, **named)
+
+        def backward_step(*args, **named):
+            gradients = backward(*args, **named)
+            self._ended = _clocks()
+            return gradients
+
+        schedules.forward_step, schedules.backward_step = forward_step, backward_step
+
+    def take(self) -> dict[str, float]:
+        """Of the iteration that is over: ``half_s``, and ``beside_s`` of it that other threads computed."""
+        begun, self._begun = self._begun[len(self._begun) // 2], []
+        wall, computing, all_threads = (end - start for start, end in zip(begun, self._ended, strict=True))
+        return {"half_s": wall, "beside_s": all_threads - computing}
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Of the wall, of this thread, and of this process's threads together."""
+    return time.perf_counter(), time.thread_time(), time.process_time()
+
+
+def clocked(session: type, path: str, half: SecondHalf) -> None:
     """Has a session of this class tell of each iteration, in a line of JSON, what its thread did by its own clocks.
 
     That is from commit to commit: ``wall_s``, ``code_s`` computing in the session's code, and ``away_s`` not computing:
-    waiting for a processor, for Python's lock, for copies, or for others.
+    waiting for a processor, for Python's lock, for copies, or for others; and what ``half`` tells.
     """
     in_code, since = [0.0], [time.perf_counter(), time.thread_time()]
     for name in ("ballot", "on_vote", "completed", "take"):
@@ -83,7 +121,7 @@ def clocked(session: type, path: str) -> None:
         position = commit(self, record, begun)
         now = [time.perf_counter(), time.thread_time()]
         wall, computing = (one - other for one, other in zip(now, since, strict=True))
-        told = {"wall_s": wall, "code_s": in_code[0], "away_s": wall - computing}
+        told = {"wall_s": wall, "code_s": in_code[0], "away_s": wall - computing, **half.take()}
         with open(path, "a") as lines:
             lines.write(json.dumps({"type": "clocks", "iteration": position.iteration, **told}) + "\n")
         since[:], in_code[0] = now, 0.0
@@ -104,6 +142,8 @@ def _counted(method, seconds: list[float]):
 
 
 if __name__ == "__main__":
+    from megatron.core.pipeline_parallel import schedules
+
     import pretrain_gpt_moe as program
     from moc.policy import POLICIES
     from moc.session.session import Session
@@ -112,5 +152,5 @@ if __name__ == "__main__":
         policy: Any = kind  # of which a method is replaced
         policy.plan = in_blocks(policy.plan, Blocks(int(os.environ["SAVING_FROM"]), int(os.environ["SAVING_FOR"])))
     if os.environ.get("RANK", "0") == "0":
-        clocked(Session, os.environ["SAVING_CLOCKS"])
+        clocked(Session, os.environ["SAVING_CLOCKS"], SecondHalf(schedules))
     sys.exit(program.main())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import generations, wire_fuzz
-from benchmarks.live.blocks import clocked
+from benchmarks.live.blocks import SecondHalf, clocked
 from benchmarks.live.dcp_job import complete
 from benchmarks.live.job import Events, Job
 from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
@@ -204,12 +204,20 @@ def test_what_a_thread_does_by_its_own_clocks(tmp_path):
         def completed(self, record, begun):
             return SimpleNamespace(iteration=record)
 
-    clocked(Session, str(tmp_path / "clocks.jsonl"))
+    schedules = SimpleNamespace(
+        forward_step=time.sleep, backward_step=lambda seconds: time.sleep(seconds) or "gradients"
+    )
+    clocked(Session, str(tmp_path / "clocks.jsonl"), SecondHalf(schedules))
     session = Session()
-    session.completed(6, 0.0)
-    session.ballot()
-    session.on_vote()
-    session.completed(7, 0.0)
+    for iteration in (6, 7):
+        for seconds in (0.05, 0.0, 0.01, 0.02):  # of a micro batch
+            schedules.forward_step(seconds)
+            assert schedules.backward_step(seconds) == "gradients"
+        if iteration == 7:
+            session.ballot()
+            session.on_vote()
+        session.completed(iteration, 0.0)
     first, second = Events(tmp_path / "clocks.jsonl").all()
     assert (first["iteration"], second["iteration"]) == (6, 7)
-    assert second["code_s"] >= 0.02 and second["away_s"] >= 0.03 and second["wall_s"] >= 0.05
+    assert second["code_s"] >= 0.02 and second["away_s"] >= 0.19 and second["wall_s"] >= 0.21
+    assert all(0.06 <= told["half_s"] <= told["wall_s"] - 0.1 and told["beside_s"] < 0.06 for told in (first, second))

@@ -20,7 +20,8 @@ def events(bytes_of):
         gauges = {"selective_experts": 4.0, "selective_gradients": 3.0} if saves else {}
         yield {"type": "iteration", "iteration": iteration, "elapsed_s": 1.02 if saves else 1.0, **gauges}
         away, code = (0.012, 0.004) if saves else (0.001, 0.001)
-        yield {"type": "clocks", "iteration": iteration, "wall_s": 1.4, "away_s": away, "code_s": code}
+        clocks = {"wall_s": 1.4, "away_s": away, "code_s": code, "half_s": 0.6999 if saves else 0.7, "beside_s": code}
+        yield {"type": "clocks", "iteration": iteration, **clocks}
         if saves:
             yield {"type": "snapshot", "iteration": iteration, "bytes": bytes_of(iteration)}
             yield {"type": "stall", "iteration": iteration, "seconds": 0.0051}
@@ -28,7 +29,8 @@ def events(bytes_of):
 
 def test_what_a_job_tells_of_its_blocks():
     told = overhead.figures(list(events(lambda iteration: 10 * iteration)), BLOCKS)
-    assert told["lost"] == pytest.approx([0.01])
+    assert told["lost"] == pytest.approx([0.01]) and told["beside_s"] == pytest.approx([0.004, 0.001])
+    assert told["paced"] == pytest.approx([0.7 / 0.6999 - 1])
     assert told["overheads"] == pytest.approx([0.02]) and told["stalls"] == pytest.approx(0.005)
     assert told["bytes"] == [10 * i for i in (*range(4, 8), *range(12, 16), *range(20, 24))]
     assert set(told["experts"]) == {4.0} and set(told["chained"]) == {3.0} and told["iteration_s"] == 1.0
@@ -50,9 +52,10 @@ def test_bytes_by_equation_5():
 @pytest.mark.parametrize(
     ("found", "held"),
     [
-        (dict(overheads=[0.02], lost=[0.02], stalls=0.01, bytes_error=0.01, gradient=0.339), [True] * 5),
-        (dict(overheads=[0.021], lost=[0.021], stalls=0.011, bytes_error=0.011, gradient=0.35), [False] * 5),
-        (dict(overheads=[0.01, 0.5, 0.0], lost=[0.03, 0.0], stalls=0.0, bytes_error=None, gradient=None), [True] * 3),
+        (dict(paced=[0.02], lost=[0.02], stalls=0.01, bytes_error=0.01, gradient=0.339), [True] * 5),
+        (dict(paced=[0.021], lost=[0.021], stalls=0.011, bytes_error=0.011, gradient=0.35), [False] * 5),
+        (dict(paced=[0.01] * 9 + [0.5], lost=[0.03, 0.0], stalls=0.0, bytes_error=None, gradient=None), [True] * 3),
+        (dict(paced=[0.01, 0.5, 0.0], lost=[0.0], stalls=0.0, bytes_error=None, gradient=None), [False, True, True]),
     ],
 )
 def test_what_is_asked_for(found, held):
