@@ -142,11 +142,12 @@ def _counted(method, seconds: list[float]):
 
 
 if __name__ == "__main__":
-    from megatron.core.pipeline_parallel import schedules
-
     import pretrain_gpt_moe as program
     from moc.policy import POLICIES
     from moc.session.session import Session
+
+    program.prepare_core()
+    from megatron.core.pipeline_parallel import schedules
 
     for kind in POLICIES.values():
         policy: Any = kind  # of which a method is replaced
