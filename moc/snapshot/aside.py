@@ -19,7 +19,7 @@ from collections.abc import Iterable
 SWITCH_S = 1e-4
 """Python's switch interval beside snapshots; its default of 5 ms is as long as a whole copy."""
 
-_NAMES = ("snapshot-", "event-log")
+_NAMES = "snapshot-"
 
 
 def share_interpreter() -> None:
@@ -38,7 +38,7 @@ class Aside:
         self._workers, self._moved = workers, None
 
     def move(self, processes: Iterable[int] = ()) -> None:
-        """Moves this process's threads for snapshots and events, and other processes; the thread that trains calls it.
+        """Moves this process's threads for snapshots, and other processes; the thread that trains calls it.
 
         They may use the processors that it may use, but the one that it runs on now.  Processes run when no thread
         wants the processor: whoever waits for such a thread would wait for them too.

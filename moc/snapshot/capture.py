@@ -23,6 +23,10 @@ of tokens of each expert to the host before they dispatch; so such a layer waits
 millisecond over PCIe 5, and not for the whole snapshot."""
 
 
+HOST_PIECE = 4 << 20
+"""As :data:`PIECE`, for copies of host memory without a gate: one who waits makes the next piece meanwhile."""
+
+
 @dataclass(frozen=True)
 class Split:
     """How copies pass a gate.
@@ -101,7 +105,8 @@ class Capture(ABC):
     def wait(self, opens: bool = True) -> None:
         """Returns once everything is copied; may be called from any thread, and repeatedly.
 
-        It opens the gate, since the caller cannot continue before that; without ``opens``, the gate stays as it is.
+        The caller cannot continue before that, so it opens the gate, and helps where it can; without ``opens``, it
+        leaves the gate as it is, and the work to others.
         """
 
     @property
@@ -245,16 +250,21 @@ class ThreadCapturer(Capturer):
     """Captures in a thread beside the computation.
 
     Args:
-        gate: passed by copies piece by piece; by default there is none, and all copies are made in one call.
-        how: the thread copies.
+        gate: passed by copies piece by piece; without one, they are of host memory, and who waits helps.
+        how: the thread copies what passes the gate.
     """
 
     def __init__(self, gate: Gate | None = None, how: FromHost | None = None):
         self._gate, self._how = gate, how or FromHost()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture", initializer=self._how.enter)
+        self._last: Future | None = None
 
     def start(self, copies: Sequence[Copy]) -> Capture:
         """See :class:`Capturer`: what the sources hold once the device has done what it was asked for so far."""
+        if self._gate is None:
+            capture = _HostCapture(copies, self._thread, self._last)
+            self._last = capture.done
+            return capture
         done = self._thread.submit(_passed, copies, self._gate, self._how, self._how.now())
         return _ThreadCapture(done, self._gate)
 
@@ -266,11 +276,11 @@ class ThreadCapturer(Capturer):
 
 
 class _ThreadCapture(Capture):
-    def __init__(self, done: Future[_Passed], gate: Gate | None):
+    def __init__(self, done: Future[_Passed], gate: Gate):
         self._done, self._gate = done, gate
 
     def wait(self, opens: bool = True) -> None:
-        if opens and self._gate is not None:
+        if opens:
             self._gate.open()
         self._done.result()
 
@@ -283,29 +293,82 @@ class _ThreadCapture(Capture):
         return self._done.result().bubble_bytes
 
 
+class _HostCapture(Capture):
+    """Copies of host memory, which the thread makes, and whoever waits for them: by turns, the next piece.
+
+    Args:
+        copies: all of them.
+        thread: makes them after those that were started before.
+        last: of these, done when they are.
+
+    Attributes:
+        done: when the thread has nothing left to begin.
+    """
+
+    def __init__(self, copies: Sequence[Copy], thread: ThreadPoolExecutor, last: Future | None):
+        self._pieces, self._taking = pieces(copies, HOST_PIECE), threading.Lock()
+        self._under_way, self._seconds, self._failure = 0, 0.0, None
+        self._over, self._last = threading.Event(), last
+        self.done = thread.submit(self._make)
+
+    def wait(self, opens: bool = True) -> None:
+        if opens and (self._last is None or self._last.done()):
+            self._make()
+        self.done.result()
+        self._over.wait()  # for the pieces of others
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def seconds(self) -> float:
+        self.wait(opens=False)
+        return self._seconds
+
+    def _make(self) -> None:
+        """Makes copies until none is left that nobody has begun."""
+        try:
+            with torch.no_grad():
+                while (piece := self._take()) is not None:
+                    self._copy(piece)
+        finally:
+            with self._taking:
+                if self._under_way == 0:
+                    self._over.set()
+
+    def _copy(self, piece: list[Copy]) -> None:
+        begun = time.perf_counter()
+        try:
+            _copy_all(piece, non_blocking=False)
+        except BaseException as error:
+            self._failure = error  # others may wait for this piece
+            raise
+        finally:
+            with self._taking:
+                self._seconds += time.perf_counter() - begun
+                self._under_way -= 1
+
+    def _take(self) -> list[Copy] | None:
+        with self._taking:
+            piece = next(self._pieces, None)
+            self._under_way += piece is not None
+            return piece
+
+
 class _Passed(NamedTuple):
     seconds: float
     bubble_bytes: int
 
 
-def _passed(copies: Sequence[Copy], gate: Gate | None, how: FromHost, mark: Any) -> _Passed:
+def _passed(copies: Sequence[Copy], gate: Gate, how: FromHost, mark: Any) -> _Passed:
     how.reach(mark)
-    if gate is None:
-        return _Passed(_copy(copies, None, how), 0)
-    before = gate.passed
-    seconds = _copy(copies, gate, how)
-    gate.copied(nbytes(copies), seconds)
-    return _Passed(seconds, gate.passed - before)
-
-
-def _copy(copies: Sequence[Copy], gate: Gate | None, how: FromHost) -> float:
-    seconds = 0.0
+    before, seconds = gate.passed, 0.0
     with torch.no_grad():
-        for piece in [copies] if gate is None else gate.passing(copies):
+        for piece in gate.passing(copies):
             begun = time.perf_counter()
             how.copy(piece)
             seconds += time.perf_counter() - begun
-    return seconds
+    gate.copied(nbytes(copies), seconds)
+    return _Passed(seconds, gate.passed - before)
 
 
 def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:

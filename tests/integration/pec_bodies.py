@@ -48,14 +48,13 @@ def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> No
 
 def slow_down_copies(bytes_per_s: float) -> None:
     """Gives the copies of this process's snapshots no more than this bandwidth."""
-    copy = capture._copy
+    copy = capture._copy_all
 
-    def slow(copies, *how) -> float:
-        seconds = sum(one.source.nbytes for one in copies) / bytes_per_s
-        time.sleep(seconds)
-        return seconds + copy(copies, *how)
+    def slow(copies, **how) -> None:
+        time.sleep(sum(one.source.nbytes for one in copies) / bytes_per_s)
+        copy(copies, **how)
 
-    capture._copy = slow
+    capture._copy_all = slow
 
 
 def die_after(flags: dict, iteration: int) -> None:

@@ -48,7 +48,7 @@ def train_beside_fast_storage(flags: dict) -> dict:
 
 def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
     """As ``bodies.train``; copies begin only when training waits for them, or after 100 seconds, and take so long."""
-    copy, begin, waited = capture._copy, capture.ThreadCapturer.start, threading.Event()
+    copy, begin, waited = capture._copy_all, capture.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:
         def call(*args, **how):
@@ -59,8 +59,9 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
         return call
 
     capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
-    capture._copy = lambda *args: (waited.wait(100), time.sleep(copy_s), copy(*args))[2]
-    capture._ThreadCapture.wait = waiting(capture._ThreadCapture.wait)
+    capture._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
+    for kind in (capture._ThreadCapture, capture._HostCapture):
+        kind.wait = waiting(kind.wait)
     snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
     return bodies.train(flags)
 
@@ -153,21 +154,21 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
 
 
 def _watch_memory(calls: _Calls) -> None:
-    copy, header = capture._copy, FileLayout.header
+    copy, header = capture._copy_all, FileLayout.header
 
-    def watched_copy(copies, *how) -> float:
+    def watched_copy(copies, **how) -> None:
         middle = len(copies) // 2
         calls.note("copies")
-        seconds = copy(copies[:middle], *how)
+        copy(copies[:middle], **how)
         calls.note("copies half")
-        return seconds + copy(copies[middle:], *how)
+        copy(copies[middle:], **how)
 
     def watched_header(layout, digests) -> bytes:
         if digests and any(digest.strip("0") for digest in digests):  # not while sizes are worked out
             calls.note("header")
         return header(layout, digests)
 
-    capture._copy, FileLayout.header = watched_copy, watched_header
+    capture._copy_all, FileLayout.header = watched_copy, watched_header
 
 
 def train_in_bucket(flags: dict, bucket: str, environment: dict) -> dict:

@@ -82,6 +82,77 @@ def test_who_waits_hears_of_an_error():
 
 
 @pytest.fixture
+def by_thread(monkeypatch):
+    """The copies of each thread, of one element each; each takes a while, until all threads have had their turn."""
+    monkeypatch.setattr(module, "HOST_PIECE", 4)
+    copy, made = module._copy_all, {}
+
+    def noted(copies, **how):
+        time.sleep(0.002)
+        made.setdefault(threading.current_thread(), []).extend(copies)
+        copy(copies, **how)
+
+    monkeypatch.setattr(module, "_copy_all", noted)
+    return made
+
+
+def ones(count: int) -> list[Copy]:
+    return [Copy(torch.ones(1), torch.zeros(1)) for _ in range(count)]
+
+
+def test_who_waits_and_cannot_go_on_makes_copies_too(by_thread):
+    copies = ones(50)
+    capture = ThreadCapturer().start(copies)
+    capture.wait()
+    assert all(arrived(copies)) and sum(map(len, by_thread.values())) == 50
+    assert len(by_thread) == 2 and threading.current_thread() in by_thread
+    assert capture.seconds >= 50 * 0.002  # of both threads: so much would one take
+
+
+def test_who_waits_and_can_leave_it_to_others_does_so(by_thread):
+    copies = ones(20)
+    ThreadCapturer().start(copies).wait(opens=False)
+    assert all(arrived(copies)) and threading.current_thread() not in by_thread
+
+
+def test_who_waits_makes_none_before_those_that_were_started_earlier(by_thread):
+    capturing, earlier, later = ThreadCapturer(), ones(20), ones(20)
+    capturing.start(earlier)
+    capturing.start(later).wait()
+    assert all(arrived(earlier + later)) and threading.current_thread() not in by_thread
+
+
+def test_another_who_waits_does_so_for_the_pieces_of_the_first(monkeypatch):
+    copy, goes_on, other = module._copy_all, threading.Event(), []
+
+    def held_here(copies, **how):
+        if threading.current_thread() is threading.main_thread():
+            other[0].start()
+            assert not goes_on.wait(0.2)  # it waits for this piece
+        else:
+            until(lambda: other and other[0].is_alive())  # so this thread has one
+        copy(copies, **how)
+
+    monkeypatch.setattr(module, "HOST_PIECE", 4)
+    monkeypatch.setattr(module, "_copy_all", held_here)
+    copies = ones(2)
+    capture = ThreadCapturer().start(copies)
+    other.append(threading.Thread(target=lambda: capture.wait(opens=False) or goes_on.set()))
+    capture.wait()
+    other[0].join()
+    assert goes_on.is_set() and all(arrived(copies))
+
+
+def test_all_who_wait_hear_of_an_error_of_one_who_helped(monkeypatch):
+    copies = [Copy(torch.ones(3), torch.zeros(2)) for _ in range(8)]
+    monkeypatch.setattr(module, "HOST_PIECE", 12)
+    capture = ThreadCapturer().start(copies)
+    for opens in (True, False):
+        with pytest.raises(RuntimeError, match="size"):
+            capture.wait(opens)
+
+
+@pytest.fixture
 def small_pieces(monkeypatch):
     """Of one element each."""
     monkeypatch.setattr(module, "PIECE", 4)

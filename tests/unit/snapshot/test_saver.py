@@ -418,8 +418,10 @@ def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
     expected = values(fragments)
     saver = Saver(0, CPU, memory, None, gate)
     try:
-        capturing, copied = capture._copy, []
-        with mock.patch.object(capture, "_copy", lambda copies, *how: copied.append(copies) or capturing(copies, *how)):
+        copy, copied = capture._copy_all, []
+        with mock.patch.object(
+            capture, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
+        ):
             gate.close()
             snapshot = saver.take(0, 3, share(fragments), OPERATORS)
             assert snapshot.gradients is not None
