@@ -20,6 +20,7 @@ SWITCH_S = 1e-4
 """Python's switch interval beside snapshots; its default of 5 ms is as long as a whole copy."""
 
 _NAMES = "snapshot-"
+_LIBC = ctypes.CDLL(None)
 
 
 def share_interpreter() -> None:
@@ -61,4 +62,4 @@ class Aside:
 
 def _processor() -> int:
     """The processor that the calling thread runs on."""
-    return ctypes.CDLL(None).sched_getcpu()
+    return _LIBC.sched_getcpu()
