@@ -15,6 +15,7 @@ from moc.runtime.world import World
 from moc.session.carriers import Carriers
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
+from moc.session.hashers import Hasher
 from moc.session.meter import Meter
 from moc.session.peers import Peers, join_peers
 from moc.session.publishing import Publisher
@@ -42,6 +43,7 @@ class Components:
         tokens: the token ledger; None if no policy needs it.
         carriers: carries experts out of older snapshots in memory, if any may be older than the rest.
         folds: folds chains of gradients beside training; None if no policy wants it.
+        hasher: hashes snapshots in memory.
     """
 
     world: World
@@ -57,6 +59,7 @@ class Components:
     report: SnapshotReport
     carriers: Carriers
     folds: Folds | None
+    hasher: Hasher
 
 
 def build(
@@ -103,7 +106,10 @@ def build(
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
         bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
-        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles, kept, check_generation)
+        hasher = Hasher()
+        undo.callback(hasher.close)
+        places = tiers.memory, tiers.storage
+        saver = Saver(world.rank, world.device, *places, bubbles, kept, check_generation, hasher.digests)
         undo.callback(saver.close)
         folds = Folds() if policy.folds_beside else None
         if peers is not None and peers.replicas == 1:
@@ -112,7 +118,7 @@ def build(
         undo.pop_all()
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
-    saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds
+    saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds, hasher
     return Components(world, tiers, policy, peers, *saving)
 
 
@@ -131,6 +137,7 @@ def close(parts: Components, patience_s: float) -> None:
         parts.peers.close()
     parts.carriers.close()
     parts.saver.close(patience_s)
+    parts.hasher.close()
     parts.publisher.close(patience_s)
     if parts.tokens is not None:
         parts.tokens.close()

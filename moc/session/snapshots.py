@@ -62,7 +62,7 @@ class Snapshots:
         self._peers, self._memory = parts.peers, parts.tiers.memory
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
-        self._folds, self._aside = parts.folds, Aside(len(parts.tiers.node))
+        self._folds, self._hasher, self._aside = parts.folds, parts.hasher, Aside(len(parts.tiers.node))
         share_interpreter()
         self._carrying, self._queues = Carrying(parts.tiers, parts.policy, parts.carriers, parts.folds), Queues()
         spare = SPARE + (parts.peers is not None)  # peers copy from one more
@@ -230,7 +230,7 @@ class Snapshots:
             share = self._contents.with_gradients(plan.operators, plan.compared)
             entries = self._contents.entries(plan.operators, share)
             carried = self._carrying.begin(plan) if in_memory else None
-            self._aside.move(self._carrying.processes)
+            self._aside.move(self._carrying.processes + self._hasher.processes)
             state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
         except CheckpointError as error:

@@ -19,7 +19,9 @@ from collections.abc import Iterable
 SWITCH_S = 1e-4
 """Python's switch interval beside snapshots; its default of 5 ms is as long as a whole copy."""
 
-_NAMES = "snapshot-"
+_BESIDE, _WITH = "snapshot-", "event-log"
+"""What threads are called that work beside training, and those that it waits for."""
+
 _LIBC = ctypes.CDLL(None)
 
 
@@ -41,20 +43,26 @@ class Aside:
     def move(self, processes: Iterable[int] = ()) -> None:
         """Moves this process's threads for snapshots, and other processes; the thread that trains calls it.
 
-        They may use the processors that it may use, but the one that it runs on now.  Processes run when no thread
-        wants the processor: whoever waits for such a thread would wait for them too.
+        They may use the processors that it may use, but the one that it runs on now, which is left to those that it
+        waits for.  Processes run when no thread wants the processor: whoever waits for such a thread would wait for
+        them too.
         """
         allowed = os.sched_getaffinity(0)
         if len(allowed) <= self._workers:
             return
-        working = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(_NAMES)}
-        now = allowed - {_processor()}, working - {None}, {*processes}
+        here, threads = _processor(), threading.enumerate()
+        beside, waited = (
+            {one.native_id for one in threads if one.native_id is not None and one.name.startswith(name)}
+            for name in (_BESIDE, _WITH)
+        )
+        now = here, allowed, beside | {*processes}, waited
         if now == self._moved:
             return
-        self._moved = others, threads, processes = now
-        for one in threads | processes:
-            with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
-                os.sched_setaffinity(one, others)
+        self._moved = now
+        for ones, there in ((now[2], allowed - {here}), (waited, {here})):
+            for one in ones:
+                with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
+                    os.sched_setaffinity(one, there)
         for process in processes:
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))

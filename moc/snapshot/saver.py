@@ -35,6 +35,10 @@ _OVERWRITTEN = bytes(8)  # no header begins so: what the buffer was the file of 
 _REMEMBERED = 16  # shares per buffer; those of a window take turns
 
 
+Digests = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
+"""Returns the hashes of spans of a buffer."""
+
+
 class GivenUpError(Exception):
     """A write was abandoned: nobody waits for it any more."""
 
@@ -91,6 +95,7 @@ class Saver:
         gate: holds up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
         kept: buffers of an earlier generation, to be used again; those of this one go there.  None to free them.
         check: as in :func:`~moc.snapshot.capture.capturer`.
+        digests: hashes entries, on the thread that seals.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class Saver:
         gate: Gate | None = None,
         kept: KeptBuffers | None = None,
         check: Callable[[], None] = lambda: None,
+        digests: Digests | None = None,
     ):
+        self._digests: Digests = digests or hashed
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
         self._kept.drop_others(_slot_of(rank))  # before the worker that has that rank now makes files of these names
@@ -258,7 +265,7 @@ class Saver:
         snapshot.capture.wait(opens=False)
         begun = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
-        snapshot.digests = tuple(digest_of(memory[start:stop]) for start, stop in layout.spans)
+        snapshot.digests = self._digests(snapshot.buffer, layout.spans)
         header = layout.header(snapshot.digests)
         memory[: len(header)] = header
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
@@ -381,6 +388,11 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
+
+
+def hashed(buffer: Buffer, spans: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """The hashes of spans of a buffer, each of bytes [start, stop)."""
+    return tuple(digest_of(buffer.memory[start:stop]) for start, stop in spans)
 
 
 def _slot_of(rank: int) -> str:

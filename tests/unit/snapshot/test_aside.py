@@ -42,14 +42,15 @@ def trains_on(monkeypatch):
 def test_threads_for_snapshots_leave_the_processor_that_trains_and_others_stay(trains_on):
     here, there, *_ = sorted(ALL)
     beside = Aside(workers=1)
-    with thread("snapshot-seal_0") as seal, thread("event-log") as log:
+    with thread("snapshot-seal_0") as seal, thread("event-log") as log, thread("other") as other:
         trains_on(here)
         beside.move()
-        assert os.sched_getaffinity(seal) == ALL - {here}
+        assert os.sched_getaffinity(seal) == ALL - {here} and os.sched_getaffinity(log) == {here}
         trains_on(there)  # the scheduler may move the thread that trains
         beside.move()
         assert os.sched_getaffinity(seal) == ALL - {there}
-        assert os.sched_getaffinity(log) == os.sched_getaffinity(0) == ALL  # for an event, training waits
+        assert os.sched_getaffinity(log) == {there}  # for an event, training waits
+        assert os.sched_getaffinity(other) == os.sched_getaffinity(0) == ALL
 
 
 def test_one_that_has_begun_since_is_moved_too(trains_on):

@@ -1,0 +1,47 @@
+"""The hasher of a worker: hashes the entries of its snapshots in memory, as a process of its own.
+
+A snapshot has hundreds of entries.  A thread of the worker would take Python's interpreter after each of them, and hand
+it back for the next, while training wants it all the time.  The worker starts this process, and sends it calls over a
+pipe, one line of JSON each: the path of a buffer, and the spans of its entries in bytes; it answers with their hashes.
+It dies with the thread that has started it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+from collections.abc import Sequence
+
+from moc.runtime import children
+from moc.store.digest import digest_of
+
+
+def main() -> None:
+    """Hashes until the worker ends."""
+    children.belong_beside()
+    for line in sys.stdin:
+        try:
+            answer: object = digests(*json.loads(line))
+        except (OSError, ValueError) as error:  # the worker hashes by itself
+            answer = str(error)
+        print(json.dumps(answer), flush=True)
+
+
+def digests(path: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+    """The hashes of spans of a file in memory, each of bytes [start, stop).
+
+    Raises:
+        OSError, ValueError: it cannot be mapped.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        with memoryview(mapped) as memory:
+            found = []
+            for start, stop in spans:
+                with memory[start:stop] as entry:
+                    found.append(digest_of(entry))
+            return found
+
+
+if __name__ == "__main__":
+    main()

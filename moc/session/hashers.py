@@ -1,0 +1,63 @@
+"""The process that hashes a worker's snapshots (:mod:`moc.session.hasher`), as the worker sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+
+from moc.runtime import children
+from moc.snapshot.saver import hashed
+from moc.store.buffers import Buffer
+
+Spans = Sequence[tuple[int, int]]
+
+
+class Hasher:
+    """Hashes entries of buffers that are files; the process is started when first needed, by the thread that asks.
+
+    Whatever the process cannot do, that thread does: buffers without a file, and all of them once it has died.
+    """
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._failed = False
+
+    def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
+        """The hashes of spans of a buffer, each of bytes [start, stop)."""
+        if buffer.path is not None and not self._failed:
+            try:
+                return self._ask(str(buffer.path), spans)
+            except (OSError, ValueError):
+                self._failed = True
+                self.close()
+        return hashed(buffer, spans)
+
+    @property
+    def processes(self) -> list[int]:
+        """Id of the process, if there is one."""
+        process = self._process
+        return [] if process is None else [process.pid]
+
+    def close(self) -> None:
+        """Ends the process; nothing may be asked any more."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _ask(self, path: str, spans: Spans) -> tuple[str, ...]:
+        process = self._process = self._process or _start()
+        assert process.stdin is not None and process.stdout is not None  # pipes
+        print(json.dumps([path, spans]), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline())  # empty if it has died
+        if not isinstance(answer, list):
+            raise ValueError(answer)
+        return tuple(answer)
+
+
+def _start() -> subprocess.Popen:
+    ours, pipe = {children.PARENT: str(os.getpid())}, subprocess.PIPE
+    command = children.command_of("moc.session.hasher")
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours)

@@ -1,0 +1,76 @@
+"""Snapshots are hashed by a process of their own, or by the thread that asks where that cannot be."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from moc.session.hashers import Hasher
+from moc.snapshot.saver import hashed
+from moc.store.buffers import Buffer
+
+SPANS = [(4096, 8192), (8192, 8192), (10_000, 300_000), (300_000, 1 << 20)]
+
+
+@pytest.fixture
+def hasher():
+    one = Hasher()
+    yield one
+    one.close()
+
+
+def filled(path=None) -> Buffer:
+    buffer = Buffer(1 << 20, path)
+    buffer.memory[:] = os.urandom(1 << 20)
+    return buffer
+
+
+def test_the_process_gives_the_hashes_that_the_thread_would(hasher, tmp_path):
+    buffer = filled(tmp_path / "slot")
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    (process,) = hasher.processes
+    buffer.memory[5000] ^= 1  # it looks again each time
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    assert hasher.processes == [process] and process != os.getpid()
+
+
+def test_it_holds_no_memory_that_is_given_back(hasher, tmp_path):
+    buffer = filled(tmp_path / "slot")
+    hasher.digests(buffer, SPANS)
+    (process,) = hasher.processes
+    assert not [one for one in psutil.Process(process).memory_maps() if str(tmp_path) in one.path]
+    assert not psutil.Process(process).open_files()
+
+
+def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
+    buffer = filled()
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher.processes == []
+
+
+def test_when_it_has_died_the_thread_hashes(hasher, tmp_path):
+    buffer = filled(tmp_path / "slot")
+    hasher.digests(buffer, SPANS)
+    (process,) = hasher.processes
+    os.kill(process, signal.SIGKILL)
+    for _ in range(2):
+        assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    assert hasher.processes == [] and not psutil.pid_exists(process)
+
+
+def test_when_the_file_has_lost_its_name_the_thread_hashes(hasher, tmp_path):
+    buffer = filled(tmp_path / "slot")
+    buffer.path.unlink()
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+
+
+def test_it_ends_with_the_thread_that_has_started_it(hasher, tmp_path):
+    buffer = filled(tmp_path / "slot")
+    one = threading.Thread(target=hasher.digests, args=(buffer, SPANS))
+    one.start()
+    one.join()
+    (process,) = hasher.processes
+    psutil.wait_procs([psutil.Process(process)] if psutil.pid_exists(process) else [], timeout=60)
+    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
