@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 
 from moc.session.folds import Folds
@@ -19,7 +19,9 @@ def wait_for_folders() -> None:
     take_over = Folds.take_over
 
     def wait_and_take_over(folds: Folds, carrier) -> None:
-        wait(folds._under_way.values())
+        for order in [*folds._under_way.values()]:
+            with suppress(Exception):  # wait() would not return for one that was cancelled, when a generation ended
+                order.result()
         take_over(folds, carrier)
 
     Folds.take_over = wait_and_take_over
