@@ -2,7 +2,7 @@
 
 A snapshot has hundreds of entries.  A thread of the worker would take Python's interpreter after each of them, and hand
 it back for the next, while training wants it all the time.  The worker starts this process, and sends it calls over a
-pipe, one line of JSON each: the path of a buffer, and the spans of its entries in bytes; it answers with their hashes.
+pipe, one line of JSON each: path and size of a buffer, and the spans of its entries in bytes; it answers with hashes.
 It dies with the thread that has started it.
 """
 
@@ -28,13 +28,15 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def digests(path: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[str]:
     """The hashes of spans of a file in memory, each of bytes [start, stop).
 
     Raises:
-        OSError, ValueError: it cannot be mapped.
+        OSError, ValueError: it cannot be mapped, or is another file, since it has another size.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        if len(mapped) != nbytes:
+            raise ValueError(f"{path} has {len(mapped):,} bytes, not {nbytes:,}")
         with memoryview(mapped) as memory:
             found = []
             for start, stop in spans:

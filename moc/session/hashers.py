@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from moc.runtime import children
@@ -12,6 +14,9 @@ from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
 
 Spans = Sequence[tuple[int, int]]
+
+PATIENCE_S = 60.0
+"""Seconds after which a process that has not answered is given up; it hashes gigabytes in one."""
 
 
 class Hasher:
@@ -28,10 +33,16 @@ class Hasher:
         """The hashes of spans of a buffer, each of bytes [start, stop)."""
         if buffer.path is not None and not self._failed:
             try:
-                return self._ask(str(buffer.path), spans)
-            except (OSError, ValueError):
+                return self._ask([str(buffer.path), buffer.nbytes, spans])
+            except (OSError, ValueError) as error:
                 self._failed = True
                 self.close()
+                print(
+                    f"WARNING: the process that hashes snapshots cannot do so ({error}): a thread of the worker does "
+                    "from now on, and training is about a percent slower",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return hashed(buffer, spans)
 
     @property
@@ -47,14 +58,19 @@ class Hasher:
             process.kill()
             process.communicate()
 
-    def _ask(self, path: str, spans: Spans) -> tuple[str, ...]:
+    def _ask(self, call: list) -> tuple[str, ...]:
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None  # pipes
-        print(json.dumps([path, spans]), file=process.stdin, flush=True)
-        answer = json.loads(process.stdout.readline())  # empty if it has died
-        if not isinstance(answer, list):
-            raise ValueError(answer)
-        return tuple(answer)
+        print(json.dumps(call), file=process.stdin, flush=True)
+        if not select.select([process.stdout], [], [], PATIENCE_S)[0]:
+            raise TimeoutError(f"it has not answered for {PATIENCE_S:g} s")
+        answer = process.stdout.readline()
+        if not answer.endswith("\n"):
+            raise ValueError("it has died")
+        found = json.loads(answer)
+        if not isinstance(found, list):
+            raise ValueError(found)
+        return tuple(found)
 
 
 def _start() -> subprocess.Popen:

@@ -252,9 +252,14 @@ class ThreadCapturer(Capturer):
     Args:
         gate: passed by copies piece by piece; without one, they are of host memory, and who waits helps.
         how: the thread copies what passes the gate.
+
+    Raises:
+        ValueError: there is no gate for what another way copies.
     """
 
     def __init__(self, gate: Gate | None = None, how: FromHost | None = None):
+        if gate is None and how is not None:
+            raise ValueError("copies that are not of host memory pass a gate: give one")
         self._gate, self._how = gate, how or FromHost()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture", initializer=self._how.enter)
         self._last: Future | None = None

@@ -7,6 +7,7 @@ import threading
 import psutil
 import pytest
 
+from moc.session import hashers
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
@@ -49,7 +50,7 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher.processes == []
 
 
-def test_when_it_has_died_the_thread_hashes(hasher, tmp_path):
+def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     hasher.digests(buffer, SPANS)
     (process,) = hasher.processes
@@ -57,6 +58,26 @@ def test_when_it_has_died_the_thread_hashes(hasher, tmp_path):
     for _ in range(2):
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     assert hasher.processes == [] and not psutil.pid_exists(process)
+    said = capfd.readouterr().err
+    assert said.count("WARNING") == 1 and "a thread of the worker does from now on" in said
+
+
+def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, monkeypatch, capfd):
+    buffer = filled(tmp_path / "slot")
+    hasher.digests(buffer, SPANS)
+    (process,) = hasher.processes
+    monkeypatch.setattr(hashers, "PATIENCE_S", 0.1)
+    os.kill(process, signal.SIGSTOP)
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    assert not psutil.pid_exists(process) and "has not answered for 0.1 s" in capfd.readouterr().err
+
+
+def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_path, capfd):
+    buffer = filled(tmp_path / "slot")
+    buffer.path.unlink()
+    buffer.path.write_bytes(bytes(9000))
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    assert "has 9,000 bytes, not 1,048,576" in capfd.readouterr().err
 
 
 def test_when_the_file_has_lost_its_name_the_thread_hashes(hasher, tmp_path):

@@ -81,6 +81,11 @@ def test_who_waits_hears_of_an_error():
         capture.wait()
 
 
+def test_what_a_device_holds_is_not_copied_without_a_gate():
+    with pytest.raises(ValueError, match="pass a gate"):
+        ThreadCapturer(how=FromDevice(torch.device("cuda", 0), lambda: None))
+
+
 @pytest.fixture
 def by_thread(monkeypatch):
     """The copies of each thread, of one element each; each takes a while, until all threads have had their turn."""
