@@ -3,7 +3,7 @@
 A snapshot has hundreds of entries.  A thread of the worker would take Python's interpreter after each of them, and hand
 it back for the next, while training wants it all the time.  The worker starts this process, and sends it calls over a
 pipe, one line of JSON each: path and size of a buffer, and the spans of its entries in bytes; it answers with hashes.
-It dies with the thread that has started it.
+Its first line says that it has started.  It dies with the thread that has started it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moc.store.digest import digest_of
 def main() -> None:
     """Hashes until the worker ends."""
     children.belong_beside()
+    print("started", flush=True)
     for line in sys.stdin:
         try:
             answer: object = digests(*json.loads(line))

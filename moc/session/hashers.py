@@ -22,18 +22,20 @@ PATIENCE_S = 60.0
 class Hasher:
     """Hashes entries of buffers that are files; the process is started when first needed, by the thread that asks.
 
-    Whatever the process cannot do, that thread does: buffers without a file, and all of them once it has died.
+    Whatever the process cannot do, that thread does: all buffers until it has started, and once it has died, and those
+    without a file.
     """
 
     def __init__(self):
         self._process: subprocess.Popen | None = None
-        self._failed = False
+        self._started = self._failed = False
 
     def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
         """The hashes of spans of a buffer, each of bytes [start, stop)."""
         if buffer.path is not None and not self._failed:
             try:
-                return self._ask([str(buffer.path), buffer.nbytes, spans])
+                if self._has_started():
+                    return self._ask([str(buffer.path), buffer.nbytes, spans])
             except (OSError, ValueError) as error:
                 self._failed = True
                 self.close()
@@ -58,19 +60,33 @@ class Hasher:
             process.kill()
             process.communicate()
 
+    def _has_started(self) -> bool:
+        """Whether the process can be asked: to start it takes seconds, in which a snapshot can be lost."""
+        self._process = self._process or _start()
+        if not self._started and self._answers(0):
+            self._started = bool(self._answer())
+        return self._started
+
     def _ask(self, call: list) -> tuple[str, ...]:
-        process = self._process = self._process or _start()
-        assert process.stdin is not None and process.stdout is not None  # pipes
-        print(json.dumps(call), file=process.stdin, flush=True)
-        if not select.select([process.stdout], [], [], PATIENCE_S)[0]:
+        assert self._process is not None and self._process.stdin is not None  # a pipe
+        print(json.dumps(call), file=self._process.stdin, flush=True)
+        if not self._answers(PATIENCE_S):
             raise TimeoutError(f"it has not answered for {PATIENCE_S:g} s")
-        answer = process.stdout.readline()
-        if not answer.endswith("\n"):
-            raise ValueError("it has died")
-        found = json.loads(answer)
+        found = json.loads(self._answer())
         if not isinstance(found, list):
             raise ValueError(found)
         return tuple(found)
+
+    def _answers(self, within_s: float) -> bool:
+        assert self._process is not None
+        return bool(select.select([self._process.stdout], [], [], within_s)[0])
+
+    def _answer(self) -> str:
+        assert self._process is not None and self._process.stdout is not None  # a pipe
+        answer = self._process.stdout.readline()
+        if not answer.endswith("\n"):
+            raise ValueError("it has died")
+        return answer
 
 
 def _start() -> subprocess.Popen:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 
 import psutil
@@ -22,6 +23,13 @@ def hasher():
     one.close()
 
 
+def start(hasher, buffer) -> None:
+    """Waits until the process of a hasher has started."""
+    while not hasher._started:
+        assert not hasher._failed
+        assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+
+
 def filled(path=None) -> Buffer:
     buffer = Buffer(1 << 20, path)
     buffer.memory[:] = os.urandom(1 << 20)
@@ -30,6 +38,7 @@ def filled(path=None) -> Buffer:
 
 def test_the_process_gives_the_hashes_that_the_thread_would(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
+    start(hasher, buffer)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     (process,) = hasher.processes
     buffer.memory[5000] ^= 1  # it looks again each time
@@ -39,7 +48,7 @@ def test_the_process_gives_the_hashes_that_the_thread_would(hasher, tmp_path):
 
 def test_it_holds_no_memory_that_is_given_back(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
-    hasher.digests(buffer, SPANS)
+    start(hasher, buffer)
     (process,) = hasher.processes
     assert not [one for one in psutil.Process(process).memory_maps() if str(tmp_path) in one.path]
     assert not psutil.Process(process).open_files()
@@ -50,9 +59,23 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher.processes == []
 
 
+def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
+    buffer = filled(tmp_path / "slot")
+    monkeypatch.setattr(hashers, "_start", lambda: subprocess.Popen(["sleep", "600"], stdin=-1, stdout=-1, text=True))
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and len(hasher.processes) == 1
+
+
+def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
+    buffer = filled(tmp_path / "slot")
+    monkeypatch.setattr(hashers, "_start", lambda: subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
+    while not hasher._failed:
+        assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
+    assert "cannot do so (it has died)" in capfd.readouterr().err
+
+
 def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
-    hasher.digests(buffer, SPANS)
+    start(hasher, buffer)
     (process,) = hasher.processes
     os.kill(process, signal.SIGKILL)
     for _ in range(2):
@@ -64,7 +87,7 @@ def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, c
 
 def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
-    hasher.digests(buffer, SPANS)
+    start(hasher, buffer)
     (process,) = hasher.processes
     monkeypatch.setattr(hashers, "PATIENCE_S", 0.1)
     os.kill(process, signal.SIGSTOP)
@@ -74,6 +97,7 @@ def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, monkeypatch
 
 def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
+    start(hasher, buffer)
     buffer.path.unlink()
     buffer.path.write_bytes(bytes(9000))
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
@@ -82,13 +106,14 @@ def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_pat
 
 def test_when_the_file_has_lost_its_name_the_thread_hashes(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
+    start(hasher, buffer)
     buffer.path.unlink()
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 
 def test_it_ends_with_the_thread_that_has_started_it(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
-    one = threading.Thread(target=hasher.digests, args=(buffer, SPANS))
+    one = threading.Thread(target=start, args=(hasher, buffer))
     one.start()
     one.join()
     (process,) = hasher.processes
