@@ -2,22 +2,20 @@
 
 For each snapshot it reads and writes some ten headers and manifests.  A thread of the worker would hold Python's
 interpreter meanwhile, and training would wait for it.  The worker that leads the node starts this process, and sends it
-calls of :class:`~moc.recovery.carrying.Carrier` over a pipe, one line of JSON each; it answers with one.  It imports no
-torch, runs at a low priority, and dies with the worker: what it leaves then is what a worker leaves that is killed
-while it carries.
+calls of :class:`~moc.recovery.carrying.Carrier` (:mod:`moc.runtime.helper`).  It imports no torch, runs at a low
+priority, and dies with the worker: what it leaves then is what a worker leaves that is killed while it carries.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime import children
+from moc.runtime.helper import serve
 from moc.state.operators import Operator
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
@@ -33,12 +31,14 @@ def main() -> None:
     children.belong_beside()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
-    for line in sys.stdin:
-        try:
-            answer = {"value": _carry_out(carriers, **json.loads(line))}
-        except (CheckpointError, OSError) as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+    serve(lambda call: _answer(carriers, call))
+
+
+def _answer(carriers: dict[str, Carrier], call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": _carry_out(carriers, **call)}
+    except (CheckpointError, OSError) as error:
+        return {"error": str(error)}
 
 
 def _carry_out(carriers: dict[str, Carrier], memory: str, compares: bool, does: str, given: Mapping[str, Any]) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import contextlib
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
@@ -13,18 +11,20 @@ from typing import Any
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import AvailableCheckpoint
-from moc.runtime import children
+from moc.runtime.helper import Helper, HelperError
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
+
+PATIENCE_S = 60.0
+"""Seconds after which a process that has not answered is ended: snapshots wait for it in the end."""
 
 
 class Carriers:
     """The process of this worker that carries experts; started when it is first needed, and again if it has died."""
 
     def __init__(self):
-        self._process: subprocess.Popen | None = None
-        self._calling, self._closed = threading.Lock(), False
+        self._helper, self._calling = Helper("moc.session.carrier", PATIENCE_S), threading.Lock()
         self._opened: set[str] = set()
 
     def start(self) -> None:
@@ -35,7 +35,7 @@ class Carriers:
         Raises:
             CheckpointError: it cannot be started.
         """
-        if self._closed or not self._runs:
+        if not self.processes:
             with self._calling:
                 self._start()
 
@@ -43,7 +43,7 @@ class Carriers:
         """Has a method of a carrier called; returns its result as JSON has it.
 
         Raises:
-            CheckpointError: it has failed, or the process has died.
+            CheckpointError: it has failed, or the process has died or does not answer.
         """
         with self._calling:
             self._start()
@@ -54,47 +54,26 @@ class Carriers:
 
     def close(self) -> None:
         """Ends the process at once."""
-        self._closed = True
-        if self._process is not None:
-            _end(self._process)
-        with self._calling:  # of whoever was waiting for an answer
-            self._process = None
+        self._helper.close()
 
     @property
     def processes(self) -> list[int]:
         """Id of the process, if it runs."""
-        return [self._process.pid] if self._process is not None and self._runs else []
-
-    @property
-    def _runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._helper.processes
 
     def _start(self) -> None:
-        if self._closed:
-            raise CheckpointError("nothing is carried any more")
-        if not self._runs:
-            self._opened.clear()
-            try:
-                self._process = _start()
-            except OSError as error:
-                raise CheckpointError(f"the process that carries them cannot be started: {error}") from None
+        with _as_checkpoint_error():
+            if self._helper.start():
+                self._opened.clear()
 
     def _ask(self, carrier: RemoteCarrier, does: str, given: dict[str, Any]) -> Any:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None  # just started
-        call = {"memory": carrier.name, "compares": carrier.compares, "does": does, "given": given}
-        try:
-            print(json.dumps(call), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-        except OSError:
-            answer = ""
-        if not answer.endswith("\n"):
-            _end(process)
-            raise CheckpointError("the process that carries them has died")
-        told = json.loads(answer)
-        if "error" in told:
-            raise CheckpointError(told["error"])
-        return told["value"]
+        with _as_checkpoint_error():
+            answer = self._helper.ask(
+                {"memory": carrier.name, "compares": carrier.compares, "does": does, "given": given}
+            )
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
+        return answer["value"]
 
 
 class RemoteCarrier(Carrier):
@@ -148,12 +127,9 @@ class RemoteCarrier(Carrier):
         return self._carriers.call(self, "adopt")
 
 
-def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-
-
-def _start() -> subprocess.Popen:
-    ours, pipe = {children.PARENT: str(os.getpid())}, subprocess.PIPE
-    command = children.command_of("moc.session.carrier")
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours)
+@contextlib.contextmanager
+def _as_checkpoint_error():
+    try:
+        yield
+    except HelperError as error:
+        raise CheckpointError(f"the process that carries them {error}") from None

@@ -1,18 +1,17 @@
 """The folder of a node: folds chains of gradients in its memory, as a process of its own.
 
-The worker that leads the node starts it, and sends it orders over a pipe, one line of JSON each; it answers with one.
-It runs at the lowest priority, on one core that training does not need, and dies with the worker, in the middle of an
-order if need be: so it writes nothing in memory that another generation uses.
+The worker that leads the node starts it, and sends it orders (:mod:`moc.runtime.helper`).  It runs at the lowest
+priority, on one core that training does not need, and dies with the worker, in the middle of an order if need be: so it
+writes nothing in memory that another generation uses.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 
 from moc.runtime import children
+from moc.runtime.helper import serve
 
 _LOWEST = 19
 
@@ -28,12 +27,13 @@ def main() -> None:
     from moc.store.storage import LocalPlace
     from moc.store.store import Store
 
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        order = json.loads(line)
+    def answer(order: dict) -> dict:
         store = Store(LocalPlace(Path(order["memory"]), in_memory=True), slack=True)
         chains = ([Chain(*chain) for chain in order[what]] for what in ("compare", "fold"))
-        print(json.dumps(carry_out(store, *chains)._asdict()), flush=True)
+        return carry_out(store, *chains)._asdict()
+
+    torch.set_num_threads(1)
+    serve(answer)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ Nodes learn of both from the votes.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,13 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.folds import Outcome
-from moc.runtime import children
+from moc.runtime.helper import Helper, HelperError
 from moc.store.errors import CheckpointError
 
 LEAST = 4
 """Gradients that a chain has before it is folded: a base is read and written once for all of them."""
 SHARE = 4
 """One in so many of the chains is folded at a time: meanwhile memory has both of their bases."""
+PATIENCE_S = 600.0
+"""Seconds after which a folder that has not answered counts as dead; nobody waits for it."""
 _DIES = 3
 _COUNTS = ("folded", "gradients", "equal", "differing", "seconds")
 
@@ -39,7 +38,7 @@ class Folds:
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
-        self._process: subprocess.Popen | None = None
+        self._helper = Helper("moc.session.folder", PATIENCE_S, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
         self._under_way: dict[str, Future[Outcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
@@ -49,9 +48,8 @@ class Folds:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the folder, if there is one."""
-        process = self._process
-        return [] if process is None else [process.pid]
+        """Id of the folder, if it runs."""
+        return self._helper.processes
 
     def take_over(self, carrier: Carrier) -> None:
         """Adopts what the folder has published of a carrier's snapshots.
@@ -112,37 +110,19 @@ class Folds:
     def close(self) -> None:
         """Ends the folder: nothing is written any more."""
         self._over = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end_process()
-        self._thread.shutdown(wait=True)
-        self._end_process()  # started meanwhile
+        self._helper.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> Outcome:
-        if self._over:
-            raise CheckpointError("nothing is folded any more")
-        begun, process = time.perf_counter(), self._process
-        if process is None:
-            process = self._process = _start()  # on this thread, which lives until it may end
-            if self._over:  # closed meanwhile
-                process.kill()
-        assert process.stdin is not None and process.stdout is not None  # pipes
+        begun = time.perf_counter()
         try:
-            print(json.dumps({"memory": memory, "compare": compare, "fold": fold}), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-        except OSError:
-            answer = ""
-        if not answer.endswith("\n"):
-            self._end_process()
-            raise CheckpointError("the process that folds them has died")
+            self._helper.start()  # on this thread, which lives until it may end
+            answer = self._helper.ask({"memory": memory, "compare": compare, "fold": fold})
+        except HelperError as error:
+            raise CheckpointError(f"the process that folds them {error}") from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
-        return Outcome(**json.loads(answer))
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        return Outcome(**answer)
 
     def _has_failed(self, why: str) -> None:
         self._died += 1
@@ -158,9 +138,3 @@ class Folds:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _start() -> subprocess.Popen:
-    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", children.PARENT: str(os.getpid())}
-    pipe, command = subprocess.PIPE, children.command_of("moc.session.folder")
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | ours)

@@ -1,32 +1,31 @@
 """The hasher of a worker: hashes the entries of its snapshots in memory, as a process of its own.
 
 A snapshot has hundreds of entries.  A thread of the worker would take Python's interpreter after each of them, and hand
-it back for the next, while training wants it all the time.  The worker starts this process, and sends it calls over a
-pipe, one line of JSON each: path and size of a buffer, and the spans of its entries in bytes; it answers with hashes.
-Its first line says that it has started.  It dies with the thread that has started it.
+it back for the next, while training wants it all the time.  The worker starts this process (:mod:`moc.runtime.helper`),
+and sends it path and size of a buffer, and the spans of its entries in bytes; it answers with hashes.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
-import sys
 from collections.abc import Sequence
 
 from moc.runtime import children
+from moc.runtime.helper import serve
 from moc.store.digest import digest_of
 
 
 def main() -> None:
     """Hashes until the worker ends."""
     children.belong_beside()
-    print("started", flush=True)
-    for line in sys.stdin:
-        try:
-            answer: object = digests(*json.loads(line))
-        except (OSError, ValueError) as error:  # the worker hashes by itself
-            answer = str(error)
-        print(json.dumps(answer), flush=True)
+    serve(_answer)
+
+
+def _answer(call: list) -> list[str] | str:
+    try:
+        return digests(*call)
+    except (OSError, ValueError) as error:  # the worker hashes by itself
+        return str(error)
 
 
 def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[str]:

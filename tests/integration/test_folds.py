@@ -79,14 +79,15 @@ def test_a_killed_folder_is_started_again_and_ends_with_its_worker(tmp_path, mon
     run, folds = Run(tmp_path / "memory"), Folds()
     run.train(e0=Detail.FULL, e1=Detail.FULL, e2=Detail.FULL)
     go_on(folds, run, 2)
-    assert renew(folds, run)[0]["equal"] == 1 and (killed := folds._process) is not None
-    killed.kill()
+    assert renew(folds, run)[0]["equal"] == 1
+    (killed,) = folds.processes
+    psutil.Process(killed).kill()
     go_on(folds, run, 1)
     before = run.comes_back()  # whatever it was doing: bit by bit
     assert go_on(folds, run, 6) and min(run.comes_back().values()) > max(4, min(before.values()))
-    assert (last := folds._process) is not None and last is not killed
+    (last,) = folds.processes
     folds.close()
-    assert last.poll() is not None and not (tmp_path / "ran").exists()
+    assert last != killed and not psutil.pid_exists(last) and not (tmp_path / "ran").exists()
 
 
 def servers(job: Launched) -> list[psutil.Process]:

@@ -52,8 +52,8 @@ def test_one_that_was_killed_is_started_again_and_nothing_is_lost(carriers, tmp_
     remote = RemoteCarrier(carriers, store, ONES)
     for iteration, plan in enumerate(PLANS[:3], 1):
         take(store, remote, iteration, plan)
-    carriers._process.kill()
-    carriers._process.wait()
+    carriers._helper._process.kill()
+    carriers._helper._process.wait()
     for iteration, plan in enumerate(PLANS[3:], 4):
         take(store, remote, iteration, plan)
     assert {name: at[0] for name, at in newest(store).items()} == {
@@ -66,8 +66,8 @@ def test_one_that_dies_during_a_call_is_named(carriers, tmp_path):
     store = store_at(tmp_path / "memory")
     remote = RemoteCarrier(carriers, store, ONES)
     take(store, remote, 1, PLANS[0])
-    carriers._process.stdin.close()  # as if it had died after it was looked at
-    carriers._process.stdin = open("/dev/full", "w")
+    carriers._helper._process.stdin.close()  # as if it had died after it was looked at
+    carriers._helper._process.stdin = open("/dev/full", "w")
     with pytest.raises(CheckpointError, match="the process that carries them has died"):
         remote.drop(1)
     take(store, remote, 2, PLANS[1])  # by another one
@@ -86,23 +86,23 @@ def test_what_fails_there_fails_here(carriers, tmp_path):
 def test_nothing_is_carried_after_the_end(carriers, tmp_path):
     remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
     carriers.start()
-    process = carriers._process
+    process = carriers._helper._process
     carriers.close()
     assert process.poll() is not None
-    with pytest.raises(CheckpointError, match="nothing is carried any more"):
+    with pytest.raises(CheckpointError, match="the process that carries them has been ended"):
         remote.drop(1)
 
 
-def test_one_that_cannot_be_started_is_named(carriers, tmp_path, monkeypatch):
-    remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
+def test_one_that_cannot_be_started_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
+    remote = RemoteCarrier(Carriers(), store_at(tmp_path / "memory"), ONES)
     with pytest.raises(CheckpointError, match="the process that carries them cannot be started: .*gone"):
         remote.drop(1)
 
 
 def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path):
     carriers.start()
-    carriers._process.send_signal(signal.SIGSTOP)  # a call takes as long as it likes
+    carriers._helper._process.send_signal(signal.SIGSTOP)  # a call takes as long as it likes
     remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
     with ThreadPoolExecutor(1) as beside:
         call = beside.submit(remote.drop, 1)
@@ -110,8 +110,20 @@ def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path)
             time.sleep(0.001)
         carriers.start()
         assert not call.done()
-        carriers._process.send_signal(signal.SIGCONT)
+        carriers._helper._process.send_signal(signal.SIGCONT)
         call.result()
+
+
+def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
+    store = store_at(tmp_path / "memory")
+    remote = RemoteCarrier(carriers, store, ONES)
+    take(store, remote, 1, PLANS[0])
+    carriers._helper._process.send_signal(signal.SIGSTOP)
+    carriers._helper.patience_s = 0.1
+    with pytest.raises(CheckpointError, match=r"the process that carries them has not answered for 0\.1 s"):
+        remote.drop(1)
+    carriers._helper.patience_s = 60
+    take(store, remote, 2, PLANS[1])
 
 
 def test_the_process_shares_this_session_but_not_its_process_group(carriers, tmp_path):
@@ -122,6 +134,6 @@ def test_the_process_shares_this_session_but_not_its_process_group(carriers, tmp
     (carrier,) = carriers.processes
     assert os.getsid(carrier) == os.getsid(0)
     assert os.getpgid(carrier) == carrier != os.getpgid(0)
-    carriers._process.kill()
-    carriers._process.wait()
+    carriers._helper._process.kill()
+    carriers._helper._process.wait()
     assert carriers.processes == []

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
 import threading
 
 import psutil
 import pytest
 
-from moc.session import hashers
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
@@ -25,8 +23,7 @@ def hasher():
 
 def start(hasher, buffer) -> None:
     """Waits until the process of a hasher has started."""
-    while not hasher._started:
-        assert not hasher._failed
+    while not (hasher._begun and hasher._helper.has_started()):
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 
@@ -61,13 +58,13 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
 
 def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(hashers, "_start", lambda: subprocess.Popen(["sleep", "600"], stdin=-1, stdout=-1, text=True))
+    monkeypatch.setattr(hasher._helper, "_command", ["sleep", "600"])
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and len(hasher.processes) == 1
 
 
 def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(hashers, "_start", lambda: subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
+    monkeypatch.setattr(hasher._helper, "_command", ["true"])
     while not hasher._failed:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     assert "cannot do so (it has died)" in capfd.readouterr().err
@@ -85,11 +82,11 @@ def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, c
     assert said.count("WARNING") == 1 and "a thread of the worker does from now on" in said
 
 
-def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, monkeypatch, capfd):
+def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
-    monkeypatch.setattr(hashers, "PATIENCE_S", 0.1)
+    hasher._helper.patience_s = 0.1
     os.kill(process, signal.SIGSTOP)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     assert not psutil.pid_exists(process) and "has not answered for 0.1 s" in capfd.readouterr().err

@@ -1,0 +1,23 @@
+"""A process that answers as it is told to."""
+
+import os
+import sys
+import time
+
+from moc.runtime import children
+from moc.runtime.helper import serve
+
+
+def answer(call: dict) -> str | int:
+    """``size`` letters, after ``waits_s`` seconds; or none, where it ``dies``."""
+    if call.get("dies"):
+        sys.exit(1)
+    time.sleep(call.get("waits_s", 0))
+    return "x" * call["size"] if "size" in call else os.getpid()
+
+
+if __name__ == "__main__":
+    children.belong_beside()
+    if "HELPING_DIES" in os.environ:
+        sys.exit(1)
+    serve(answer)
