@@ -78,6 +78,15 @@ def _details(store: Store, iteration: int) -> list[str]:
     return [entry.detail for entry in store.manifest(iteration).operators.values()]
 
 
+def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
+    start("1", flags | HARD, "sparse_bodies:die_after", iteration=5).wait()
+    (refused,) = start("1", flags | HARD | dict(lr=2e-2), "sparse_bodies:train").wait()
+    assert refused.exit == 1 and "the learning-rate schedule differs from the one in" in refused.output
+    assert "--override-opt-param-scheduler" in refused.output and "an older snapshot is tried" not in refused.output
+    changed = train("1", flags | HARD | dict(lr=2e-2, override_opt_param_scheduler=True), "sparse_bodies:train")
+    assert changed.start == 5
+
+
 @pytest.mark.recovery
 @pytest.mark.parametrize("layout", ["EP2", *ALL * ["PP2xEP2", "TP2xEP2", "DP4xEP2"]])
 def test_a_lost_worker_alone_reads_and_updates(layout, data, flags, tmp_path):
