@@ -3,11 +3,16 @@
     python benchmarks/selective_overhead.py --output docs/results/selective_overhead_cpu.json
 
 The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
-that users run, with eight micro batches in an iteration, as many as each replica has in MoEtion's section 7.1, in one
-worker with one thread, so that on two cores one is left over for copies and hashes.  Each way of saving is a job of its
-own, which saves in every second block of iterations and is compared with itself, each block with its two neighbours
-(``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same bytes with gradients in their place,
-and as many experts as budgets allow that the run measures.  Snapshots go to memory, in every iteration.  Asked are
+that users run, with eight micro batches of one sequence in an iteration, as each replica has in MoEtion's section 7.1,
+in one worker with one thread, so that on two cores one is left over for copies and hashes.  Sequences have 512 tokens;
+the paper's have 2,048, with which an iteration would take 15 s here.  Part of what a snapshot costs is the same
+whatever its size, and weighs the less, the longer an iteration is: ``--seq-length 128 --max-position-embeddings 128
+--micro-batch-size 2 --global-batch-size 16`` shows that.
+
+Each way of saving is a job of its own, which saves in every second block of iterations and is compared with itself,
+each block with its two neighbours (``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same
+bytes with gradients in their place, and as many experts as budgets allow that the run measures.  Snapshots go to
+memory, in every iteration.  Asked are
 
 * the overhead in blocks, all that planning, copies, hashes and gradients take: each iteration in units of its own
   second half, when the snapshot has been copied and hashed, since the machine's pace differs by a tenth from one
@@ -51,7 +56,7 @@ from moc.policy.interval import Every
 from moc.policy.selective import Selective
 from moc.sharding.contents import StateBytes
 
-MORE = ["--global-batch-size", "16"]  # of two samples each
+MORE = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8".split()
 MODEL = [*SMALL_BATCH, *MORE]
 SELECTIVE = ["--ckpt-policy", "selective", "--ckpt-tier", "memory", "--snapshot-interval", "1"]
 STATES, GRADIENTS, MEASURED = "4 of 16 experts, states", "the same bytes, gradients", "budgets measured, gradients"
