@@ -15,6 +15,9 @@ from typing import Any
 
 from moc.runtime import children
 
+PATIENCE_S = 600.0
+"""Seconds after which a process counts as hanging: what is asked of one may be to read or copy a node's memory."""
+
 _AT_ONCE = select.PIPE_BUF  # bytes that a pipe takes without waiting, if it takes any
 _READ = 1 << 16  # bytes
 
@@ -30,11 +33,11 @@ class Helper:
 
     Args:
         module: what it runs: it calls :func:`~moc.runtime.children.belong_beside`, and then :func:`serve`.
-        patience_s: seconds after which it is killed if it has not answered.
         env: variables of its environment, beside this process's.
+        patience_s: seconds after which it is killed if it has not answered.
     """
 
-    def __init__(self, module: str, patience_s: float, env: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), patience_s: float = PATIENCE_S):
         self._command, self._env, self.patience_s = children.command_of(module), env, patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._changing = threading.Lock()  # which process it is

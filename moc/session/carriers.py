@@ -16,15 +16,12 @@ from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
 
-PATIENCE_S = 60.0
-"""Seconds after which a process that has not answered is ended: snapshots wait for it in the end."""
-
 
 class Carriers:
     """The process of this worker that carries experts; started when it is first needed, and again if it has died."""
 
     def __init__(self):
-        self._helper, self._calling = Helper("moc.session.carrier", PATIENCE_S), threading.Lock()
+        self._helper, self._calling = Helper("moc.session.carrier"), threading.Lock()
         self._opened: set[str] = set()
 
     def start(self) -> None:

@@ -136,8 +136,8 @@ def close(parts: Components, patience_s: float) -> None:
     if parts.peers is not None:
         parts.peers.close()
     parts.carriers.close()
+    parts.hasher.close()  # if it hangs, what is left is not waited for
     parts.saver.close(patience_s)
-    parts.hasher.close()
     parts.publisher.close(patience_s)
     if parts.tokens is not None:
         parts.tokens.close()

@@ -27,8 +27,6 @@ LEAST = 4
 """Gradients that a chain has before it is folded: a base is read and written once for all of them."""
 SHARE = 4
 """One in so many of the chains is folded at a time: meanwhile memory has both of their bases."""
-PATIENCE_S = 600.0
-"""Seconds after which a folder that has not answered counts as dead; nobody waits for it."""
 _DIES = 3
 _COUNTS = ("folded", "gradients", "equal", "differing", "seconds")
 
@@ -38,7 +36,7 @@ class Folds:
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
-        self._helper = Helper("moc.session.folder", PATIENCE_S, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+        self._helper = Helper("moc.session.folder", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
         self._under_way: dict[str, Future[Outcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()

@@ -11,19 +11,16 @@ from moc.store.buffers import Buffer
 
 Spans = Sequence[tuple[int, int]]
 
-PATIENCE_S = 60.0
-"""Seconds after which a process that has not answered is given up; it hashes gigabytes in one."""
-
 
 class Hasher:
     """Hashes entries of buffers that are files; the process is started when first needed, by the thread that asks.
 
-    Whatever the process cannot do, that thread does: all buffers until it has started, and once it has failed, and
-    those without a file.
+    Whatever the process cannot do, that thread does: all buffers until it has started, and once it has failed or ended,
+    and those without a file.
     """
 
     def __init__(self):
-        self._helper = Helper("moc.session.hasher", PATIENCE_S)
+        self._helper = Helper("moc.session.hasher")
         self._begun = self._failed = False
 
     def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
@@ -33,7 +30,8 @@ class Hasher:
             try:
                 found = self._ask([str(buffer.path), buffer.nbytes, spans])
             except HelperError as error:
-                self._fails(f"it {error}")
+                if not self._failed:
+                    self._fails(f"it {error}")
         return hashed(buffer, spans) if found is None else found
 
     @property
@@ -42,7 +40,8 @@ class Hasher:
         return self._helper.processes
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process: what it is hashing, and whatever follows, the thread that asks does."""
+        self._failed = True
         self._helper.close()
 
     def _ask(self, call: list) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ MODULE = "tests.unit.runtime.helping"
 
 @pytest.fixture
 def helper():
-    one = Helper(MODULE, patience_s=60)
+    one = Helper(MODULE)
     one.start()
     yield one
     one.close()
@@ -56,7 +56,7 @@ def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
 
 
 def test_one_that_dies_before_it_has_started_is_told():
-    helper = Helper(MODULE, patience_s=60, env={"HELPING_DIES": "1"})
+    helper = Helper(MODULE, {"HELPING_DIES": "1"})
     for ask in (lambda: helper.ask({}), lambda: [helper.has_started() for _ in range(10**9)]):
         helper.start()
         with pytest.raises(HelperError, match="has died"):
@@ -67,7 +67,7 @@ def test_one_that_dies_before_it_has_started_is_told():
 def test_one_that_cannot_be_started_is_told(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(HelperError, match="cannot be started: .*nowhere"):
-        Helper(MODULE, patience_s=60).start()
+        Helper(MODULE).start()
 
 
 def test_whoever_waits_is_told_of_the_end(helper):
@@ -83,7 +83,7 @@ def test_whoever_waits_is_told_of_the_end(helper):
 
 
 def test_it_ends_with_the_thread_that_has_started_it():
-    helper, answered, may_end = Helper(MODULE, patience_s=60), threading.Event(), threading.Event()
+    helper, answered, may_end = Helper(MODULE), threading.Event(), threading.Event()
     one = threading.Thread(target=lambda: (helper.start(), helper.ask({}), answered.set(), may_end.wait()))
     one.start()
     answered.wait()

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import psutil
 import pytest
@@ -90,6 +91,19 @@ def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
     os.kill(process, signal.SIGSTOP)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     assert not psutil.pid_exists(process) and "has not answered for 0.1 s" in capfd.readouterr().err
+
+
+def test_what_is_being_hashed_when_it_is_closed_the_thread_hashes_without_a_word(hasher, tmp_path, capfd):
+    buffer = filled(tmp_path / "slot")
+    start(hasher, buffer)
+    os.kill(hasher.processes[0], signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(hasher.digests, buffer, SPANS)
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.1)
+        hasher.close()
+        assert asked.result(timeout=60) == hashed(buffer, SPANS)
+    assert not capfd.readouterr().err
 
 
 def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_path, capfd):
