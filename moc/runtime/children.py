@@ -24,7 +24,7 @@ DEVICES = "/dev/nvidia"
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 _ISOLATED = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; module = sys.argv[3]; del sys.argv[1:4]; "
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; module = sys.argv[3]; del sys.argv[1:4]; {dies}"
     "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
 """``python -m MODULE``, but without the working directory among the places that modules are imported from.
@@ -34,10 +34,18 @@ Python has ``-P`` for this from 3.11 on.  Our own root comes last, for a checkou
 
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
+_DIES = f"import ctypes, os; ctypes.CDLL(None).prctl({_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
+_DIES += "os.getppid() == {parent} or os._exit(1); "
+"""What :func:`die_with_parent` does, before it can be imported."""
 
-def command_of(module: str, *arguments: str) -> list[str]:
-    """The command line of ``python -m MODULE`` that imports nothing from where it starts."""
-    return [sys.executable, "-c", _ISOLATED, _ROOT, "-m", module, *arguments]
+
+def command_of(module: str, *arguments: str, dies_with: int | None = None) -> list[str]:
+    """The command line of ``python -m MODULE`` that imports nothing from where it starts.
+
+    If it ``dies_with`` a process, its parent, it does so before it imports the module, which may take a second.
+    """
+    dies = "" if dies_with is None else _DIES.format(parent=dies_with)
+    return [sys.executable, "-c", _ISOLATED.format(dies=dies), _ROOT, "-m", module, *arguments]
 
 
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:

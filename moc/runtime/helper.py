@@ -38,16 +38,21 @@ class Helper:
     """
 
     def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), patience_s: float = PATIENCE_S):
-        self._command, self._env, self.patience_s = children.command_of(module), env, patience_s
+        self._module, self._env, self.patience_s = module, env, patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._changing = threading.Lock()  # which process it is
         self._started = self._closed = False
 
     @property
+    def runs(self) -> bool:
+        """Whether the process runs; it may not have started yet."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def processes(self) -> list[int]:
-        """Id of the process, if it runs."""
+        """Id of the process, once it has started; until then it is in nobody's way for long."""
         process = self._process
-        return [process.pid] if process is not None and process.poll() is None else []
+        return [process.pid] if process is not None and self._started and self.runs else []
 
     def start(self) -> bool:
         """Starts the process, unless it runs; returns whether it is a new one.  It may not answer for seconds.
@@ -58,14 +63,13 @@ class Helper:
         with self._changing:
             if self._closed:
                 raise HelperError("has been ended")
-            if self.processes:
+            if self.runs:
                 return False
-            ours, pipe = {children.PARENT: str(os.getpid())}, subprocess.PIPE
+            me, pipe = os.getpid(), subprocess.PIPE
+            command, env = children.command_of(self._module, dies_with=me), {**self._env, children.PARENT: str(me)}
             self._started = False
             try:
-                self._process = subprocess.Popen(
-                    self._command, stdin=pipe, stdout=pipe, bufsize=0, env=os.environ | self._env | ours
-                )
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=os.environ | env)
             except OSError as error:
                 raise HelperError(f"cannot be started: {error}") from None
             return True

@@ -32,7 +32,7 @@ class Carriers:
         Raises:
             CheckpointError: it cannot be started.
         """
-        if not self.processes:
+        if not self._helper.runs:
             with self._calling:
                 self._start()
 
@@ -55,7 +55,7 @@ class Carriers:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the process, if it runs."""
+        """Id of the process, once it has started."""
         return self._helper.processes
 
     def _start(self) -> None:

@@ -46,7 +46,7 @@ class Folds:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the folder, if it runs."""
+        """Id of the folder, once it has started."""
         return self._helper.processes
 
     def take_over(self, carrier: Carrier) -> None:

@@ -36,7 +36,7 @@ class Hasher:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the process, if it runs."""
+        """Id of the process, once it has started."""
         return self._helper.processes
 
     def close(self) -> None:

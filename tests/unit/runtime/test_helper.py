@@ -1,15 +1,19 @@
 """Processes that work for a worker answer, or are told to have died: nobody waits for ever."""
 
-import signal
-import threading
+import contextlib
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 
 from moc.runtime.helper import Helper, HelperError
 
+ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.runtime.helping"
 
 
@@ -22,8 +26,9 @@ def helper():
 
 
 def test_it_answers_one_call_after_the_other_however_long(helper):
-    (pid,) = helper.processes
-    assert helper.ask({}) == pid
+    assert helper.processes == [] and helper.runs
+    pid = helper.ask({})
+    assert helper.processes == [pid]
     for size in (1 << 20, 0, 5):
         assert helper.ask({"size": size, "given": "y" * size}) == "x" * size
 
@@ -50,9 +55,9 @@ def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
         helper.ask({"dies": True})
     with pytest.raises(HelperError, match="has died"):
         helper.ask({"given": "y" * (1 << 20)})
-    assert helper.processes == []
+    assert helper.processes == [] and not helper.runs
     assert helper.start() and not helper.start()
-    assert helper.ask({}) == helper.processes[0]
+    assert [helper.ask({})] == helper.processes
 
 
 def test_one_that_dies_before_it_has_started_is_told():
@@ -83,12 +88,34 @@ def test_whoever_waits_is_told_of_the_end(helper):
 
 
 def test_it_ends_with_the_thread_that_has_started_it():
-    helper, answered, may_end = Helper(MODULE), threading.Event(), threading.Event()
-    one = threading.Thread(target=lambda: (helper.start(), helper.ask({}), answered.set(), may_end.wait()))
-    one.start()
-    answered.wait()
-    (pid,) = helper.processes
-    may_end.set()
-    one.join()
-    assert psutil.Process(pid).wait(timeout=60) in (None, -signal.SIGKILL)
+    helper = Helper(MODULE)
+    with ThreadPoolExecutor(1) as one:
+        pid = one.submit(lambda: (helper.start(), helper.ask({}))[1]).result()
+    while helper.runs:
+        time.sleep(0.001)
+    assert not psutil.pid_exists(pid)
     helper.close()
+
+
+def test_it_ends_with_its_worker_while_it_still_imports(tmp_path):
+    """On a busy machine that may take a second, in which there would be a process too many."""
+    (tmp_path / "slow.py").write_text(
+        "from pathlib import Path; Path(__file__).with_name('imports').touch(); import time; time.sleep(600)"
+    )
+    (tmp_path / "worker.py").write_text("""\
+import sys, time
+from moc.runtime.helper import Helper
+helper = Helper("slow")
+helper.start()
+print(helper._process.pid, flush=True)
+time.sleep(600)
+""")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with subprocess.Popen([sys.executable, tmp_path / "worker.py"], stdout=subprocess.PIPE, env=env) as worker:
+        process = psutil.Process(int(worker.stdout.readline()))
+        while not (tmp_path / "imports").exists():
+            time.sleep(0.001)
+        worker.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.wait(timeout=60)
+    assert not process.is_running()

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import psutil
 import pytest
 
+from moc.runtime import children
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
@@ -59,13 +59,13 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
 
 def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(hasher._helper, "_command", ["sleep", "600"])
-    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and len(hasher.processes) == 1
+    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["sleep", "600"])
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.runs and not hasher.processes
 
 
 def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(hasher._helper, "_command", ["true"])
+    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["true"])
     while not hasher._failed:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     assert "cannot do so (it has died)" in capfd.readouterr().err
@@ -124,10 +124,8 @@ def test_when_the_file_has_lost_its_name_the_thread_hashes(hasher, tmp_path):
 
 def test_it_ends_with_the_thread_that_has_started_it(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
-    one = threading.Thread(target=start, args=(hasher, buffer))
-    one.start()
-    one.join()
-    (process,) = hasher.processes
+    with ThreadPoolExecutor(1) as one:
+        process = one.submit(lambda: (start(hasher, buffer), hasher.processes[0])[1]).result()
     psutil.wait_procs([psutil.Process(process)] if psutil.pid_exists(process) else [], timeout=60)
     assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
