@@ -32,9 +32,21 @@ def loaded(flags: dict) -> dict:
     return with_run(flags, use)
 
 
-def train_with_slow_copies(flags: dict, bytes_per_s: float, forward_s: float = 0.0) -> dict:
-    """As ``bodies.train``, where snapshots get no more than this bandwidth, and each forward takes longer."""
+def train_with_slow_copies(flags: dict, bytes_per_s: float, forward_s: float = 0.0, waits_from: int = 1 << 30) -> dict:
+    """As ``bodies.train``, where snapshots get no more than this bandwidth, and each forward takes longer.
+
+    From an iteration on, workers wait for their parts in storage, however slow it is.
+    """
     slow_down_copies(bytes_per_s)
+    iterate = loop.iterate
+
+    def patient(run, stop):
+        record = iterate(run, stop)
+        if record.iteration >= waits_from:
+            wait(under_way(run.session), timeout=60)
+        return record
+
+    loop.iterate = patient
     forward_backward = Schedule.forward_backward
     Schedule.forward_backward = lambda *args: (time.sleep(forward_s), forward_backward(*args))[1]
     return bodies.train(flags)

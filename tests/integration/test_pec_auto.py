@@ -25,7 +25,7 @@ def test_as_many_experts_as_hide(data, tmp_path):
         flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), tensorboard_dir=str(tmp_path / "t"))
         # all experts take 2 s, far longer than forward and backward
         slow = dict(body="pec_bodies:train_with_slow_copies", bytes_per_s=12 * EXPERTS * 3 * 32 * 48 / 2)
-        run = train("EP2", flags | dict(ckpt_keep=99), **slow)
+        run = train("EP2", flags | dict(ckpt_keep=99), **slow, waits_from=30)
     events = [json.loads(line) for line in Path(tmp_path, "log", "events.jsonl").read_text().splitlines()]
     choice = next(event for event in events if event["type"] == "choice")
     k = choice["k_snapshot"]
