@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 
 from benchmarks.live.job import Events
+from moc.session.settings import Settings
+from moc.store.errors import CheckpointError
+from moc.store.tiers import memory_found
 from tests import warm
 from tests.worlds import REPOSITORY
 
@@ -24,7 +27,8 @@ class Run:
 
     def __init__(self, directory, iterations, starts, program):
         self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
-        where = ["--ckpt-dir", directory / "snapshots", "--log-dir", directory / "log", "--iterations", iterations]
+        self._snapshots = directory / "snapshots"
+        where = ["--ckpt-dir", self._snapshots, "--log-dir", directory / "log", "--iterations", iterations]
         command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", program, *where]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         self._console.parent.mkdir(exist_ok=True)
@@ -59,6 +63,13 @@ class Run:
             assert self.process.poll() is None and time.monotonic() < deadline, self.console
             time.sleep(0.01)
 
+    def forget(self):
+        """Ends it, and removes what it has left in memory."""
+        self.process.kill()
+        self.process.wait()
+        with suppress(CheckpointError):  # no run has begun
+            shutil.rmtree(memory_found(Settings.memory_directory, str(self._snapshots)).root, ignore_errors=True)
+
     def end(self):
         """The last line that it says: iteration, loss and hash of the weights."""
         assert self.process.wait(timeout=240) == 0, self.console
@@ -71,8 +82,7 @@ def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPL
     try:
         yield run
     finally:
-        run.process.kill()
-        run.process.wait()
+        run.forget()
 
 
 @pytest.fixture(scope="module")
