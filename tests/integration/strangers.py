@@ -46,13 +46,20 @@ class Stranger(threading.Thread):
     def run(self) -> None:
         while not self._over.wait(0.002):
             for address in self._ports():
-                kind = self._rng.choice(["number", "short", "noise", "noise", "number", "idle"])
-                if address not in self._known:  # slow, and one time is enough
-                    self._known.add(address)
-                    kind = "store"
+                kind = self._next(address)
                 with contextlib.suppress(OSError, RuntimeError):
                     self.tried[kind] += 1
                     getattr(self, f"_{kind}")(address)
+
+    def _next(self, address: tuple[str, int]) -> str:
+        """What to try at an address: first each kind once, since a store's client may take as long as the job."""
+        never = [kind for kind, times in self.tried.items() if not times and kind != "store"]
+        if never:
+            return never[0]
+        if address not in self._known:  # once is enough
+            self._known.add(address)
+            return "store"
+        return self._rng.choice(["number", "short", "noise", "noise", "number", "idle"])
 
     def _ports(self) -> list[tuple[str, int]]:
         found = set()
