@@ -38,6 +38,7 @@ class DistSaver:
 
         asynchronous = self._mode == "async"
         how: dict[str, Any] = dict(validate_access_integrity=self._first, async_sharded_save=asynchronous)
+        how["async_strategy"] = "mcore"
         request = dist_checkpointing.save(self._state(), str(directory), self._strategy, **how)
         self._first = False
         if asynchronous:

@@ -34,19 +34,19 @@ def functions(token: bytes, where: Callable[[Any], tuple[int, str]]) -> dict[str
         generation, name = where(group)
         return hmac.digest(key, f"{generation} {name} ".encode() + pickled, "sha256")
 
-    def sealed(obj, device, group):
-        pickled, _ = to_tensor(obj, torch.device("cpu"), group)
+    def sealed(obj, device, group, *more):  # torch passes weights_only from 2.14 on
+        pickled, _ = to_tensor(obj, torch.device("cpu"), group, *more)
         data = pickled.numpy().tobytes()
         whole = torch.frombuffer(bytearray(data + seal_of(data, group)), dtype=torch.uint8)
         whole = whole.to(device, copy=True)  # torch resizes it to the largest of all workers, which a buffer cannot be
         return whole, torch.tensor([whole.numel()], dtype=torch.int64, device=device)
 
-    def unsealed(tensor, tensor_size, group):
+    def unsealed(tensor, tensor_size, group, *more):
         data = tensor.cpu().numpy().tobytes()[: int(tensor_size)]
         pickled, seal = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         if not hmac.compare_digest(seal, seal_of(pickled, group)):
             generation, name = where(group)
             raise SealError(f"an object in {name} is not of a worker of this job in generation {generation}")
-        return to_object(torch.frombuffer(bytearray(pickled), dtype=torch.uint8), len(pickled), group)
+        return to_object(torch.frombuffer(bytearray(pickled), dtype=torch.uint8), len(pickled), group, *more)
 
     return {"_object_to_tensor": sealed, "_tensor_to_object": unsealed}

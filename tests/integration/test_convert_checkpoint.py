@@ -134,6 +134,7 @@ def test_weights_are_cut_as_one_worker_cuts_them(data, tmp_path):
     convert(tmp_path / "saved", tmp_path / "snapshots")
     convert(tmp_path / "snapshots", tmp_path / "back")
     saved, back = (described(directory(tmp_path, name)) for name in ("saved", "back"))
+    saved.pop("common_state/shard_0_1", None)  # megatron-core 0.19 has it in place of common.pt, which it reads, too
     assert {key: known for key, known in back.items() if key in saved} == saved
     assert all(key.partition("/")[0].endswith("layernorm._extra_state") or "core_attention" in key
                for key in back.keys() - saved.keys())  # fmt: skip

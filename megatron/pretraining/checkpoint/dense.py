@@ -25,11 +25,10 @@ from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -136,9 +135,10 @@ class Checkpoints:
                 chunk.start_param_sync(force_sync=True)
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
         strategy = self._strategy()
-        with self._reporting_failure(), writer.first_worker_goes_on(TorchCommonSaveStrategy, "save_common") as failures:
-            request: Any = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
-        self._agree(next(iter(failures), None))
+        with self._reporting_failure():
+            request: Any = dist_checkpointing.save(
+                weights, str(staging), strategy, async_sharded_save=True, async_strategy="mcore"
+            )
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
@@ -253,7 +253,7 @@ class Checkpoints:
 
     def _strategy(self):
         writer.use_mortal_result_queue()
-        strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return FullyParallelSaveStrategyWrapper(strategy, group)
 

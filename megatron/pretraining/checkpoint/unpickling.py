@@ -44,6 +44,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if (module, name) not in _ALLOWED:
             raise CheckpointError(
                 f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist checkpoint needs: "

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from moc.runtime.children import serve_host
 from moc.store import dense_files
@@ -112,7 +112,7 @@ def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
         setattr(owner, method, write)
 
 
-def write_config(strategy: SaveShardedStrategy, staging: Path) -> None:
+def write_config(strategy: FullyParallelSaveStrategyWrapper, staging: Path) -> None:
     """Writes megatron-core's checkpoint metadata, which it reads first; runs on rank 0."""
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
 

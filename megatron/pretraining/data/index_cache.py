@@ -6,7 +6,6 @@ megatron-core reads it with ``allow_pickle=True``, by default from ``cache/`` be
 from __future__ import annotations
 
 import os
-import types
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -25,12 +24,10 @@ class IndexCacheError(CheckpointError):
 
 
 def read_plainly() -> None:
-    """From now on, megatron-core's datasets read arrays by :func:`load`."""
-    ours = types.ModuleType("numpy")
-    vars(ours).update(vars(numpy), load=load)
+    """Make megatron-core's datasets read their index caches with :func:`load`."""
     modules: tuple[Any, ...] = gpt_dataset, blended_dataset
     for module in modules:
-        module.numpy = ours
+        module.safe_numpy_load = load
 
 
 def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:

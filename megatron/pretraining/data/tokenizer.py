@@ -67,7 +67,7 @@ def build_tokenizer(
     if tokenizer_type == "NullTokenizer":
         if not vocab_size or vocab_size < 1:
             raise TokenizerError("NullTokenizer needs --vocab-size, the number of its token ids.")
-        return _from_core("null", None, vocab_size=vocab_size)
+        return _from_core("null-text", None, vocab_size=vocab_size + 1)  # which counts the end-of-document token
     raise TokenizerError(f"There is no tokenizer type {tokenizer_type!r}: give one of {', '.join(TOKENIZER_TYPES)}.")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -19,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pretraining.elastic.dispatcher import ElasticDispatcher
@@ -79,18 +79,17 @@ class ElasticLayer(MoELayer):
     experts: ElasticExperts
     token_dispatcher: ElasticDispatcher
 
-    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int):
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int, pg_collection=None, **options):
         groups, router = get_default_pg_collection(), submodules.router
-        experts: Any = submodules.experts  # a ModuleSpec
         inside = copy.copy(config)
         inside.num_moe_experts, inside.moe_token_dispatcher_type = slots, "alltoall"
         submodules = dataclasses.replace(
             submodules,
-            experts=dataclasses.replace(experts, module=ElasticExperts),
-            router=lambda config, pg_collection: router(config=whole, pg_collection=pg_collection),
+            experts=_with_function(submodules.experts, ElasticExperts),
+            router=lambda config, **others: router(config=whole, **others),
         )
         whole = config
-        super().__init__(inside, submodules, pg_collection=groups)
+        super().__init__(inside, submodules, pg_collection=groups, **options)
         self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, dispatch_group())
         for parameter in self.experts.parameters():
             marked: Any = parameter
@@ -135,20 +134,14 @@ def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlock
     layers: Any = spec.layer_specs
     for layer in layers:
         parts: Any = layer.submodules
-        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
-            inside: Any = parts.mlp.submodules
-            parts.mlp = _bound(inside, slots)
+        if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
+            parts.mlp = functools.partial(_with_function(parts.mlp, ElasticLayer), slots=slots)
     return spec
 
 
-def _bound(submodules: MoESubmodules, slots: int) -> type[ElasticLayer]:
-    """A class that needs the configuration alone: megatron-core gives no more to modules that it does not know."""
-
-    class BoundLayer(ElasticLayer):
-        def __init__(self, config: TransformerConfig):
-            super().__init__(config, submodules, slots)
-
-    return BoundLayer
+def _with_function(builder: Any, function: Callable) -> functools.partial:
+    """Return a ``functools.partial``, as megatron-core's layer specifications use, that calls another function."""
+    return functools.partial(function, *builder.args, **builder.keywords)
 
 
 def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:

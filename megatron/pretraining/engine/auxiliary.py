@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_logging import MetricEntry, get_moe_metrics_tracker
 
 from megatron.pretraining.config import Config
 from moc.runtime.world import World
@@ -31,29 +31,29 @@ class AuxiliaryLosses:
 
     def take(self) -> dict[str, torch.Tensor]:
         """Returns this worker's contributions to the vote, by name (and layer), and clears the tracker."""
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        tracker = get_moe_metrics_tracker().metrics
         ballot = {}
         for name in self._names:
             layers = self._share(tracker[name]) if name in tracker else torch.zeros(self._num_layers)
             ballot[name] = layers.sum() / self._num_moe_layers
             if self._per_layer:
                 ballot |= {f"moe/{name}_layer_{i}": layers[i] for i in range(self._num_layers)}
-        moe_utils.clear_aux_losses_tracker()
+        get_moe_metrics_tracker().clear()
         return ballot
 
     def means(self, vote: dict[str, float]) -> dict[str, float]:
         """The voted means, under the names of :meth:`take`."""
         return {name: value for name, value in vote.items() if name in self._names or name.startswith("moe/")}
 
-    def _share(self, entry: dict) -> torch.Tensor:
+    def _share(self, entry: MetricEntry) -> torch.Tensor:
         """Scales a worker's values so that their sum over all workers is the mean.
 
         Values that megatron-core reduces over tensor- (and data-) parallel ranks are partial sums; others are replicas.
         """
-        values = entry["values"].detach().double() / self._micro_batches
-        if entry.get("reduce_group") is None:
+        values = entry.values.detach().double() / self._micro_batches
+        if entry.reduce_group is None:
             return values / (self._world.tensor_size * self._world.data_size)
-        return values if entry.get("reduce_group_has_dp") else values / self._world.data_size
+        return values / self._world.data_size if entry.needs_dp_avg else values
 
 
 def tracked_names(config: Config) -> list[str]:

@@ -112,7 +112,7 @@ class VotedOptimizer:
         """
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
-            gradients = member.get_main_grads_for_grad_norm()
+            gradients = member.get_grads_for_grad_norm()
             if gradients and self._counts_for_norm(member):
                 total += _square_norm(gradients)
         return total
@@ -123,7 +123,7 @@ class VotedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
             if self._counts_for_norm(member):
-                for gradient in member.get_main_grads_for_grad_norm():
+                for gradient in member.get_grads_for_grad_norm():
                     total += gradient.numel() - torch.count_nonzero(gradient)
         return total
 

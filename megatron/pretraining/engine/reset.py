@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -21,9 +21,11 @@ def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             _forget_reductions(buckets)
         for module in chunk.modules():
-            if isinstance(module, TopKRouter) and module.local_tokens_per_expert is not None:
-                module.local_tokens_per_expert.zero_()
-    moe_utils.clear_aux_losses_tracker()
+            if isinstance(module, TopKRouter):
+                if module.local_tokens_per_expert is not None:
+                    module.local_tokens_per_expert.zero_()
+                module.reset_global_aux_loss_tracker()
+    get_moe_metrics_tracker().clear()
 
 
 def _forget_reductions(buckets) -> None:

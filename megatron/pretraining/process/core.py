@@ -6,10 +6,10 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-OLDEST, BEFORE = (0, 16, 1), (0, 17, 0)
+OLDEST, BEFORE = (0, 19, 2), (0, 20, 0)
 """The supported versions, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
 
-WANTED = "megatron-core>=0.16.1,<0.17"
+WANTED = "megatron-core>=0.19.2,<0.20"
 
 
 class CoreError(RuntimeError):

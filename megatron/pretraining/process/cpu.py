@@ -1,9 +1,8 @@
 """Runs megatron-core without CUDA, on torch's CPU kernels and gloo.
 
-Call ``install()`` before ``megatron.core`` is imported.  With CUDA it silences warnings and repairs one defect of
-megatron-core 0.16.1 (see :func:`_repair_router_without_te`), so that the same program runs on GPUs.  Without CUDA it
-maps the small part of ``torch.cuda`` that megatron-core uses unconditionally to the CPU; ``torch.cuda.is_available()``
-stays False:
+Call ``install()`` before ``megatron.core`` is imported.  With CUDA it only silences warnings.  Without CUDA it maps the
+small part of ``torch.cuda`` that megatron-core uses unconditionally to the CPU; ``torch.cuda.is_available()`` stays
+False:
 
 * ``torch.cuda.current_device()`` is ``torch.device("cpu")``; streams, events and memory calls do nothing;
 * the "CUDA" random generator is torch's default CPU generator;
@@ -53,6 +52,9 @@ def install() -> None:
     # both are optional; --help says where they are used
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
+    warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
+    for name, text in _DEPRECATIONS.items():
+        logging.getLogger(f"megatron.core.{name}").addFilter(_Without(text))
     # deprecated torch names that megatron-core still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core|torch\.distributed")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -65,8 +67,24 @@ def install() -> None:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _redirect_torch_cuda()
         _import_megatron_core()
-    _repair_router_without_te()
     _installed = True
+
+
+_DEPRECATIONS = {  # megatron-core 0.19 logs these in each job, and a user cannot act on them
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
+
+
+class _Without(logging.Filter):
+    """Drops the log records that contain a text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self._text = text
+
+    def filter(self, record):
+        return self._text not in record.getMessage()
 
 
 class _Stream:
@@ -172,13 +190,6 @@ def _cuda_named_type(real_type):
     return tensor_type
 
 
-class _SameGenerator(logging.Filter):
-    """Drops the warning that the CPU generator moved while the "GPU" one was in use: they are the same generator."""
-
-    def filter(self, record):
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
-
-
 def _import_megatron_core() -> None:
     real_compile = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
@@ -192,7 +203,8 @@ def _import_megatron_core() -> None:
 
     core_random._get_cuda_rng_state = _get_rng_state
     core_random._set_cuda_rng_state = _set_rng_state
-    logging.getLogger(core_random.__name__).addFilter(_SameGenerator())
+    # they are the same generator
+    logging.getLogger(core_random.__name__).addFilter(_Without("CPU RNG state changed within GPU RNG context"))
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_numpy
 
 
@@ -200,11 +212,3 @@ def _split_sizes_to_numpy(tensor, as_numpy=False, record_stream=False):
     # megatron-core converts split sizes to numpy only while moving them off a GPU, but torch's all_to_all_single
     # needs sequences of ints on every device
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _repair_router_without_te() -> None:
-    """Defines ``te_general_gemm``, which 0.16.1's RouterGatingLinearFunction names even without TE."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None

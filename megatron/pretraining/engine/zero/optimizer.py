@@ -146,7 +146,7 @@ class ZeroOptimizer(FragmentedOptimizer):
         for fragment in self.fragments:
             fragment.master.grad = None
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """Gradients that count in the norm: none of those that tensor-parallel ranks hold, too."""
         dense, experts = (
             parallel_state.get_tensor_model_parallel_group(),

@@ -29,10 +29,10 @@ class Bomb:
 @pytest.fixture
 def load():
     """How megatron-core reads."""
-    before = gpt_dataset.numpy
+    before = gpt_dataset.safe_numpy_load
     index_cache.read_plainly()
-    yield lambda path: gpt_dataset.numpy.load(str(path), allow_pickle=True, mmap_mode="r")
-    gpt_dataset.numpy = before
+    yield lambda path: gpt_dataset.safe_numpy_load(str(path), allow_pickle=True, mmap_mode="r")
+    gpt_dataset.safe_numpy_load = before
 
 
 def test_a_plain_array_is_mapped(tmp_path, load):
