@@ -50,7 +50,7 @@ def measure(run, stop, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     from moc.state.shape import model_operators
 
     operators = model_operators(model_shape(run.config.network, run.config.moe, run.vocabulary.rows))
-    state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+    state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
     records = [iterate(run, stop) for _ in range(WARM_UP)]
     first_sample = run.position.consumed_samples - run.stepper.topology.global_batch_size
 

@@ -51,7 +51,7 @@ def main() -> None:
         load(state, checkpoint_id=found[-1])
         iterations, samples = map(int, position.tolist())
         run.session.position = replace(run.position, iteration=iterations, consumed_samples=samples)
-        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         training.set_steps(dict.fromkeys(training.steps(), iterations))
         run.stepper.scheduler.step(samples)
         run.log.events.write("resume", iteration=iterations, tier="dcp", seconds=time.perf_counter() - begun)

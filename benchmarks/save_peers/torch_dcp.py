@@ -69,11 +69,12 @@ class DcpSaver(Saver):
 
 def state_dict(chunks, optimizer) -> dict:
     """Views of live memory, by names that say what they are."""
+    from megatron.pretraining.engine.module_state import ModuleState
     from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
     from moc.state.detail import Detail
 
-    state = MegatronState(chunks, optimizer)
+    state = MegatronState(chunks, optimizer, ModuleState(chunks))
     # weights come from all who hold them: torch picks one of these
     held = parameter_pieces(chunks) | buffer_pieces(chunks)
     weights = [("param", piece) for pieces in held.values() for piece in pieces]

@@ -16,19 +16,20 @@ def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: 
 
     ``batches`` has this worker's micro batches of each global batch, None on stages that read no data.
     """
-    for chunk in stepper.chunks:
-        chunk.eval()
-    try:
-        total = tokens = 0.0
-        for micro_batches in batches:
-            progress("evaluation")
-            reports = stepper.schedule.forward(micro_batches)
-            ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
-            sums = sum_over_workers(ballot, stepper.world)
-            if sums["stop"] > 0:
-                return None
-            total, tokens = total + sums["loss_sum"], tokens + sums["loss_tokens"]
-        return total / max(tokens, 1.0)
-    finally:
+    with stepper.modules.unchanged():
         for chunk in stepper.chunks:
-            chunk.train()
+            chunk.eval()
+        try:
+            total = tokens = 0.0
+            for micro_batches in batches:
+                progress("evaluation")
+                reports = stepper.schedule.forward(micro_batches)
+                ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
+                sums = sum_over_workers(ballot, stepper.world)
+                if sums["stop"] > 0:
+                    return None
+                total, tokens = total + sums["loss_sum"], tokens + sums["loss_tokens"]
+            return total / max(tokens, 1.0)
+        finally:
+            for chunk in stepper.chunks:
+                chunk.train()

@@ -21,6 +21,7 @@ from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
+from moc.state.undo_log import UntrackedChangeError
 from moc.store.errors import CheckpointError
 from moc.store.tiers import memory_of_run
 
@@ -59,7 +60,11 @@ def pretrain(config: Config, providers: Providers) -> int:
         except Exception as error:
             loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
         assert parts is not None  # a loss before the worker is built is not survived
-        parts.go_on_after(loss)
+        try:
+            parts.go_on_after(loss)
+        except UntrackedChangeError as error:
+            print(f"worker {job.rank}: {error}", flush=True)
+            job.start_over()
 
 
 def train(run: TrainingRun, stop: StopRequests) -> int:

@@ -25,6 +25,7 @@ from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
@@ -85,6 +86,7 @@ class WorkerParts:
     config: Config
     world: World
     chunks: list[DistributedDataParallel]
+    modules: ModuleState
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
     forward_step: ForwardStep
@@ -119,7 +121,7 @@ class WorkerParts:
         if self.rebalancer is not None:
             self.rebalancer.close()
         self.session = self.checkpoints = self.rebalancer = None
-        drop_unfinished_iteration(self.chunks)
+        drop_unfinished_iteration(self.chunks, self.modules)
 
 
 @dataclass
@@ -210,7 +212,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("data")
     auto = auto_policy(config, log)
-    state = chunks, optimizer, scheduler
+    state = chunks, ModuleState(chunks), optimizer, scheduler
     parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocabulary, log, auto)
     parts.replicas, parts.shards = replicas, shards
     return parts
@@ -239,13 +241,14 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     phases.done("meet")
     topology = topology_of(config, world)
     sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
-    state = parts.chunks, parts.optimizer, parts.scheduler
+    state = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, parts.vocabulary, log)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
     alone = NoNeighbours(parts.chunks[0].config) if world.helps else None
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,
+        modules=parts.modules,
         schedule=Schedule(parts.forward_step, parts.chunks, _turns(parts, topology), *sizes, alone),
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,

@@ -8,7 +8,7 @@ from typing import Any
 
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
-from moc.state.operators import Operator, operator_of
+from moc.state.operators import Operator, is_module_state, operator_of
 from moc.state.region import Region
 from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
@@ -16,9 +16,7 @@ from moc.store.manifest import OperatorEntry
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
 """The slots that each optimizer keeps for every parameter."""
 PARAM = "param"
-"""The slot of compute weights, and of router biases, which no optimizer owns."""
-BUFFER = "router.expert_bias"
-"""Suffix of the names of router biases."""
+"""The slot of compute weights, and of module state, which no optimizer updates."""
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
@@ -69,7 +67,7 @@ def _missing_slots_of_details(
 
 def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
     """The slots that a tensor must have at a detail of ``moc.state.detail``."""
-    if name.endswith(BUFFER):
+    if is_module_state(name):
         return () if detail in ("moments", "grad") else (PARAM,)
     full = SLOTS.get(optimizer or "", ())
     parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:], "grad": ("grad",)}

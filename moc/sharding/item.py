@@ -14,7 +14,8 @@ class Item:
 
     Attributes:
         operator: name of the operator.
-        slot: ``weights`` (the compute copy), ``optimizer``, its part ``master`` alone, or ``gradients``.
+        slot: ``weights`` (the compute copy), ``optimizer``, its part ``master`` alone, ``gradients``, or ``modules``
+            (state of modules that no optimizer updates).
         slice: index of the tensor-parallel slice; None if every tensor-parallel rank holds the same.
         start: first byte.
         stop: one past the last byte.

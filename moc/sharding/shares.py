@@ -30,14 +30,15 @@ import xxhash
 from moc.sharding.assign import Scheme, ShardingError, assign
 from moc.sharding.item import Item, cut_large
 from moc.state.detail import Detail
+from moc.state.operators import is_module_state
 from moc.state.region import boxes_of_range
 
 if TYPE_CHECKING:  # which imports torch
     from moc.state.fragments import Fragment
 
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _MODULES = "optimizer", "modules"
 _SLOTS = {"param": "weights", "grad": "gradients"}
-"""The :class:`Item` slot of each fragment slot; all others belong to the optimizer."""
+"""The :class:`Item` slot of each fragment slot, but of module state; all others belong to the optimizer."""
 
 
 class Holding(NamedTuple):
@@ -338,7 +339,8 @@ def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
     for fragment in fragments:
         if fragment.first_copy if fragment.sharded else fragment.replica[0] == 0:
             is_whole = not fragment.sharded and fragment.region.shape == fragment.global_shape
-            kind = fragment.operator, _SLOTS.get(fragment.slot, _OPTIMIZER), fragment.sharded, is_whole
+            slot = _MODULES if is_module_state(fragment.name) else _SLOTS.get(fragment.slot, _OPTIMIZER)
+            kind = fragment.operator, slot, fragment.sharded, is_whole
             boxes[kind, fragment.name, fragment.region].append(fragment)
     groups: dict[tuple, list[_Box]] = defaultdict(list)
     for (kind, _, _), slots in boxes.items():

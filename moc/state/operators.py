@@ -51,13 +51,26 @@ OPERATORS = {
 }
 """Operators by the names of their parameters; N and E are numbers of layer and expert, * any text."""
 
+MODULE_STATE = "module_state."
+"""Prefix of the names of user modules' state: ``module_state.OPERATOR.INDEX``, of a worker's index in its stage."""
+_BUFFERS = ("router.expert_bias", "router.qb_beta")
+
+
+def is_module_state(name: str) -> bool:
+    """Whether a tensor is state of modules that no optimizer updates: a router's biases, or values of user modules."""
+    return name.startswith(MODULE_STATE) or name.endswith(_BUFFERS)
+
 
 def _pattern(names: str) -> re.Pattern[str]:
     escaped = re.escape(names).replace(r"\*", ".+")
     return re.compile(re.sub(r"\\\.([NE])\\\.", r"\\.(?P<\1>\\d+)\\.", escaped))
 
 
-_PATTERNS = {_pattern(names): operator for names, operator in OPERATORS.items()}
+_PATTERNS = {
+    _pattern(names): operator
+    for operator in OPERATORS.values()
+    for names in (*(n for n, o in OPERATORS.items() if o == operator), f"{MODULE_STATE}{operator}.*")
+}
 
 
 @functools.cache

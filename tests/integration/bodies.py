@@ -169,11 +169,11 @@ def _step(run, poison: str | None) -> dict:
     seen |= {"record": None, "refused": None, "buckets": _buckets(run)}
     seen["weights"], seen["biases"] = {"before": weights_of(run.stepper.chunks)}, {"before": _biases(run)}
     stepper, optimizer = run.stepper, run.stepper.optimizer
-    reduce, apply = optimizer.hold_router_biases, optimizer.apply
+    reduce, apply = stepper.boundaries.reduce, optimizer.apply
     window = contextlib.ExitStack()
 
-    def watched_reduce(function):
-        reduce(function)
+    def watched_reduce(*arguments):
+        reduce(*arguments)
         seen["gradients"]["reduced"] = _gradients(run)
         window.enter_context(_noting_collectives(seen["collectives"]))
 
@@ -182,7 +182,7 @@ def _step(run, poison: str | None) -> dict:
         with _noting_collectives(seen["apply_collectives"]):
             apply(square_norm)
 
-    optimizer.hold_router_biases, optimizer.apply = watched_reduce, watched_apply
+    stepper.boundaries.reduce, optimizer.apply = watched_reduce, watched_apply
     last = run.world.rank == run.world.size - 1
     with _poisoned(stepper, poison if last else None):
         try:
@@ -197,7 +197,7 @@ def _step(run, poison: str | None) -> dict:
             window.close()
     seen["gradients"]["after"] = _gradients(run)
     seen["weights"]["after"], seen["biases"]["after"] = weights_of(stepper.chunks), _biases(run)
-    optimizer.hold_router_biases, optimizer.apply = reduce, apply
+    stepper.boundaries.reduce, optimizer.apply = reduce, apply
     return seen
 
 
@@ -291,7 +291,7 @@ def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list
 
 def _load(run, flags: dict) -> str | None:
     stepper = run.stepper
-    parts = run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.vocabulary, run.log
+    parts = run.world, stepper.chunks, stepper.modules, stepper.optimizer, stepper.scheduler, run.vocabulary, run.log
     checkpoints = Checkpoints(compose(flags), *parts)
     before = weights_of(run.stepper.chunks)
     try:

@@ -48,7 +48,7 @@ def step_with_cuts(flags: dict, cuts: list[int]) -> dict:
                 try:
                     stepper.step(run.position.iteration, run.batches("train", run.position.consumed_samples))
                 except ConnectionError:
-                    drop_unfinished_iteration(stepper.chunks)
+                    drop_unfinished_iteration(stepper.chunks, stepper.modules)
                 schedule._forward_step = forward
             record = stepper.step(run.position.iteration, run.batches("train", run.position.consumed_samples))
             run.session.completed(record, 0.0)

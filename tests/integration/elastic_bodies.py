@@ -44,7 +44,7 @@ def train(flags: dict, vacant: bool = False) -> dict:
 
     def watched_loop(run, stop):
         code = run_loop(run, stop)
-        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         for detail in (Detail.FULL, Detail.COMPUTE):
             for f in state.fragments(state.operators(), detail):
                 more["state"][f"{f.name} {f.slot} {f.region}"] = bodies.digest(f.view)

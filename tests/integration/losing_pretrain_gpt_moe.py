@@ -48,7 +48,7 @@ def tell_state(directory: Path) -> None:
 
     def watched(run, stop):
         code = train(run, stop)
-        state, told = MegatronState(run.stepper.chunks, run.stepper.optimizer.core), {}
+        state, told = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules), {}
         for detail in (Detail.FULL, Detail.COMPUTE):
             for f in state.fragments(state.operators(), detail):
                 content = f.view.view(-1).contiguous().cpu().view(torch.uint8).numpy()

@@ -86,7 +86,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
 
     def use(run) -> list[dict]:
         step, told = run.stepper, []
-        state = MegatronState(step.chunks, step.optimizer.core)
+        state = MegatronState(step.chunks, step.optimizer.core, step.modules)
         for place in places:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
@@ -192,7 +192,7 @@ def _record(path: Path, stop_at: int | None) -> None:
         if iteration == stop_at:
             _stop()
         if not states:
-            states.append(MegatronState(stepper.chunks, stepper.optimizer.core))
+            states.append(MegatronState(stepper.chunks, stepper.optimizer.core, stepper.modules))
             for module in (m for chunk in stepper.chunks for m in unwrap(chunk).modules()):
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(count)

@@ -24,7 +24,7 @@ def loaded(flags: dict) -> dict:
     """Sets up what the flags say; ``start``, and of what this worker holds first the hash of each fragment, by name."""
 
     def use(run) -> dict:
-        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         held = (f for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy)
         hashes = {f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": digest_of(bytes_of(f.view)) for f in held}
         return {"start": run.position.iteration, "hashes": hashes}

@@ -29,7 +29,7 @@ def train(flags: dict) -> dict:
     def watched(run, stop):
         learned.append(_learning(run.stepper.chunks))
         code = run_loop(run, stop)
-        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         for detail in (Detail.FULL, Detail.COMPUTE):
             for f in training.fragments(training.operators(), detail):
                 state[f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"] = bodies.digest(f.view)

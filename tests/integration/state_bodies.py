@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import build_optimizer
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.model.build import build_model
@@ -174,13 +175,13 @@ def _ramp(like: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _state(run) -> MegatronState:
-    return MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+    return MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
 
 
 def _fresh_state(run) -> MegatronState:
     config = run.config.replace("rng", seed=run.config.rng.seed + 1)
     chunks = build_model(config, run.vocabulary.rows, program.providers().model)
-    return MegatronState(chunks, build_optimizer(config, chunks).core)
+    return MegatronState(chunks, build_optimizer(config, chunks).core, ModuleState(chunks))
 
 
 def _steps(run, count: int) -> list:

@@ -37,6 +37,7 @@ from megatron.pretraining.checkpoint import contents, writer
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
 from megatron.pretraining.data.tokenizer import Vocabulary
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.log import Log
@@ -65,13 +66,14 @@ class Checkpoints:
         config: Config,
         world: World,
         chunks: list[DistributedDataParallel],
+        modules: ModuleState,
         optimizer: VotedOptimizer,
         scheduler: OptimizerParamScheduler,
         vocabulary: Vocabulary,
         log: Log,
     ):
         self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
-        self._optimizer, self._scheduler, self._vocabulary = optimizer, scheduler, vocabulary
+        self._modules, self._optimizer, self._scheduler, self._vocabulary = modules, optimizer, scheduler, vocabulary
         self._queue = AsyncCallsQueue()
         self._fence = _fence(config, world)
         self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
@@ -98,8 +100,8 @@ class Checkpoints:
             CheckpointError: on all workers: no checkpoint although ``--exit-on-missing-checkpoint`` or ``--ckpt-step``
                 requires one, a file missing or damaged, another model, or state missing.
         """
-        parts = self._config, self._world, self._chunks, self._optimizer, self._scheduler, self._say
-        loader = CheckpointLoader(*parts)
+        parts = self._chunks, self._modules, self._optimizer, self._scheduler
+        loader = CheckpointLoader(self._config, self._world, *parts, self._say)
         directory = loader.find()
         if directory is None:
             return None

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pretraining.checkpoint import contents, writer
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config import Config, global_batch_size
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.engine.state import optimizer_fragments
@@ -38,12 +39,13 @@ class CheckpointLoader:
         config: Config,
         world: World,
         chunks: list[DistributedDataParallel],
+        modules: ModuleState,
         optimizer: VotedOptimizer,
         scheduler: OptimizerParamScheduler,
         say: Callable[[str], None],
     ):
         self._config, self._world, self._chunks, self._say = config, world, chunks, say
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._modules, self._optimizer, self._scheduler = modules, optimizer, scheduler
 
     def find(self) -> Path | None:
         """The checkpoint that ``--load`` and ``--ckpt-step`` name, or None on a first start."""
@@ -126,6 +128,7 @@ class CheckpointLoader:
             raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
         for i, chunk in enumerate(self._chunks):
             unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=False)
+        self._modules.take_over()
         return loaded
 
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:

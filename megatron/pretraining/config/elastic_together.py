@@ -59,9 +59,9 @@ def _check_model(config: FlagGroups) -> None:
         "--elastic sends tokens without padding: drop --moe-pad-expert-input-to-capacity.",
     )
     refuse(
-        moe.moe_router_load_balancing_type == "global_aux_loss",
-        "--moe-router-load-balancing-type global_aux_loss depends on the number of workers, which --elastic changes: "
-        "choose aux_loss or seq_aux_loss.",
+        moe.moe_router_load_balancing_type in ("global_aux_loss", "quantile_balancing"),
+        f"--moe-router-load-balancing-type {moe.moe_router_load_balancing_type} depends on the number of workers, which "
+        "--elastic changes: choose aux_loss or seq_aux_loss.",
     )
     refuse(
         moe.moe_shared_expert_overlap,

@@ -45,7 +45,7 @@ class MoeFlags(FlagGroup):
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "Load balancing of experts.",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
     )
     moe_router_dtype: str | None = flag(
         None, "Precision of the router; by default the model's.", choices=("fp32", "fp64")
@@ -66,6 +66,11 @@ class MoeFlags(FlagGroup):
         False, "Balance load by a bias per expert, without a loss; needs --moe-router-score-function sigmoid."
     )
     moe_router_bias_update_rate: float = flag(1e-3, "Change of an expert's bias per iteration.", limits=">= 0")
+    moe_router_quantile_balancing_ema: float = flag(
+        0.0,
+        "With --moe-router-load-balancing-type quantile_balancing, weight of the previous biases in the moving average.",
+        limits=">= 0",
+    )
     moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balancing loss.", "--moe-loss-coeff", limits=">= 0")
     moe_z_loss_coeff: float | None = flag(None, "Weight of the z-loss on large router logits.", limits=">= 0")
     moe_input_jitter_eps: float | None = flag(
@@ -114,8 +119,15 @@ class MoeFlags(FlagGroup):
             "--moe-router-topk 1 gives the router no gradient without --moe-router-pre-softmax: add it.",
         )
         refuse(
-            self.moe_router_load_balancing_type == "sinkhorn" and self.moe_aux_loss_coeff,
-            "--moe-router-load-balancing-type sinkhorn has no loss: drop --moe-aux-loss-coeff.",
+            self.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing") and self.moe_aux_loss_coeff,
+            f"--moe-router-load-balancing-type {self.moe_router_load_balancing_type} has no loss: drop "
+            "--moe-aux-loss-coeff.",
+        )
+        self.needs("moe_router_quantile_balancing_ema", "moe_router_load_balancing_type", "quantile_balancing")
+        refuse(
+            self.moe_router_load_balancing_type == "quantile_balancing" and self.moe_router_num_groups is not None,
+            "--moe-router-load-balancing-type quantile_balancing: group-limited routing is not supported. Fix: drop "
+            "--moe-router-num-groups and --moe-router-group-topk.",
         )
         self._validate_router_groups(self.num_experts)
         self._validate_capacity()

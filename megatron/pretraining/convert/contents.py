@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from moc.inspect.coverage import BUFFER, PARAM, SLOTS, missing_operators, operator_or_other
+from moc.inspect.coverage import PARAM, SLOTS, missing_operators, operator_or_other
 from moc.policy import is_of_windows
+from moc.state.operators import is_module_state
 from moc.state.region import Region
 from moc.store import store
 from moc.store.errors import CheckpointError
@@ -134,7 +135,7 @@ def check_whole(contents: ConvertedState) -> None:
         raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
     needed = SLOTS.get(state.get("optimizer") or "", (PARAM,))
     for name, found in slots.items():
-        wanted = (PARAM,) if name.endswith(BUFFER) else needed
+        wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):
             remedy = WITH_FLAGS if window else "--no-optim converts the weights without the state of the optimizer"
             raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")

@@ -37,6 +37,7 @@ class ElasticExperts(SequentialMLP):
         holders: by expert, the ranks of the exchange group that hold it, ascending.
     """
 
+    not_module_state = frozenset({"slots", "holders"})
     slots: tuple[int | None, ...] = ()
     holders: tuple[tuple[int, ...], ...] = ()
 

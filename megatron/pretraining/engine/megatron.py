@@ -48,7 +48,7 @@ class MegatronEngine:
         self._described = contents.describe(config, vocabulary.tokens)  # once: each snapshot has it
         self.placed: Plans | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
-        self.state = MegatronState(stepper.chunks, stepper.optimizer.core)
+        self.state = MegatronState(stepper.chunks, stepper.optimizer.core, stepper.modules)
         self.operators = model_operators(model_shape(config.network, config.moe, vocabulary.rows))
         self.layout = layout_sizes(config, stepper.world.size)
 
@@ -119,7 +119,6 @@ class MegatronEngine:
         moving = set(self.state.operators() if operators is None else operators) - self.state.frozen
         if gradients is not None:
             self._stepper.optimizer.zero_grad()
-            self._stepper.optimizer.hold_router_biases(lambda: None)
             for fragment in self.state.fragments(moving, Detail.GRAD):
                 self.state.load(fragment, gradients(fragment))
         self._stepper.optimizer.take_gradients(None if operators is None else self.state.parameters(moving))

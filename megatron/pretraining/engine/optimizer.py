@@ -9,7 +9,7 @@ of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.engine.owned import (
     drop_gradients,
-    is_frozen,
     is_sharded,
     members,
     parameters_and_masters,
@@ -46,10 +45,6 @@ class VotedOptimizer:
     def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
         self.core = core
         self.clip_grad, self._chunks = clip_grad, chunks
-        self._biases: list[Any] = [  # torch declares no attributes of a module
-            module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
-        ]
-        self._next_biases: list[torch.Tensor] = []
         self.reduced: int | None = None
         """The iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
 
@@ -70,22 +65,6 @@ class VotedOptimizer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.core.zero_grad()
-
-    def hold_router_biases(self, reduce: Callable[[], object]) -> None:
-        """Runs ``reduce`` with copies in place of the router biases, and keeps what it makes of them for :meth:`apply`.
-
-        megatron-core updates the biases while it reduces gradients, before the iteration is committed.  The biases
-        themselves never change before that, not even for a moment: a snapshot may be reading them.
-        """
-        live = [module.expert_bias for module in self._biases]
-        self._next_biases = [bias.clone() for bias in live]
-        for module, bias in zip(self._biases, self._next_biases, strict=True):
-            module.expert_bias = bias
-        try:
-            reduce()
-        finally:  # an interrupted reduction must not move the biases either
-            for module, bias in zip(self._biases, live, strict=True):
-                module.expert_bias = bias
 
     @torch.no_grad()
     def take_gradients(self, moving: Collection[torch.nn.Parameter] | None = None) -> None:
@@ -148,9 +127,6 @@ class VotedOptimizer:
             self._scale_gradients(gradient_factor(grad_norm, self.clip_grad, self.loss_scale))
             for member in members(self.core):
                 _update(member)
-            for module, bias in zip(self._biases, self._next_biases, strict=True):
-                if not is_frozen(module.weight):
-                    module.expert_bias.copy_(bias)
         self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
         for member in members(self.core):
             if scaler := getattr(member, "grad_scaler", None):

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 
 
-def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
-    """Resets everything but parameters and optimizer state to between two iterations.
+def drop_unfinished_iteration(chunks: list[DistributedDataParallel], modules: ModuleState) -> None:
+    """Reset everything but parameters and optimizer state to its value between two iterations.
 
     Gradients need no reset, since every iteration starts by zeroing them; random streams and data are functions of
     the position.
     """
+    modules.suspend()
     for chunk in chunks:
         if isinstance(chunk, ZeroChunk):
             chunk.reducer.drop_unfinished_iteration()
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             _forget_reductions(buckets)
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                if module.local_tokens_per_expert is not None:
-                    module.local_tokens_per_expert.zero_()
-                module.reset_global_aux_loss_tracker()
-    get_moe_metrics_tracker().clear()
 
 
 def _forget_reductions(buckets) -> None:

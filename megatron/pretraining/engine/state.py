@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.freezing import Freezer
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.owned import (
     MASTER,
     AdamGroup,
@@ -21,7 +22,7 @@ from megatron.pretraining.engine.owned import (
     sharded_part,
     write_step,
 )
-from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
+from megatron.pretraining.model.parameters import parameter_pieces
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
@@ -40,16 +41,17 @@ class MegatronState:
         ValueError: a parameter belongs to no known operator.
     """
 
-    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, modules: ModuleState):
+        self._chunks, self._optimizer, self._modules = chunks, optimizer, modules
         self._zero, self._peers = chunks[0].ddp_config.use_distributed_optimizer, chunks[0].dp_cp_group
         self._sharded = sharded_part(optimizer)
         self.describe()
 
     def describe(self) -> None:
         """Describes the state anew, after experts have moved; nothing may be frozen."""
-        self._parameters, self._buffers = parameter_pieces(self._chunks), buffer_pieces(self._chunks)
-        self._pieces = self._parameters | self._buffers
+        self._parameters = parameter_pieces(self._chunks)
+        self._of_users = self._modules.pieces_of_users()
+        self._pieces = self._parameters | self._modules.shared_pieces() | self._of_users
         self._masters: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for owned in owned_slices(self._optimizer):
             self._masters[owned.parameter].append((owned.start, owned.slots[MASTER]))
@@ -119,7 +121,9 @@ class MegatronState:
                 f"{view.dtype}, not {values.numel()} of {values.dtype}"
             )
         view.copy_(values.reshape(-1))
-        if fragment.slot == MASTER:
+        if fragment.tensor not in self._parameters:
+            self._modules.loaded(fragment.tensor)
+        elif fragment.slot == MASTER:
             _flat(fragment.tensor)[fragment.start : fragment.start + view.numel()].copy_(view)
         elif fragment.slot == PARAM:
             for first, master in self._masters.get(fragment.tensor, ()):
@@ -138,8 +142,9 @@ class MegatronState:
                 chunk.start_param_sync(force_sync=True)
         if self._sharded is not None:
             self._sharded.gather_weights()
-        for buffer in self._buffers if self._is_sharded else ():
-            dist.broadcast(buffer, group=self._peers, group_src=self._first_peer)
+        for buffer, committed in self._modules.committed.items() if self._is_sharded else ():
+            dist.broadcast(committed, group=self._peers, group_src=self._first_peer)
+            self._modules.loaded(buffer)
 
     def steps(self) -> dict[str, int]:
         """Updates in the moments of each operator that this rank's optimizer owns a slice of (Adam); empty with SGD."""
@@ -190,14 +195,17 @@ class MegatronState:
             owned[part.parameter].append(part)
         held = [part for parameter in self._parameters for part in owned.get(parameter, ())]
         yield from (_CUT[detail](part) for part in held)
+        if detail is not Detail.MOMENTS:
+            for data in self._of_users:  # an update that is repeated by saved gradients runs no module
+                yield OwnedSlice(data, 0, data.numel(), {PARAM: data}, sharded=True)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from self._owned_buffers()
 
     def _owned_buffers(self) -> Iterator[OwnedSlice]:
         # no optimizer shards buffers; with ZeRO-1 one peer saves them once, and gather_weights broadcasts them
         if not self._is_sharded or self._peers.rank() == self._first_peer:
-            for buffer in self._buffers:
-                yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(buffer)}, sharded=self._is_sharded)
+            for buffer, committed in self._modules.committed.items():
+                yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(committed)}, sharded=self._is_sharded)
 
     @property
     def _is_sharded(self) -> bool:

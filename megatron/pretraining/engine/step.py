@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
@@ -45,6 +46,7 @@ class Stepper:
 
     topology: Topology
     chunks: list[DistributedDataParallel]
+    modules: ModuleState
     schedule: Schedule
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
@@ -112,6 +114,7 @@ class Stepper:
     def complete(self, record: StepRecord) -> None:
         """Updates the state as the vote decided, once gradients are reduced."""
         self.optimizer.apply(record.grad_norm)
+        self.modules.commit()
         if not record.skipped:
             self.scheduler.step(self.topology.global_batch_size)
 
@@ -127,10 +130,11 @@ class Stepper:
         A replay gives ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
         batch (last stage; else empty).
         """
+        self.modules.begin()
         self.optimizer.zero_grad()
         with self.boundaries.crossed(iteration + 1) as communicator:
             reports, token_count = self.schedule.forward_backward(iteration, batches, communicator)
-        self.optimizer.hold_router_biases(lambda: self.boundaries.reduce(self.chunks, token_count, tokens))
+        self.boundaries.reduce(self.chunks, token_count, tokens)
         self.optimizer.take_gradients()
         self.optimizer.reduced = iteration + 1
         return reports

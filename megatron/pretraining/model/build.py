@@ -255,6 +255,7 @@ def _expert_fields(config: Config) -> dict:
         moe_router_group_topk=moe.moe_router_group_topk,
         moe_router_enable_expert_bias=moe.moe_router_enable_expert_bias,
         moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
+        moe_router_quantile_balancing_ema=moe.moe_router_quantile_balancing_ema,
         moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
         moe_z_loss_coeff=moe.moe_z_loss_coeff,
         moe_input_jitter_eps=moe.moe_input_jitter_eps,

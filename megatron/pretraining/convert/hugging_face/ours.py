@@ -23,7 +23,7 @@ from megatron.pretraining.convert.hugging_face.recorded import composed  # noqa:
 from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
-from moc.inspect.coverage import BUFFER  # noqa: E402
+from moc.state.operators import is_module_state  # noqa: E402
 
 
 def main(asked: str) -> int:
@@ -52,7 +52,7 @@ def _logits(
             into, entry = piece.view.view(piece.region.shape), there[piece.name]
             box = whole_of(into.shape)  # of the embedding, without padding
             read = weights.read(entry.name, entry.slot, box)
-            into.copy_(read if rounded is None or entry.name.endswith(BUFFER) else read.to(rounded))
+            into.copy_(read if rounded is None or is_module_state(entry.name) else read.to(rounded))
         positions = torch.arange(length)[None].expand(len(tokens), -1)
         later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
         return model(tokens, positions, later).float().numpy()

@@ -11,7 +11,8 @@ import torch
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of
 from megatron.pretraining.convert.hugging_face.files import StoredTensor, Tensor
 from megatron.pretraining.convert.hugging_face.names import NameMap, Pair
-from moc.inspect.coverage import BUFFER, PARAM, operator_or_other
+from moc.inspect.coverage import PARAM, operator_or_other
+from moc.state.operators import is_module_state
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry
@@ -154,7 +155,7 @@ def most_common(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _dtype(name: str, there: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    if name.endswith((BUFFER, "e_score_correction_bias")):
+    if is_module_state(name) or name.endswith("e_score_correction_bias"):
         return torch.float32
     return wanted or there
 

@@ -1,0 +1,252 @@
+"""Module state: what forward, backward and the reduction of gradients change in modules, by operator.
+
+Three kinds are distinguished:
+
+* Persistent buffers of megatron-core's modules, such as the routers' balancing biases, are the same on all data-parallel
+  ranks.  A committed copy of each is part of the training state.
+* Modules of users may keep any buffers, tensors, numbers and small containers.  Each rank has its own values.  Those
+  that have changed since the model was built are serialized into one tensor of bytes per operator and rank, which is
+  part of the training state as well.
+* All other values, such as the routers' token counts, only have to be as before after a discarded iteration.
+
+Snapshots read the committed copies, which change only in :meth:`ModuleState.commit`, after copies of the previous
+iteration have ended.  So neither a forward pass nor a reduction can change a snapshot that is being copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.pretraining.engine.owned import is_frozen
+from megatron.pretraining.model.parameters import Pieces, buffer_pieces, unwrap
+from moc.state.fragments import Piece
+from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
+from moc.state.operators import MODULE_STATE, operator_of
+from moc.state.region import Region
+from moc.state.undo_log import Place, Saved, UndoLog, differs, is_state, places, record
+
+_LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
+_HOLDERS = (
+    get_moe_metrics_tracker,
+    lambda: MTPLossLoggingHelper.tracker,
+    lambda: DSAIndexerLossLoggingHelper.tracker,
+)
+_SPARE = 4096
+"""Bytes by which the values of an operator may grow, in addition to their initial size."""
+
+
+class ModuleState:
+    """The module state of this rank's model chunks.
+
+    Args:
+        chunks: model chunks, built and wrapped.
+
+    Attributes:
+        committed: the committed copy of each persistent buffer that data-parallel ranks share.
+        of_users: the bytes of user modules' values, by operator.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        models = [unwrap(chunk) for chunk in chunks]
+        self._paths = {module: path for model in models for module, path in paths_of(model)}
+        users = [module for module in self._paths if not type(module).__module__.startswith(_LIBRARIES)]
+        theirs = {id(buffer) for module in users for buffer in module.buffers(recurse=False)}
+        self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in theirs}
+        self.committed = {buffer: buffer.detach().clone() for buffer in self._shared}
+        self._modules_of = {b: module for module in self._paths for b in module.buffers(recurse=False)}
+        self._undo = UndoLog(self._paths, _HOLDERS, excluded=self.committed)
+        self._after: list[torch.Tensor] | None = None
+        self._is_open = False
+        self._users = _by_operator(users, self._paths)
+        self._built: dict[tuple[int, str], Saved] = {p.id: record(p.value, copies=False) for p in places(users)}
+        self._loaded: set[tuple[int, str]] = set()
+        self.of_users = {operator: _memory(self._values(operator, places)) for operator in self._users}
+
+    def begin(self) -> None:
+        """Record the state before an iteration; restore it first if the previous one was not committed."""
+        self.discard()
+        self._after, self._is_open = None, True
+        self._undo.begin()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Make the values after an iteration, also of a suspended one, the committed ones; frozen operators keep theirs.
+
+        Raises:
+            ModuleStateError: values of a user module have outgrown the memory for them.
+        """
+        self._undo.commit()
+        if self._after is not None:
+            _copy(self.committed, self._after)
+        elif not self._is_open:
+            return
+        for buffer, committed in self.committed.items():
+            if self._is_frozen(buffer):
+                buffer.copy_(committed)
+        _copy(self.committed.values(), self.committed)
+        self._after, self._is_open = None, False
+        for operator, target in self.of_users.items():
+            pack(self._values(operator, self._changed), target)
+
+    def discard(self) -> None:
+        """Restore the committed values; does nothing between iterations."""
+        if self._is_open:
+            self._is_open = False
+            self._undo.discard()
+            _copy(self.committed, self.committed.values())
+
+    def suspend(self) -> None:
+        """Restore the committed values, and keep the others for :meth:`commit`; does nothing between iterations."""
+        if self._is_open:
+            self._is_open = False
+            self._after = [buffer.detach().clone() for buffer in self.committed]
+            self._undo.suspend()
+            _copy(self.committed, self.committed.values())
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context of computation, such as an evaluation, that leaves the state as it is."""
+        self._undo.begin(full=True)
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self.discard()
+
+    def shared_pieces(self) -> Pieces:
+        """The pieces of each buffer of :attr:`committed`."""
+        return self._shared
+
+    def pieces_of_users(self) -> Pieces:
+        """The piece of each tensor of :attr:`of_users`: this rank's bytes of an operator are a tensor of their own."""
+        if not self.of_users:
+            return {}
+        index = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
+        return {
+            data: [
+                Piece(
+                    name=f"{MODULE_STATE}{operator}.{index}",
+                    global_shape=(data.numel(),),
+                    region=Region((0,), (data.numel(),)),
+                    view=data,
+                    start=0,
+                    replica=(0, 0, 0),
+                    padded=True,  # its size depends on the modules of this rank
+                )
+            ]
+            for operator, data in self.of_users.items()
+        }
+
+    def take_over(self) -> None:
+        """Make the values that modules have now the committed ones, after they were loaded into the modules."""
+        self._after = None
+        self._undo.forget()
+        _copy(self.committed.values(), self.committed)
+
+    def loaded(self, tensor: torch.Tensor) -> None:
+        """Bring modules up to date after values were loaded into a committed copy, or into the bytes of an operator.
+
+        Raises:
+            ModuleStateError: the bytes are not valid, or of other modules.
+        """
+        self._after = None
+        self._undo.forget()
+        if tensor in self.committed:
+            tensor.detach().copy_(self.committed[tensor])
+        for operator in [operator for operator, data in self.of_users.items() if data is tensor]:
+            self._fill(operator)
+
+    def _fill(self, operator: str) -> None:
+        known = {path: place for path, place in self._places(operator)}
+        for path, value in unpack(
+            self.of_users[operator], {path: place.value for path, place in known.items()}
+        ).items():
+            place = known.get(path) or self._new_place(operator, path)
+            place.owner[place.key] = value
+            self._loaded.add(place.id)
+
+    def _new_place(self, operator: str, path: str) -> Place:
+        """The place of a value that the model does not have when it is built."""
+        of, _, key = path.rpartition(".")
+        for module in self._users[operator]:
+            if self._paths[module] == of and key.isidentifier() and not hasattr(module, key):
+                return Place(vars(module), key)
+        raise ModuleStateError(f"the model has no place for {path}: it was built with other modules")
+
+    def _values(self, operator: str, chosen) -> dict[str, Any]:
+        wanted = {place.id for place in chosen(self._users[operator])}
+        return {path: place.value for path, place in self._places(operator) if place.id in wanted}
+
+    def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Place]:
+        """Places of values that have changed since the model was built; on a GPU, no value is read."""
+        changing = {place.id for place in self._undo.changing} | self._loaded
+        for place in places(modules):
+            built = self._built.get(place.id)
+            if place.id in changing or built is None or differs(built, place.value):
+                yield place
+
+    def _places(self, operator: str) -> Iterator[tuple[str, Place]]:
+        for module in self._users[operator]:
+            for place in places([module]):
+                yield f"{self._paths[module]}.{place.key}", place
+
+    def _is_frozen(self, buffer: torch.Tensor) -> bool:
+        own = list(self._modules_of[buffer].parameters(recurse=False))
+        return bool(own) and all(map(is_frozen, own))
+
+
+def paths_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Yield the modules of a bare model chunk, with their paths in the unpartitioned model."""
+    for path, module in model.named_modules():
+        yield module, _LAYER.sub(lambda found: _global_number(model, found), path)
+
+
+_LAYER = re.compile(r"^(decoder\.layers)\.\d+(\.mlp\.experts\.local_experts\.\d+)?")
+
+
+def _global_number(model: torch.nn.Module, found: re.Match[str]) -> str:
+    layer: Any = model.get_submodule(found[0].split(".mlp.")[0])
+    path = f"{found[1]}.{layer.layer_number - 1}"
+    if not found[2]:
+        return path
+    return f"{path}.mlp.experts.experts.{layer.mlp.local_expert_indices[int(found[2].rpartition('.')[2])]}"
+
+
+def _by_operator(
+    modules: Sequence[torch.nn.Module], paths: dict[torch.nn.Module, str]
+) -> dict[str, list[torch.nn.Module]]:
+    found: dict[str, list[torch.nn.Module]] = defaultdict(list)
+    for module in modules:
+        if any(places([module])):
+            found[operator_of_module(paths[module])].append(module)
+    return dict(found)
+
+
+def operator_of_module(path: str) -> str:
+    """The operator that a module's own state belongs to; a layer's own state belongs to its ``mlp``."""
+    with contextlib.suppress(ValueError):
+        return operator_of(f"{path}.state")
+    if layer := re.match(r"decoder\.layers\.(\d+)", path):
+        return f"layers.{layer[1]}.mlp"
+    return "output" if path.startswith("output") else "embedding"
+
+
+def _memory(values: dict[str, Any]) -> torch.Tensor:
+    size = 2 * size_of(values) + _SPARE
+    return torch.zeros(size, dtype=torch.uint8, device=torch.cuda.current_device())
+
+
+def _copy(targets: Collection[torch.Tensor], sources: Collection[torch.Tensor]) -> None:
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])

@@ -1,0 +1,178 @@
+"""Serializes values of modules into bytes: numbers, tensors and small containers, without pickle.
+
+The bytes start with the length of a JSON header (8 bytes, little-endian).  The header holds the values by path; tensors
+are numbers of entries of a table (dtype, shape, offset), whose data follow the header.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+_ALIGNMENT = 16
+_PLAIN = (bool, int, float, str, type(None))
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set}
+
+
+class ModuleStateError(ValueError):
+    """Module state cannot be serialized, or its bytes are not valid."""
+
+
+def size_of(values: Mapping[str, Any]) -> int:
+    """Bytes that :func:`pack` writes."""
+    header, tensors = _described(values)
+    return _start(header) + sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+@torch.no_grad()
+def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
+    """Write values into a uint8 tensor.
+
+    Raises:
+        ModuleStateError: the tensor is too small.
+    """
+    header, tensors = _described(values)
+    offset = _start(header)
+    if offset + sum(_aligned(tensor.nbytes) for tensor in tensors) > target.numel():
+        raise ModuleStateError(f"the values of {', '.join(values)} have outgrown {target.numel()} bytes")
+    text = len(header).to_bytes(8, "little") + header
+    target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    for tensor in tensors:
+        target[offset : offset + tensor.nbytes].copy_(_bytes_of(tensor), non_blocking=True)
+        offset += _aligned(tensor.nbytes)
+
+
+@torch.no_grad()
+def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
+    """Read values from a uint8 tensor; the inverse of :func:`pack`.
+
+    Tensors, arrays and generators of ``current`` with the same path, shape and dtype are filled in place.
+
+    Raises:
+        ModuleStateError: the bytes are not valid.
+    """
+    length = int.from_bytes(bytes(source[:8].tolist()), "little")
+    if length == 0:
+        return {}
+    try:
+        header = json.loads(bytes(source[8 : 8 + length].tolist()))
+        reader = _Reader(source, _start_after(length), header["tensors"])
+        return {path: reader.value(tree, current.get(path)) for path, tree in header["values"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ModuleStateError(f"the bytes of module state are not valid ({type(error).__name__}: {error})") from None
+
+
+def _described(values: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    tensors: list[torch.Tensor] = []
+    trees = {path: _tree(value, tensors) for path, value in values.items()}
+    table, offset = [], 0
+    for tensor in tensors:
+        table.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
+        offset += _aligned(tensor.nbytes)
+    return json.dumps({"values": trees, "tensors": table}, separators=(",", ":")).encode(), tensors
+
+
+def _tree(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, dict):
+        return {"dict": [[_tree(key, tensors), _tree(part, tensors)] for key, part in value.items()]}
+    if isinstance(value, collections.deque):
+        return {"deque": [_tree(part, tensors) for part in value], "maxlen": value.maxlen}
+    for kind, sequence in _SEQUENCES.items():
+        if isinstance(value, sequence):
+            return {kind: [_tree(part, tensors) for part in value]}
+    kind, tensor = _as_tensor(value)
+    tensors.append(tensor)
+    return {kind: len(tensors) - 1}
+
+
+def _as_tensor(value: Any) -> tuple[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.detach()
+    if isinstance(value, torch.Generator):
+        return "generator", value.get_state()
+    if isinstance(value, numpy.generic):
+        return "number", torch.from_numpy(numpy.array(value))
+    if isinstance(value, numpy.ndarray):
+        return "array", torch.from_numpy(value)
+    raise ModuleStateError(f"values of {type(value).__name__} cannot be saved")
+
+
+class _Reader:
+    """Reads values of a header."""
+
+    def __init__(self, source: torch.Tensor, start: int, table: list):
+        self._source, self._start, self._table = source, start, table
+
+    def value(self, tree: Any, current: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        kind, content = next(iter(tree.items()))
+        if kind == "complex":
+            return complex(*content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        if kind == "dict":
+            known = current if isinstance(current, dict) else {}
+            pairs = [(self.value(key, None), part) for key, part in content]
+            read = {key: self.value(part, known.get(key)) for key, part in pairs}
+            if not isinstance(current, dict):
+                return read
+            current.clear()
+            current.update(read)  # keeps its type, such as Counter
+            return current
+        if kind == "deque":
+            return collections.deque((self.value(part, None) for part in content), tree["maxlen"])
+        if kind in _SEQUENCES:
+            known = list(current) if isinstance(current, (list, tuple)) and len(current) == len(content) else []
+            known += [None] * (len(content) - len(known))
+            return _SEQUENCES[kind](self.value(part, old) for part, old in zip(content, known, strict=True))
+        return self._from_tensor(kind, self._tensor(content), current)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        name, shape, offset = self._table[number]
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ModuleStateError(f"{name} is no dtype")
+        elements = int(numpy.prod(shape, dtype=numpy.int64))
+        begin = self._start + offset
+        part = self._source[begin : begin + elements * dtype.itemsize]
+        return part.clone().view(dtype).reshape(shape)
+
+    def _from_tensor(self, kind: str, read: torch.Tensor, current: Any) -> Any:
+        if kind == "tensor":
+            if isinstance(current, torch.Tensor) and (current.shape, current.dtype) == (read.shape, read.dtype):
+                current.detach().copy_(read)
+                return current
+            return read
+        if kind == "generator":
+            generator = current if isinstance(current, torch.Generator) else torch.Generator()
+            generator.set_state(read.cpu())
+            return generator
+        return read.cpu().numpy()[()] if kind == "number" else read.cpu().numpy()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _start(header: bytes) -> int:
+    return _start_after(len(header))
+
+
+def _start_after(length: int) -> int:
+    return _aligned(8 + length)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

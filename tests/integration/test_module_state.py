@@ -1,0 +1,88 @@
+"""A discarded iteration leaves no trace in modules, and values that modules keep survive the loss of a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents, node_memory
+from tests.integration.tiny import EXPERT_BIAS
+
+LAST = 14
+USERS = "tests/integration/stateful_pretrain_gpt_moe.py"
+KILLS = (
+    "kill rank=1 iteration=5 point=forward_backward",  # the first snapshots may be of iteration 3
+    "kill rank=2 iteration=7 point=after_reduce",
+    "kill rank=0 iteration=9 point=after_vote",
+    "kill rank=3 iteration=11 point=before_vote",
+)
+POLICIES = {
+    "full": dict(ckpt_policy="full", snapshot_interval=1),
+    "full every third iteration": dict(ckpt_policy="full", snapshot_interval=3),
+    "gradient": dict(ckpt_policy="gradient", gradient_window="3"),
+    "sparse": dict(ckpt_policy="sparse", sparse_window="3"),
+    "sparse, by stage": dict(ckpt_policy="sparse", sparse_window="3", upstream_logging=True),
+    "selective": dict(ckpt_policy="selective", selective_experts=4, snapshot_interval=1, selective_max_age=99),
+}
+ROUTERS = {
+    "aux_loss": dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1),
+    "seq_aux_loss": dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1),
+    "global_aux_loss": dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.1),
+    "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
+    "quantile_balancing": dict(
+        moe_router_load_balancing_type="quantile_balancing",
+        moe_router_quantile_balancing_ema=0.5,
+        moe_aux_loss_coeff=0.0,
+    ),
+    "expert bias": dict(moe_router_load_balancing_type="none") | EXPERT_BIAS,
+    "z loss": dict(moe_router_load_balancing_type="none", moe_z_loss_coeff=0.1),
+}
+
+
+def end_of(directory, memory: str, layout: str, flags: dict, **options) -> tuple[dict, list]:
+    """Contents of the last snapshot of a job, and its losses and gradient norms."""
+    snapshots = dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(directory / "snapshots"))
+    with Launched(layout, snapshots | flags, directory, **options) as job:
+        assert job.wait() == 0, job.console[-4000:]
+        killed = [event for event in job.events("generation") if "signal 9" in event["reason"]]
+        assert len(killed) == len(flags.get("inject", ()))
+        assert "starts over" not in job.console
+        return contents(Store(LocalPlace(directory / "snapshots")), LAST), job.records()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    """The end of a run with user modules and without a fault, by layout; evaluations change nothing."""
+    known = {}
+
+    def of(layout: str) -> tuple[dict, list]:
+        if layout not in known:
+            flags = data | dict(train_iters=LAST, ckpt_policy="full", snapshot_interval=LAST)
+            with node_memory() as memory:
+                known[layout] = end_of(tmp_path_factory.mktemp("plain"), memory, layout, flags, program=USERS)
+        return known[layout]
+
+    return of
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["PP2xEP2"])
+def test_user_modules_survive_lost_workers(policy, layout, data, undisturbed, tmp_path):
+    flags = data | POLICIES[policy] | dict(train_iters=LAST, inject=KILLS, eval_interval=4, eval_iters=1)
+    with node_memory() as memory:
+        assert end_of(tmp_path, memory, layout, flags, program=USERS) == undisturbed(layout)
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_router_state_survives_lost_workers(kind, data, tmp_path):
+    flags = data | ROUTERS[kind] | dict(train_iters=LAST, ckpt_policy="full", snapshot_interval=1)
+    with node_memory() as memory:
+        plain = end_of(tmp_path / "plain", memory, "EP2", flags)
+        kills = [kill for kill in KILLS if "rank=0" in kill or "rank=1" in kill]
+        assert end_of(tmp_path / "killed", memory, "EP2", flags | dict(inject=kills)) == plain
