@@ -191,6 +191,12 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     nodes = nodes_of(config, world.size, world.job.helpers)
     plans = first_plans(config, nodes) if config.elastic.elastic else None
     chunks = build_model(config, rows, providers.model, plans)
+    modules = ModuleState(chunks)
+    if config.elastic.elastic and modules.of_users:
+        raise ConfigError(
+            f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot move "
+            "between nodes. Fix: drop --elastic, or keep the values in parameters."
+        )
     optimizer = build_optimizer(config, chunks)
     dispatch = config.elastic.elastic_dispatch
     replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
@@ -212,7 +218,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("data")
     auto = auto_policy(config, log)
-    state = chunks, ModuleState(chunks), optimizer, scheduler
+    state = chunks, modules, optimizer, scheduler
     parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocabulary, log, auto)
     parts.replicas, parts.shards = replicas, shards
     return parts

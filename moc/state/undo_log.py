@@ -313,7 +313,7 @@ class UndoLog:
                 saved = record(value)
             before[name] = place, saved
         for copies, values in batches.values():
-            torch._foreach_copy_(copies, values)
+            torch._foreach_copy_(copies, values)  # pyright: ignore[reportPrivateImportUsage]  # no other
         return before
 
     def _memory(self, name: tuple[int, str], like: torch.Tensor) -> torch.Tensor:

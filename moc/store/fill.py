@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from moc.state.fragments import Fragment
+from moc.state.operators import MODULE_STATE
 from moc.state.region import Region
 from moc.store.regions import MissingRegionError, RegionReader
 
@@ -15,24 +16,37 @@ from moc.store.regions import MissingRegionError, RegionReader
 def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     """The values of a fragment, in the shape of its region, on the host; possibly a view of a mapped file.
 
-    Vocabulary rows that are padding only in this layout are zeros.
+    Vocabulary rows that are padding only in this layout are zeros.  Values of user modules come from another worker of
+    the stage if the checkpoint has another layout, and are zeros, which stand for no values, if it has none.
 
     Raises:
         MissingRegionError: the checkpoint holds the tensor only in part, or in another shape.
         DamagedRegionError: stored bytes do not match their hash.
     """
-    region, saved = fragment.region, reader.global_shape(fragment.name, fragment.slot)
+    name, region = fragment.name, fragment.region
+    if name.startswith(MODULE_STATE) and (name, fragment.slot) not in reader:
+        name = _of_another_worker(name, reader)
+        if name is None:
+            return torch.zeros(region.shape, dtype=fragment.view.dtype)
+    saved = reader.global_shape(name, fragment.slot)
     if saved == fragment.global_shape:
-        return reader.get(fragment.name, fragment.slot, region)
+        return reader.get(name, fragment.slot, region)
     if not fragment.padded:
-        raise MissingRegionError(f"{fragment.name} has shape {saved} there and {fragment.global_shape} here")
+        raise MissingRegionError(f"{name} has shape {saved} there and {fragment.global_shape} here")
     common = region.intersect(Region((0,) * len(saved), saved))
     if common == region:
-        return reader.get(fragment.name, fragment.slot, region)
+        return reader.get(name, fragment.slot, region)
     values = torch.zeros(region.shape, dtype=fragment.view.dtype)
     if common is not None:
-        values[common.slices(region.offset)] = reader.get(fragment.name, fragment.slot, common)
+        values[common.slices(region.offset)] = reader.get(name, fragment.slot, common)
     return values
+
+
+def _of_another_worker(name: str, reader: RegionReader) -> str | None:
+    """The saved module state of the same operator with the lowest index."""
+    of_operator = name.rpartition(".")[0] + "."
+    saved = {one.entry.name for one in reader.sources() if one.entry.name.startswith(of_operator)}
+    return min(saved, key=lambda one: int(one.rpartition(".")[2]), default=None)
 
 
 def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 64 << 20) -> Iterator[Fragment]:

@@ -138,9 +138,8 @@ class Checkpoints:
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
         strategy = self._strategy()
         with self._reporting_failure():
-            request: Any = dist_checkpointing.save(
-                weights, str(staging), strategy, async_sharded_save=True, async_strategy="mcore"
-            )
+            how: dict[str, Any] = dict(sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore")
+            request: Any = dist_checkpointing.save(weights, str(staging), **how)
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)

@@ -60,8 +60,8 @@ def _check_model(config: FlagGroups) -> None:
     )
     refuse(
         moe.moe_router_load_balancing_type in ("global_aux_loss", "quantile_balancing"),
-        f"--moe-router-load-balancing-type {moe.moe_router_load_balancing_type} depends on the number of workers, which "
-        "--elastic changes: choose aux_loss or seq_aux_loss.",
+        f"--moe-router-load-balancing-type {moe.moe_router_load_balancing_type} depends on the number of workers, "
+        "which --elastic changes: choose aux_loss or seq_aux_loss.",
     )
     refuse(
         moe.moe_shared_expert_overlap,

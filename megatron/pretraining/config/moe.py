@@ -68,7 +68,7 @@ class MoeFlags(FlagGroup):
     moe_router_bias_update_rate: float = flag(1e-3, "Change of an expert's bias per iteration.", limits=">= 0")
     moe_router_quantile_balancing_ema: float = flag(
         0.0,
-        "With --moe-router-load-balancing-type quantile_balancing, weight of the previous biases in the moving average.",
+        "Weight of the previous biases in their average; needs --moe-router-load-balancing-type quantile_balancing.",
         limits=">= 0",
     )
     moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balancing loss.", "--moe-loss-coeff", limits=">= 0")

@@ -2,7 +2,7 @@
 
 Three kinds are distinguished:
 
-* Persistent buffers of megatron-core's modules, such as the routers' balancing biases, are the same on all data-parallel
+* Persistent buffers of megatron-core's modules, such as the routers' balancing biases, are equal on all data-parallel
   ranks.  A committed copy of each is part of the training state.
 * Modules of users may keep any buffers, tensors, numbers and small containers.  Each rank has its own values.  Those
   that have changed since the model was built are serialized into one tensor of bytes per operator and rank, which is
@@ -29,11 +29,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.pretraining.engine.owned import is_frozen
 from megatron.pretraining.model.parameters import Pieces, buffer_pieces, unwrap
+from megatron.pretraining.process.cpu import device
 from moc.state.fragments import Piece
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
 from moc.state.operators import MODULE_STATE, operator_of
 from moc.state.region import Region
-from moc.state.undo_log import Place, Saved, UndoLog, differs, is_state, places, record
+from moc.state.undo_log import Place, Saved, UndoLog, differs, places, record
 
 _LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _HOLDERS = (
@@ -80,7 +81,7 @@ class ModuleState:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Make the values after an iteration, also of a suspended one, the committed ones; frozen operators keep theirs.
+        """Make the values after an iteration, also of a suspended one, the committed ones; not of frozen operators.
 
         Raises:
             ModuleStateError: values of a user module have outgrown the memory for them.
@@ -131,11 +132,11 @@ class ModuleState:
         """The piece of each tensor of :attr:`of_users`: this rank's bytes of an operator are a tensor of their own."""
         if not self.of_users:
             return {}
-        index = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
+        stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return {
             data: [
                 Piece(
-                    name=f"{MODULE_STATE}{operator}.{index}",
+                    name=f"{MODULE_STATE}{operator}.{stage.rank()}",
                     global_shape=(data.numel(),),
                     region=Region((0,), (data.numel(),)),
                     view=data,
@@ -243,10 +244,11 @@ def operator_of_module(path: str) -> str:
 
 def _memory(values: dict[str, Any]) -> torch.Tensor:
     size = 2 * size_of(values) + _SPARE
-    return torch.zeros(size, dtype=torch.uint8, device=torch.cuda.current_device())
+    return torch.zeros(size, dtype=torch.uint8, device=device())
 
 
 def _copy(targets: Collection[torch.Tensor], sources: Collection[torch.Tensor]) -> None:
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])
+            copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # no other copies in one launch
+            copy([t.detach() for t in targets], [s.detach() for s in sources])
