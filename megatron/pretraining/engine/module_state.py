@@ -124,6 +124,11 @@ class ModuleState:
         finally:
             self.discard()
 
+    @property
+    def changing(self) -> list[Place]:
+        """Places of values that iterations change, other than :attr:`committed` buffers."""
+        return self._undo.changing
+
     def shared_pieces(self) -> Pieces:
         """The pieces of each buffer of :attr:`committed`."""
         return self._shared

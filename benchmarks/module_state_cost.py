@@ -1,0 +1,86 @@
+"""The cost of recording module state in each iteration, as a share of the iteration.
+
+    torchrun --standalone --nproc-per-node 1 benchmarks/module_state_cost.py --output docs/results/module_state_cpu.json
+
+Two clocks around ``ModuleState.begin`` and ``ModuleState.commit`` sum the time inside these functions, which is too
+short to appear in the duration of an iteration.  The time is divided by the duration of the same iterations.  The model
+has a router of each kind that keeps counts: expert biases, and a global auxiliary loss.
+
+Flags that are not the benchmark's own are the program's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, say, write_json
+from benchmarks.live.job import KIND
+from benchmarks.save_peers.trainer import begin
+
+SIZES = """--hidden-size 256 --ffn-hidden-size 512 --num-experts 8 --seq-length 128 --max-position-embeddings 128
+    --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2 --global-batch-size 8 --lr 1e-3""".split()
+ROUTERS = {
+    "expert bias": """--moe-router-load-balancing-type none --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias""".split(),
+    "global_aux_loss": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01".split(),
+}
+GOAL = 0.001
+WARM_UP = 5  # iterations, the first of which record everything
+
+
+def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
+    """For each iteration, the seconds inside the functions of module state, and its duration."""
+    from megatron.pretraining.engine.module_state import ModuleState
+    from megatron.pretraining.loop import iterate
+
+    inside = [0.0]
+
+    def clocked(function):
+        def clock(*arguments):
+            begun = time.perf_counter()
+            function(*arguments)
+            inside[0] += time.perf_counter() - begun
+
+        return clock
+
+    original = ModuleState.begin, ModuleState.commit
+    ModuleState.begin, ModuleState.commit = map(clocked, original)
+    try:
+        measured = []
+        for _ in range(WARM_UP + iterations):
+            inside[0], begun = 0.0, time.perf_counter()
+            iterate(run, stop)
+            measured.append((inside[0], time.perf_counter() - begun))
+        return measured[WARM_UP:]
+    finally:
+        ModuleState.begin, ModuleState.commit = original
+
+
+def main() -> int:
+    """Measures one kind of router, prints the shares, writes JSON; 1 if the goal is missed."""
+    parser = command_line(__doc__)
+    parser.add_argument("--router", choices=ROUTERS, default="expert bias", help="default: expert bias")
+    parser.add_argument("--iterations", type=int, default=60, help="default: 60")
+    own, flags = parser.parse_known_args()
+    flags = [*KIND, *SIZES, *ROUTERS[own.router], *flags]
+    run, stop, _ = begin([*flags, "--train-iters", "1000"])
+    measured = measure(run, stop, own.iterations)
+    share = median(inside / whole for inside, whole in measured)
+    inside, whole = (median(one) for one in zip(*measured, strict=True))
+    modules = sum(1 for chunk in run.stepper.chunks for _ in chunk.modules())
+    changing = len(run.stepper.modules.changing) + len(run.stepper.modules.committed)
+    print(f"{inside * 1e6:.0f} µs of {whole * 1e3:.0f} ms in each iteration: {share:.4%}")
+    print(f"{changing} of the values of {modules} modules change, and are copied")
+    result = {"machine": machine(), "flags": flags, "goal": GOAL, "share": share, "modules": modules}
+    result |= {"changing": changing, "inside_s": inside, "iteration_s": whole}
+    write_json(own.output, result)
+    return 0 if say({f"recording module state takes at most {GOAL:.1%} of an iteration": share <= GOAL}) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
