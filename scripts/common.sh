@@ -8,7 +8,6 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH_WITHOUT_GPU="torch==2.13.0" # what the tests without a GPU are run with
 TORCH_WITH_GPU="torch>=2.11"
-CUDA_BUILD_GB=SIZE # that pip downloads for TORCH_WITHOUT_GPU and CUDA's libraries, where there is no CPU build
 WITH=()
 VENV=yes
 VENV_DIRECTORY=$ROOT/.venv
@@ -122,7 +121,7 @@ install_torch() { # without a GPU the CPU build, where the package index has one
         if grep -qwF "${torch#torch==}+cpu" <<<"$offered"; then
             torch+=+cpu
         elif [[ $torch != *+cpu ]]; then
-            say "The package index has no CPU build of $torch: pip downloads up to $CUDA_BUILD_GB GB with CUDA's libraries"
+            say "The package index has no CPU build of $torch: pip downloads about 3 GB, CUDA's libraries included"
         fi
     fi
     say "Installing $torch"
