@@ -38,7 +38,8 @@ done
 
 if ((${#WITH[@]})); then
     [[ $VENV == yes ]] || die "cannot use --with and --no-venv: --with makes an environment. Fix: drop one of them."
-    VENV_DIRECTORY=$ROOT/.venv-with-${WITH[*]//[!A-Za-z0-9.]/-}
+    printf -v name -- '-%s' "${WITH[@]//[!A-Za-z0-9.]/-}"
+    VENV_DIRECTORY=$ROOT/.venv-with$name
     export MOC_UNCHECKED_VERSIONS=1 # let the program start with versions that it does not support
 fi
 set_up dev
