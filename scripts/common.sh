@@ -53,7 +53,7 @@ find_python() { # prints a Python 3.12 or newer that can make virtual environmen
         is_supported_python "$MOC_PYTHON" || die "cannot use MOC_PYTHON=$MOC_PYTHON: it does not run, or is older than" \
             "Python 3.12. Fix: set MOC_PYTHON to a Python 3.12 or 3.13, or unset it."
     fi
-    while read -r candidate; do
+    while read -r candidate <&3; do
         if ! is_supported_python "$candidate"; then
             version=$("$candidate" -c 'import sys; print(sys.version.split(" (")[0])' 2>/dev/null) || version="does not run"
             found+="${found:+, }$candidate: $version"
@@ -63,7 +63,7 @@ find_python() { # prints a Python 3.12 or newer that can make virtual environmen
         else
             without_venv=$candidate
         fi
-    done < <(set +e && printf '%s' "${MOC_PYTHON:+$MOC_PYTHON$'\n'}" && list_pythons)
+    done 3< <(set +e && printf '%s' "${MOC_PYTHON:+$MOC_PYTHON$'\n'}" && list_pythons)
     if [[ -n $without_venv ]]; then
         die "cannot create an environment: $without_venv has no module venv. Fix: install it (Debian, Ubuntu:" \
             "apt install python3-venv), or activate an environment and pass --no-venv."
@@ -83,7 +83,8 @@ use_existing_venv() { # for the launch scripts: .venv is taken when it is there 
 
 choose_environment() { # sets PYTHON, making .venv where it is wanted and missing
     if [[ $VENV == no ]]; then
-        PYTHON=$(command -v python || command -v python3) || die "--no-venv: there is no python on PATH."
+        PYTHON=$(command -v python || command -v python3) ||
+            die "cannot use --no-venv: there is no python on PATH. Fix: activate an environment."
         is_supported_python "$PYTHON" ||
             die "cannot use the active environment: $PYTHON is older than Python 3.12. Fix: activate a newer one."
         return
@@ -93,7 +94,7 @@ choose_environment() { # sets PYTHON, making .venv where it is wanted and missin
         local base
         base=$(find_python)
         say "Creating $VENV_DIRECTORY with $("$base" --version)"
-        "$base" -m venv "$VENV_DIRECTORY" || die "could not create $VENV_DIRECTORY."
+        "$base" -m venv "$VENV_DIRECTORY" || die "cannot create $VENV_DIRECTORY: see the output above. Fix: correct it, and run this again."
     fi
     is_supported_python "$PYTHON" ||
         die "cannot use $VENV_DIRECTORY: it is broken, or older than Python 3.12. Fix: remove it and run this again."

@@ -167,7 +167,7 @@ elif words[0] == "-m":
     with open({log!r}, "a") as file:
         print(Path(sys.argv[0]).parents[1].name, os.environ.get("MOC_UNCHECKED_VERSIONS"), *words[1:], file=file)
 else:
-    sys.prefix = str(Path(sys.argv[0]).parents[1])
+    sys.prefix, sys.modules["torch"] = str(Path(sys.argv[0]).parents[1]), None
     code = sys.stdin.read() if words[0] == "-" else words[1]
     sys.argv = ["-", *(words[1:] if words[0] == "-" else words[2:])]
     exec(code)
@@ -196,8 +196,9 @@ def test_other_versions_are_tested_in_an_environment_of_their_own(clone):
     assert made.name not in (".venv", ".venv-gpu")
     lines = log.read_text().splitlines()
     assert all(line.startswith(f"{made.name} 1 ") for line in lines)
-    *_, package, others, tests = (line.split(" ", 2)[2] for line in lines)
-    assert "--editable" in package and others == "pip install megatron-core==0.20.1 torch==2.15.0"
+    *_, torch, package, others, tests = (line.split(" ", 2)[2] for line in lines)
+    assert torch == "pip install torch==2.15.0" and "--editable" in package
+    assert others == "pip install megatron-core==0.20.1 torch==2.15.0"
     assert tests.startswith("pytest ") and tests.endswith(" -x")
 
     subprocess.run(command, env=environment, check=True, capture_output=True)
