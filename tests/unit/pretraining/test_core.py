@@ -27,12 +27,6 @@ def checkout(directory, minor) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def checked(monkeypatch):
-    """Tests of other versions than the supported ones run without these checks."""
-    monkeypatch.delenv("MOC_UNCHECKED_VERSIONS", raising=False)
-
-
 def run(*command, **environment):
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run([sys.executable, "-W", "ignore", *command], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -41,7 +35,7 @@ def run(*command, **environment):
 @pytest.mark.parametrize("start", [[], ["-m", "moc.launch", "--nproc-per-node", "1"]], ids=["by itself", "launched"])
 def test_a_checkout_of_another_version_is_refused(start, tmp_path):
     place = checkout(tmp_path, 15)
-    ended = run(*start, "pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place))
+    ended = run(*start, "pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place), MOC_UNCHECKED_VERSIONS="0")
     assert ended.returncode != 0
     said = ended.stdout + ended.stderr
     assert f"megatron.core is taken from {place}/megatron/core, whose version is 0.15.0" in said
@@ -57,6 +51,7 @@ def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path)
 def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
     config = parse_config([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"])
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
+    monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     with pytest.raises(ConfigError):
         check_deepspeed(config)
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "1")
