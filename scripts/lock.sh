@@ -21,7 +21,7 @@ lock() { # EXTRA [FLAGS...]
     shift
     [[ $extra == base ]] || flags=(--extra "$extra")
     say "Choosing versions for $file"
-    chosen=$(uv pip compile pyproject.toml "${flags[@]}" --universal --python-version 3.10 --generate-hashes --quiet \
+    chosen=$(uv pip compile pyproject.toml "${flags[@]}" --universal --python-version 3.12 --generate-hashes --quiet \
         --no-annotate --no-header --no-emit-package torch --constraints <(echo "$TORCH_WITHOUT_GPU") --upgrade "$@")
     { # a package is a line and its hashes, which are indented
         echo "# Written by scripts/lock.sh."

@@ -7,9 +7,10 @@
 #   --no-venv  install into the active environment instead of .venv
 #   --help     this text
 #
-# Needs Python 3.10-3.12. A second run notices that nothing changed and is quick. pip's own settings
-# (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are honoured. Without an NVIDIA GPU, PyTorch's CPU build is a
-# tenth of the download; to get it on Linux:
+# Needs Python 3.12 or newer (3.12 and 3.13 are tested), which it finds on PATH, in pyenv and in uv; MOC_PYTHON=PATH
+# chooses one. A second run notices that nothing changed and is quick. pip's own settings (PIP_INDEX_URL,
+# PIP_FIND_LINKS, ...) apply. Without an NVIDIA GPU, it installs PyTorch's CPU build where the package index has one,
+# which is a tenth of the download. To add the index that has it:
 #
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./scripts/setup.sh
 set -euo pipefail

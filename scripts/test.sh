@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Sets up an environment (see setup.sh --help), then runs the tests.
 #
-# Usage: ./scripts/test.sh [--quick] [--no-venv] [PYTEST_ARGUMENTS...]
+# Usage: ./scripts/test.sh [--quick] [--with REQUIREMENT]... [--no-venv] [PYTEST_ARGUMENTS...]
 #
-#   --quick    leave out what bears the mark "slow": jobs and worlds of several processes
-#   --no-venv  use the active environment instead of .venv
-#   --help     this text
+#   --quick             leave out what bears the mark "slow": jobs and worlds of several processes
+#   --with REQUIREMENT  test this version instead, such as torch==2.15.0 or megatron-core==0.20.0, in an environment of
+#                       its own, .venv-with-NAME; the versions that the package supports do not limit it
+#   --no-venv           use the active environment instead of .venv
+#   --help              this text
 #
 # Everything else goes to pytest; without any, the whole suite runs. Two workers for each core, but at most 16, share
 # it, since tests of worker processes wait as much as they compute: slow tests first, and what shares a fixture in one
@@ -21,6 +23,12 @@ arguments=(-n "$((cores < 8 ? 2 * cores : 16))" --dist loadfile)
 while (($#)); do
     case $1 in
         --quick) arguments+=(-m "not slow") ;;
+        --with)
+            [[ ${2:--} != -* ]] || die "cannot use --with: a requirement is missing. Fix: add one, such as torch==2.15.0."
+            WITH+=("$2")
+            [[ $2 != torch[!A-Za-z0-9_-]* ]] || TORCH_WITH_GPU=$2 TORCH_WITHOUT_GPU=$2
+            shift
+            ;;
         --no-venv) VENV=no ;;
         --help | -h) help_from_header && exit ;;
         *) arguments+=("$1") ;;
@@ -28,6 +36,12 @@ while (($#)); do
     shift
 done
 
+if ((${#WITH[@]})); then
+    [[ $VENV == yes ]] || die "cannot use --with and --no-venv: --with makes an environment. Fix: drop one of them."
+    printf -v name -- '-%s' "${WITH[@]//[!A-Za-z0-9.]/-}"
+    VENV_DIRECTORY=$ROOT/.venv-with$name
+    export MOC_UNCHECKED_VERSIONS=1 # let the program start with versions that it does not support
+fi
 set_up dev
 cd "$ROOT"
 export PYTHONDONTWRITEBYTECODE= # else every worker, and every program that tests start, compiles all files anew

@@ -34,6 +34,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
+from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.nodes import fewest_nodes, goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
@@ -183,6 +184,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     rows = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
     vocabulary = Vocabulary(tokenizer.vocab_size, rows)
     log = Log(config, world, rows, train_iters, timers)
+    if release := transformer_engine():
+        log.message(f"Transformer Engine {release}")
     if world.device.type == "cuda" and (warning := may_differ(config)):
         log.message(warning)
     stop.check_set_up(world, loses=stop.may_lose(world.job))

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config.deepspeed_fit import check_deepspeed
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,16 +27,52 @@ def checkout(directory, minor) -> Path:
     return directory
 
 
+def run(*command, **environment):
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run([sys.executable, "-W", "ignore", *command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("start", [[], ["-m", "moc.launch", "--nproc-per-node", "1"]], ids=["by itself", "launched"])
 def test_a_checkout_of_another_version_is_refused(start, tmp_path):
     place = checkout(tmp_path, 15)
-    command = [sys.executable, "-W", "ignore", *start, "pretrain_gpt_moe.py", *FLAGS, *MORE]
-    env = os.environ | {"PYTHONPATH": str(place), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    ended = run(*start, "pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place), MOC_UNCHECKED_VERSIONS="0")
     assert ended.returncode != 0
     said = ended.stdout + ended.stderr
     assert f"megatron.core is taken from {place}/megatron/core, whose version is 0.15.0" in said
     assert f"take {place} off PYTHONPATH" in said and "Traceback" not in said and "imported" not in said
+
+
+def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path):
+    place = checkout(tmp_path, 20)
+    ended = run("pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place), MOC_UNCHECKED_VERSIONS="1")
+    assert ended.returncode != 0 and "imported" in ended.stderr
+
+
+def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
+    config = parse_config([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"])
+    monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
+    monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
+    with pytest.raises(ConfigError):
+        check_deepspeed(config)
+    monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "1")
+    check_deepspeed(config)
+
+
+TRANSFORMER_ENGINE = """
+import importlib.machinery, sys, types
+import pretrain_gpt_moe
+pretrain_gpt_moe.prepare_core()
+import megatron.pretraining.loop
+module = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
+module.__spec__, module.__version__ = importlib.machinery.ModuleSpec("transformer_engine", None), "9.8.7"
+sys.exit(pretrain_gpt_moe.main())
+"""
+
+
+def test_the_imported_release_of_transformer_engine_is_printed():
+    ended = run("-c", TRANSFORMER_ENGINE, *FLAGS, *MORE, "--transformer-impl", "local", "--eval-iters", "0")
+    assert ended.returncode == 0, ended.stderr
+    assert "9.8.7" in ended.stdout
 
 
 def test_the_versions_are_those_of_the_package():

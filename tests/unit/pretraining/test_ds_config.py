@@ -194,6 +194,7 @@ def test_flags_of_launch_scripts_are_taken():
 
 
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
     assert "not installed: pip install 'moc-megatron[deepspeed]'." in refusal(capsys, "--deepspeed")
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")

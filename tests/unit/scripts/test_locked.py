@@ -2,15 +2,11 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,7 +25,7 @@ def plain(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NEEDED)
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.12", "3.13"])
 def test_all_but_torch_is_locked_for_each_python(name, python):
     here = {"python_version": python, "python_full_version": f"{python}.7", "sys_platform": "linux"}
     versions = {}
@@ -49,11 +45,11 @@ def test_all_but_torch_is_locked_for_each_python(name, python):
     "pip, code, sentence",
     [
         ("exit 0", 0, ""),
-        ("echo 'ERROR: No matching distribution found for numpy==2.4.6'; exit 1", 7, "pip chooses the versions"),
+        ("echo 'ERROR: No matching distribution found for numpy==2.4.6'; exit 1", 7, ""),
         (
             "echo 'ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.'; exit 1",
             1,
-            "find out why before you install it",
+            "has another hash",
         ),
     ],
     ids=["all there", "not to be had", "another file"],
