@@ -11,10 +11,12 @@ Flags that are not the benchmark's own are the program's.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,17 +50,16 @@ def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
 
         return clock
 
-    original = ModuleState.begin, ModuleState.commit
-    ModuleState.begin, ModuleState.commit = map(clocked, original)
-    try:
-        measured = []
+    measured = []
+    with contextlib.ExitStack() as patches:
+        for name in ("begin", "commit"):
+            function = clocked(getattr(ModuleState, name))
+            patches.enter_context(mock.patch.object(ModuleState, name, function))
         for _ in range(WARM_UP + iterations):
             inside[0], begun = 0.0, time.perf_counter()
             iterate(run, stop)
             measured.append((inside[0], time.perf_counter() - begun))
-        return measured[WARM_UP:]
-    finally:
-        ModuleState.begin, ModuleState.commit = original
+    return measured[WARM_UP:]
 
 
 def main() -> int:

@@ -38,8 +38,8 @@ class DistSaver:
 
         asynchronous = self._mode == "async"
         how: dict[str, Any] = dict(validate_access_integrity=self._first, async_sharded_save=asynchronous)
-        how["async_strategy"] = "mcore"
-        request = dist_checkpointing.save(self._state(), str(directory), self._strategy, **how)
+        how |= dict(sharded_strategy=self._strategy, async_strategy="mcore")
+        request = dist_checkpointing.save(self._state(), str(directory), **how)
         self._first = False
         if asynchronous:
             assert request is not None

@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TypeVar
 
 Counts = Mapping[int, Sequence[int]]
 """By layer and expert: tokens, or iterations."""
@@ -21,7 +20,6 @@ Place = tuple[int, int]
 Experts = dict[int, list[int]]
 """Chosen experts by layer, ascending."""
 
-Number = TypeVar("Number", int, float)
 
 RULES = ("per-byte", "proportional")
 
@@ -256,7 +254,7 @@ def per_byte(
     return {layer: list(itertools.compress(range(len(row)), marks)) for layer, row in scores.items()}
 
 
-def _flat(table: Mapping[int, Sequence[Number]], layers: Iterable[int]) -> list[Number]:
+def _flat[Number: (int, float)](table: Mapping[int, Sequence[Number]], layers: Iterable[int]) -> list[Number]:
     return list(itertools.chain.from_iterable(table[layer] for layer in layers))
 
 

@@ -27,7 +27,6 @@ from moc.runtime.orders import Worker
 from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
-from moc.runtime.within import within
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
 
@@ -107,7 +106,7 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # remaining workers die with it
                 with contextlib.suppress(TimeoutError):
-                    await within(self._zygote.wait(), 5.0)
+                    await asyncio.wait_for(self._zygote.wait(), 5.0)
                 self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
                 self._link.close()
                 for task in tasks:

@@ -16,7 +16,6 @@ from moc.runtime.addresses import candidates, is_ours, listening_socket, peer_of
 from moc.runtime.connections import HANDSHAKE_SECONDS
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
-from moc.runtime.within import within
 
 STRANGERS = 128
 """Peers that may be in the handshake concurrently; the oldest is dropped to admit another."""
@@ -35,7 +34,6 @@ class AsyncConnection:
         self.peer = peer
         self._reader, self._writer, self._channel = reader, writer, channel
         self._messages: collections.deque[Message] = collections.deque()
-        self._draining = asyncio.Lock()  # early Python 3.10 releases allow only one task in drain()
 
     def post(self, message: Message) -> None:
         """Queues a message without waiting; unsent bytes stay in memory.
@@ -52,8 +50,7 @@ class AsyncConnection:
         """Like :meth:`post`, and waits until the kernel has all of the message."""
         self.post(message)
         try:
-            async with self._draining:
-                await self._writer.drain()
+            await self._writer.drain()
         except OSError as error:
             raise self._gone(error) from error
 
@@ -70,7 +67,7 @@ class AsyncConnection:
         """
         while not self._messages:
             try:
-                await within(self._read(), silence)
+                await asyncio.wait_for(self._read(), silence)
             except TimeoutError as error:
                 if getattr(error, "errno", None) is not None:  # ETIMEDOUT of the kernel: the peer's machine is down
                     raise self._gone(error) from error
@@ -110,7 +107,7 @@ async def open(
     """
     channel = Channel(token, "client", body_limit, address)
     try:
-        sock = await within(_dial(address, channel), timeout)
+        sock = await asyncio.wait_for(_dial(address, channel), timeout)
     except TimeoutError as error:
         raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
     except OSError as error:
@@ -265,7 +262,7 @@ class Server:
             raise WireError("it is a process of another user")
         try:
             set_up(sock)
-            await within(_shake_hands(sock, channel), self._timeout)
+            await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
         except TimeoutError as error:
             raise PeerGoneError(f"the peer has not proved itself within {self._timeout:g} s") from error
         except OSError as error:

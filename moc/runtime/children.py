@@ -13,7 +13,6 @@ from pathlib import Path
 from moc.runtime import async_connections as wire
 from moc.runtime.signals import STOPS
 from moc.runtime.wire import WireError
-from moc.runtime.within import within
 
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process id of the parent."""
@@ -80,7 +79,7 @@ async def until_over(
     try:
         while not (await asyncio.wait([died], timeout=every_s))[0]:
             try:
-                await within(wire.ask(address, token, hangs_s), hangs_s)
+                await asyncio.wait_for(wire.ask(address, token, hangs_s), hangs_s)
             except (WireError, TimeoutError):
                 if not died.done():
                     process.kill()

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from moc.runtime.async_connections import AsyncConnection
 from moc.runtime.message import Message, WireError
-from moc.runtime.within import within
 
 
 class MeetingStore:
@@ -81,7 +80,7 @@ class MeetingStore:
             raise WireError(f"it waits {within_s!r} s, which is no number")
         try:
             if not self._values.keys() >= set(keys):
-                await within(self._come(keys), within_s)
+                await asyncio.wait_for(self._come(keys), within_s)
         except TimeoutError:
             return Message({"kind": "late", "keys": [key for key in keys if key not in self._values]})
         values = {key: self._values[key] for key in keys}

@@ -12,7 +12,6 @@ from moc.runtime.control_state import ControlState
 from moc.runtime.message import Message
 from moc.runtime.orders import Worker
 from moc.runtime.wire import WireError
-from moc.runtime.within import within
 
 _PROBE_S = 1.0
 
@@ -66,7 +65,7 @@ async def process_has_died(door: str) -> bool:
     """Whether the machine refuses connections to a door; without an answer, the process may still live."""
     host, _, port = door.rpartition(":")
     try:
-        _, writer = await within(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError):

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TypeVar
 
 from moc.policy import SnapshotPlan
 from moc.recovery.inventory import COPIED
 from moc.session.peers import Copied
 from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
-
-T = TypeVar("T")
 
 PER_VOTE = 2
 """Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
@@ -124,7 +121,7 @@ def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> l
     return list(takewhile(lambda taken: started(future(taken)).done(), queue))
 
 
-def started(future: Future[T] | None) -> Future[T]:
+def started[T](future: Future[T] | None) -> Future[T]:
     """Returns a future that exists because its work started before the snapshot was queued."""
     assert future is not None
     return future

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -81,7 +80,7 @@ def within(seconds: float | None, action: Callable, *args):
     asked.end()
     try:
         return done.result(timeout=seconds)
-    except futures.TimeoutError:  # in Python 3.10 not the built-in one
+    except TimeoutError:
         if done.done():
             raise
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from moc.state.region import Region
 from moc.store.boxes import INDEX, StoredBox, read_boxes
@@ -60,10 +60,7 @@ class Box(Protocol):
         ...
 
 
-B = TypeVar("B", bound=Box)
-
-
-class FileLayout(Generic[B]):
+class FileLayout[B: Box]:
     """Offsets of the entries in a file, known before their bytes.
 
     Attributes:

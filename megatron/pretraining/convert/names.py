@@ -3,7 +3,7 @@
 Format v1 calls a tensor ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w``.  In megatron-core's
 ``torch_dist`` it is a box of ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, whose first axes are layers and
 experts, and whose rows are the gate, then the other half.  If layers differ (``moe_layer_freq``), only experts and
-halves are stacked.  The rules are those of megatron-core 0.16's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
+halves are stacked.  The rules are those of megatron-core's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
 """
 
 from __future__ import annotations

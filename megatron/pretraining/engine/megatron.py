@@ -125,7 +125,7 @@ class MegatronEngine:
         self._stepper.complete(record)
 
     def rules(self) -> Rules:
-        """How the next update treats experts; absent if user modules in experts have values, which no gradient updates."""
+        """How the next update treats experts; absent if user modules in experts keep values of their own."""
         if any(".expert." in operator for operator in self._stepper.modules.of_users):
             return Rules.of(self._stepper.optimizer.clip_grad, ())
         return Rules.of(self._stepper.optimizer.clip_grad, ((kind, group.rule) for kind, group in self._adam_groups))

@@ -169,7 +169,7 @@ def _replace_torch_norm(spec: Any) -> None:
 
 
 def _mend_experts(chunk: torch.nn.Module) -> None:
-    """Repairs megatron-core 0.16.1's handling of experts with biases.
+    """Repairs megatron-core's handling of experts with biases.
 
     Without other workers, the experts' linear layers pass through one-worker collectives, and autograd rejects the
     in-place addition of the bias to their output.  With tensor parallelism, the biases of different experts are treated
