@@ -80,6 +80,23 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
         "PP2xEP2", dict(moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True), {}
     ),
     "expert bias, loss per token": ("PP2xEP2", EXPERT_BIAS | dict(calculate_per_token_loss=True), {}),
+    "aux loss, loss per token": ("TP2", dict(calculate_per_token_loss=True, moe_aux_loss_coeff=0.1), {}),
+    "aux loss, loss per token, experts": ("EP2", dict(calculate_per_token_loss=True, moe_aux_loss_coeff=0.1), {}),
+    "z-loss, loss per token": (
+        "TP2", dict(calculate_per_token_loss=True, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.0), {}
+    ),
+    "aux loss per sequence": (
+        "TP2", dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1), {}
+    ),
+    "quantile balancing": (
+        "PP2xEP2",
+        dict(
+            moe_router_load_balancing_type="quantile_balancing",
+            moe_router_quantile_balancing_ema=0.5,
+            moe_aux_loss_coeff=0.0,
+        ),
+        {},
+    ),
     "SGD": ("PP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
     "attention within documents": (
         "PP2xEP2",

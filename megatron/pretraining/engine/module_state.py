@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -37,10 +38,26 @@ from moc.state.region import Region
 from moc.state.undo_log import Place, Saved, UndoLog, differs, places, record
 
 _LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
+
+
+def _fp8_scales() -> list[torch.Tensor]:
+    """Transformer Engine's scales and histories of largest values, which its kernels change without torch's knowledge.
+
+    Modules register them once.  So their content is restored, and never their registration.
+    """
+    quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is None:
+        return []
+    state = quantization.FP8GlobalStateManager.quantization_state
+    buffers = state.global_amax_history_buffer, state.global_scale_buffer
+    return [tensor for buffer in buffers for tensors in buffer.values() for tensor in tensors]
+
+
 _HOLDERS = (
     get_moe_metrics_tracker,
     lambda: MTPLossLoggingHelper.tracker,
     lambda: DSAIndexerLossLoggingHelper.tracker,
+    _fp8_scales,
 )
 _SPARE = 4096
 """Bytes by which the values of an operator may grow, in addition to their initial size."""

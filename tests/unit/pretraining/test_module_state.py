@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,20 @@ def test_bytes_of_another_model_are_refused(monkeypatch, of_user):
     others.of_users[OPERATOR].copy_(modules.of_users[OPERATOR])
     with pytest.raises(ModuleStateError):
         others.loaded(others.of_users[OPERATOR])
+
+
+def test_fp8_scales_of_transformer_engine_are_restored(monkeypatch, state):
+    modules, _ = state
+    history, scale = torch.zeros(4), torch.ones(2)
+    buffers = SimpleNamespace(global_amax_history_buffer={"a": [history]}, global_scale_buffer={"a": [scale]})
+    engine = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(quantization_state=buffers))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", engine)
+    modules.begin()
+    history.data.add_(1)  # no change of the version, as by a kernel
+    scale.data.mul_(2)
+    buffers.global_scale_buffer["b"] = [torch.ones(1)]
+    modules.discard()
+    assert history.tolist() == [0] * 4 and scale.tolist() == [1, 1] and "b" in buffers.global_scale_buffer
 
 
 def test_paths_have_global_numbers():
