@@ -194,14 +194,12 @@ def _import_megatron_core() -> None:
     real_compile = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
     try:
-        import megatron.core.jit as jit
+        import megatron.core.jit  # noqa: F401  # its decorator is torch.compile as it is now
     finally:
         torch.compile = real_compile
-    jit.disable_jit_fuser()
     from megatron.core.tensor_parallel import random as core_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    core_random._get_cuda_rng_state = _get_rng_state
     core_random._set_cuda_rng_state = _set_rng_state
     # they are the same generator
     logging.getLogger(core_random.__name__).addFilter(_Without("CPU RNG state changed within GPU RNG context"))
