@@ -56,6 +56,10 @@ class _Process(Worker):
     dies_since: float | None = None
 
 
+class CannotStartError(RuntimeError):
+    """The program cannot run on this machine; the message is its own sentence."""
+
+
 class Agent:
     """Runs a node's part of the job.
 
@@ -87,6 +91,7 @@ class Agent:
             NoControllerError: no controller led for longer than its patience.
             LostError: the zygote has died or hangs, or the controller refused this node.
             GaveUpError: one of this node's devices does not work.
+            CannotStartError: the zygote refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
         """
         async with await wire.serve(self._address, self._token, self._serve_worker):
@@ -171,6 +176,8 @@ class Agent:
         while line := await answers.readline():
             said = json.loads(line)
             self._zygote_said = self._clock.now
+            if "refuses" in said:
+                raise CannotStartError(said["refuses"])
             if "started" in said:
                 worker = self._workers.get(said["started"])
                 if worker is None:  # killed before it had started
