@@ -70,7 +70,7 @@ def providers():
 
 
 def prepare_core(config: Config | None) -> None:
-    """Imports the training loop after a check of what it needs; exits with one sentence if a library does not fit."""
+    """Checks the libraries, then imports the training loop; exits with one sentence if a library does not fit."""
     from megatron.pretraining.process import core, cpu, releases
     from megatron.pretraining.process.rank0 import let_first_worker_speak
 

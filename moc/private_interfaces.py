@@ -72,12 +72,9 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Members:
-    """An object with these attributes; a class also has those that its ``__init__`` sets.
+    """An object with these attributes; a class also has the attributes that its ``__init__`` names."""
 
-    Without names, the object only has to exist.
-    """
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
 
     def problem(self, found: Any) -> str | None:
         """See :class:`Expectation`."""
@@ -212,7 +209,7 @@ def _release_of(library: str) -> str:
 
 
 def _instance_attributes(kind: type) -> frozenset[str]:
-    """The attributes that a class declares as fields, or that its ``__init__`` and those of its bases name."""
+    """The fields of a class, and the attributes that its ``__init__`` or the one of a base class names."""
     fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     inits = (inspect.unwrap(base.__dict__["__init__"]) for base in kind.__mro__ if "__init__" in base.__dict__)
     named = (name for init in inits if hasattr(init, "__code__") for name in init.__code__.co_names)
@@ -260,9 +257,9 @@ _TORCH = (
         (f"{_C10D}:all_gather_object", Refers(_words("_object_to_tensor _tensor_to_object")),
          "replaces functions inside", _SEALED),
         ("torch.distributed:ProcessGroup", Members(_words("""_set_default_backend _register_backend _set_group_name
-            _get_backend _device_types bound_device_id group_desc allgather allreduce alltoall barrier broadcast
-            gather recv reduce reduce_scatter scatter send _start_coalescing _end_coalescing BackendType""")),
-         "forwards the operations of", _GROUP),
+            _get_backend _device_types bound_device_id group_desc group_name rank size abort shutdown allgather
+            allreduce alltoall barrier broadcast gather recv reduce reduce_scatter scatter send _start_coalescing
+            _end_coalescing BackendType""")), "overrides members of", _GROUP),
         ("torch.distributed:ProcessGroupGloo", Members(_words("""_Options create_device create_default_device
             _set_default_timeout _set_sequence_number_for_group""")), "builds", _GENERATION),
         ("torch.distributed:ProcessGroupGloo._Options", Members(_words("""_devices _timeout global_ranks_in_group
@@ -280,7 +277,7 @@ _TORCH = (
         "fp8",
         ("torch", Members(("_scaled_mm",)), "calls a function of", f"{_OURS}/model/fp8.py"),
     ),
-    # torch_dist checkpoints of others, in which nothing may run
+    # torch_dist checkpoints of other programs: no code in them may run
     *_entries(
         "reading checkpoints",
         ("torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata", Refers(_words("pickle load")),
@@ -393,7 +390,8 @@ _MEGATRON = (
         (f"{_MOE}.moe_layer:MoELayer", Members(_words("experts token_dispatcher config layer_number")),
          "sets attributes of", _LAYER),
         (f"{_MOE}.moe_layer:MoESubmodules", Members(_words("experts router")), "replaces fields of", _LAYER),
-        (f"{_MOE}.experts:SequentialMLP", Members(("local_experts",)), "reads attributes of", _LAYER),
+        (f"{_MOE}.experts:SequentialMLP", Members(_words("local_experts sharded_state_dict")), "overrides members of",
+         _LAYER),
         (f"{_MOE}.moe_utils:get_default_pg_collection", Parameters(()), "calls", _LAYER),
         (f"{_CORE}.models.gpt.moe_module_specs:get_moe_module_spec_for_backend", Refers(_words("partial MoELayer")),
          "changes the functools.partial of", _LAYER),

@@ -99,7 +99,7 @@ class Agent:
             interface = self._flags.network_interface
             keeping = keep(self._controllers, self._replica_server, self._token, interface=interface)
             jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
-            tasks = [asyncio.create_task(job) for job in jobs]
+            tasks, leaves_others = [asyncio.create_task(job) for job in jobs], True
             try:
                 await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
@@ -108,12 +108,16 @@ class Agent:
                 code = await self._let_leave()
             except NoControllerError as error:
                 code = self._ends_without_controller(error)
+            except CannotStartError:
+                leaves_others = self._flags.has_other_nodes
+                raise
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # remaining workers die with it
                 with contextlib.suppress(TimeoutError):
                     await within(self._zygote.wait(), 5.0)
-                self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
+                if leaves_others:
+                    self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
                 self._link.close()
                 for task in tasks:
                     task.cancel()

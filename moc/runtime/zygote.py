@@ -71,7 +71,7 @@ def warm_up(script: str) -> str | None:
     """Imports torch, and calls the script's ``warm_up()`` if a ``__main__`` guard makes loading it safe.
 
     Returns:
-        The sentence why no worker can run, if torch or ``warm_up()`` gives one; else None.
+        The sentence why no worker can run, from torch's check or ``warm_up()``; None if workers can run.
     """
     import torch
 

@@ -196,7 +196,8 @@ def _import_megatron_core() -> None:
     real_compile = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
     try:
-        import megatron.core.jit  # noqa: F401  # its decorator is torch.compile as it is now
+        with private_interfaces.refuse_import():
+            import megatron.core.jit  # noqa: F401  # its decorator is torch.compile as it is now
     finally:
         torch.compile = real_compile
     private_interfaces.require("cpu")
