@@ -69,7 +69,7 @@ def providers():
     return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
 
 
-def prepare_core(config: Config | None) -> None:
+def prepare_core(config: Config | None = None) -> None:
     """Checks the libraries, then imports the training loop; exits with one sentence if a library does not fit."""
     from megatron.pretraining.process import core, cpu, releases
     from megatron.pretraining.process.rank0 import let_first_worker_speak

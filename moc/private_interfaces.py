@@ -302,7 +302,7 @@ _MEGATRON = (
          only=True), "replaces", f"{_OURS}/process/cpu.py"),
     ),
     *_entries(
-        "training",
+        "core optimizer",
         (_DDP, Members(_words("""ddp_config bucket_groups expert_parallel_bucket_groups dp_group dp_cp_group
             expt_dp_group""")), "reads attributes of", f"{_OURS}/engine/reset.py"),
         (f"{_CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", Members(_words("""grad_reduce_handle
@@ -310,6 +310,9 @@ _MEGATRON = (
          "resets attributes of", f"{_OURS}/engine/reset.py"),
         (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
          "reads attributes of", _OWNED),
+    ),
+    *_entries(
+        "training",
         (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(("num_steps",)), "sets attributes of",
          f"{_OURS}/checkpoint/contents.py"),
     ),
@@ -375,14 +378,11 @@ _MEGATRON = (
             num_model_chunks microbatch_group_size_per_vp_stage""")), "calls", _BOUNDARY),
     ),
     *_entries(
-        "numbered ranks",
+        "elastic",
         (f"{_CORE}.parallel_state:RankGenerator.get_ranks", Parameters(("token",), only=True), "overrides", _NODES),
         (f"{_CORE}.parallel_state:RankGenerator", Members(("world_size",)), "replaces", _NODES),
         (f"{_CORE}.parallel_state:initialize_model_parallel", Refers(_words("RankGenerator get_world_size")),
          "replaces functions inside", _NODES),
-    ),
-    *_entries(
-        "elastic",
         (f"{_CORE}.parallel_state:RankGenerator", Parameters(_words("tp ep dp pp cp order"), by_keyword=True),
          "builds", f"{_OURS}/elastic/domains.py"),
         (f"{_MOE}.moe_layer:MoELayer.route", Parameters(_words("hidden_states padding_mask"), only=True),
@@ -392,7 +392,6 @@ _MEGATRON = (
         (f"{_MOE}.moe_layer:MoESubmodules", Members(_words("experts router")), "replaces fields of", _LAYER),
         (f"{_MOE}.experts:SequentialMLP", Members(_words("local_experts sharded_state_dict")), "overrides members of",
          _LAYER),
-        (f"{_MOE}.moe_utils:get_default_pg_collection", Parameters(()), "calls", _LAYER),
         (f"{_CORE}.models.gpt.moe_module_specs:get_moe_module_spec_for_backend", Refers(_words("partial MoELayer")),
          "changes the functools.partial of", _LAYER),
         (f"{_MOE}.token_dispatcher:MoETokenDispatcher", Members(_words("""dispatch_preprocess token_dispatch

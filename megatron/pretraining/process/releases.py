@@ -15,6 +15,7 @@ def features(config: Config) -> frozenset[str]:
     deepspeed, experts = config.zero.deepspeed, config.moe.num_experts is not None
     needed = {
         "training": True,
+        "core optimizer": not deepspeed,
         "snapshots": snapshots,
         "16-bit weights": (precision.fp16 or precision.bf16) and not deepspeed,
         "distributed optimizer": parallel.use_distributed_optimizer and not config.shards_by_blocks,
@@ -23,7 +24,6 @@ def features(config: Config) -> frozenset[str]:
         "expert biases": experts and config.network.add_bias_linear,
         "fp8": precision.fp8_format is not None and config.network.transformer_impl == "local",
         "pipeline traffic": pipeline and (snapshots or elastic),
-        "numbered ranks": pipeline and snapshots,
         "elastic": elastic,
         "reading checkpoints": config.checkpoint.load is not None,
         "writing checkpoints": config.checkpoint.save is not None,
