@@ -247,6 +247,8 @@ _TORCH = (
     # the launcher's workers: process groups that outlive their connections
     *_entries(
         "mocrun",
+        ("torch._C._distributed_c10d:Backend", Members(_words("""abort eager_connect_single_device
+            _set_sequence_number_for_group supports_coalescing""")), "calls methods of", _GENERATION),
         (f"{_C10D}:_world", Members(_words("""pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag
             pg_coalesce_state""")), "fills the tables of", _GROUPS),
         (_C10D, Members(_words("""_update_default_pg _register_process_group _unregister_process_group
@@ -312,11 +314,6 @@ _MEGATRON = (
          "reads attributes of", _OWNED),
     ),
     *_entries(
-        "training",
-        (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(("num_steps",)), "sets attributes of",
-         f"{_OURS}/checkpoint/contents.py"),
-    ),
-    *_entries(
         "16-bit weights",
         (f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params", Members(_words("""float16_groups fp32_from_float16_groups
             fp32_from_fp32_groups grad_scaler""")), "reads attributes of", _OWNED),
@@ -337,8 +334,6 @@ _MEGATRON = (
         "fragments",
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer", Parameters(_words("optimizer config grad_scaler init_state_fn")),
          "derives a class from", f"{_OURS}/engine/fragmented.py"),
-        (f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", Refers(("_copy_model_grads_to_main_grads",)),
-         "overrides a method inside", f"{_OURS}/engine/sharded.py"),
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", Refers(("_copy_main_params_to_model_params",)),
          "overrides a method inside", f"{_OURS}/engine/sharded.py"),
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer.reload_model_params", Refers(("_copy_model_params_to_main_params",)),
@@ -372,8 +367,6 @@ _MEGATRON = (
         (f"{_CORE}.pipeline_parallel.p2p_communication:P2PCommunicator._communicate", Parameters(_words("""
             tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"""), only=True),
          "overrides", _BOUNDARY),
-        (f"{_CORE}.pipeline_parallel.p2p_communication:P2PCommunicator", Members(_words("config pp_group")),
-         "reads attributes of", _BOUNDARY),
         (f"{_CORE}.pipeline_parallel.schedules:get_schedule_table", Parameters(_words("""num_microbatches
             num_model_chunks microbatch_group_size_per_vp_stage""")), "calls", _BOUNDARY),
     ),
@@ -417,8 +410,6 @@ _MEGATRON = (
     ),
     *_entries(
         "data files",
-        (f"{_CORE}.datasets.gpt_dataset", Members(("safe_numpy_load",)), "replaces a function of",
-         f"{_OURS}/data/index_cache.py"),
         (f"{_CORE}.datasets.blended_dataset", Members(("safe_numpy_load",)), "replaces a function of",
          f"{_OURS}/data/index_cache.py"),
         (f"{_CORE}.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
