@@ -116,12 +116,12 @@ class Agent:
                     self._zygote.kill()  # remaining workers die with it
                 with contextlib.suppress(TimeoutError):
                     await within(self._zygote.wait(), 5.0)
-                if leaves_others:
+                if leaves_others:  # else the job ends with this process, and its controller reports no lost node
                     self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
-                self._link.close()
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=5.0)
+                    self._link.close()
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks, timeout=5.0)
         await self._give_memory_back()
         return code, self._link.follows
 
