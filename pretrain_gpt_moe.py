@@ -9,13 +9,14 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 
-from megatron.pretraining.arguments import asks_for, parse_config
+from megatron.pretraining.arguments import parse_config, valid_config
+from megatron.pretraining.config import Config
+from moc.private_interfaces import UnknownReleaseError, refuse_import
 
 WARM = (
-    "megatron.pretraining.errors",
-    "megatron.pretraining.loop",
-    # what torch and megatron-core import only while they work
+    # modules that torch and megatron-core import only while they work
     "torch._dynamo",
     "torch._inductor.utils",
     "megatron.core.tokenizers.text.models.gpt_tokenizer",
@@ -68,37 +69,38 @@ def providers():
     return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
 
 
-def prepare_core() -> None:
-    """Lets megatron-core be imported here, or says why it cannot be."""
-    from megatron.pretraining.process import core, cpu
+def prepare_core(config: Config | None = None) -> None:
+    """Checks the libraries, then imports the training loop; exits with one sentence if a library does not fit."""
+    from megatron.pretraining.process import core, cpu, releases
+    from megatron.pretraining.process.rank0 import let_first_worker_speak
 
     os.environ.setdefault(
         "HF_HUB_OFFLINE", "1"
     )  # a job downloads nothing; read when megatron-core imports transformers
     try:
         cpu.install()
-    except core.CoreError as error:
+        if config is not None:
+            releases.check_releases(config)
+        with refuse_import():
+            import_module("megatron.pretraining.errors")
+            import_module("megatron.pretraining.loop")
+    except (core.CoreError, UnknownReleaseError) as error:
+        let_first_worker_speak()
         sys.exit(f"pretrain_gpt_moe.py: error: {error}")
 
 
 def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
-    from importlib import import_module
-
-    prepare_core()
+    prepare_core(valid_config(sys.argv[1:]))
     for module in WARM:
-        import_module(module)
-    if asks_for("deepspeed", sys.argv[1:]):
-        from megatron.pretraining.engine.zero.attach import load
-
-        with suppress(ImportError):  # workers will say what is missing
-            load()
+        with suppress(ImportError):  # a release may have other modules
+            import_module(module)
 
 
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
     config = parse_config()
-    prepare_core()
+    prepare_core(config)
     from megatron.pretraining.errors import reported
     from megatron.pretraining.loop import pretrain
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import moc
 from moc.runtime import children, hangs, job_token
 from moc.runtime.addresses import address_of_interface
-from moc.runtime.agent import Agent
+from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.exit_codes import LOST
+from moc.runtime.exit_codes import FAILED, LOST
 from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
@@ -149,6 +149,9 @@ def launch(flags: Flags) -> int:
     except StoppedError as error:
         print(f"mocrun: {error}", file=sys.stderr)
         return 128 + error.number
+    except CannotStartError as error:
+        print(error, file=sys.stderr)
+        return FAILED
     except (LostError, WireError, job_token.TokenError, OSError) as error:
         print(f"mocrun: error: {error}", file=sys.stderr)
         return LOST

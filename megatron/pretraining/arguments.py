@@ -47,16 +47,15 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
     return config
 
 
-def asks_for(switch: str, argv: Sequence[str]) -> bool:
-    """Whether the command line or its ``--config`` files turn a switch on; False if they are invalid."""
+def valid_config(argv: Sequence[str]) -> Config | None:
+    """Reads the flags without printing anything; None if they are invalid, which the workers report."""
     parser: Any = build_parser()
     parser.error = _raise
     try:
-        given = vars(parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0])
-        files = [read_config_file(path) for path in given.get("config", [])]
+        known, unknown = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+        return None if unknown else _resolve(vars(known))
     except ConfigError:
-        return False
-    return bool(given.get(switch, any(file.get(switch) for file in files)))
+        return None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -55,6 +55,10 @@ class _Process(Worker):
     dies_since: float | None = None
 
 
+class CannotStartError(RuntimeError):
+    """The program cannot run on this machine; the message is its own sentence."""
+
+
 class Agent:
     """Runs a node's part of the job.
 
@@ -86,6 +90,7 @@ class Agent:
             NoControllerError: no controller led for longer than its patience.
             LostError: the zygote has died or hangs, or the controller refused this node.
             GaveUpError: one of this node's devices does not work.
+            CannotStartError: the zygote refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
         """
         async with await wire.serve(self._address, self._token, self._serve_worker):
@@ -93,7 +98,7 @@ class Agent:
             interface = self._flags.network_interface
             keeping = keep(self._controllers, self._replica_server, self._token, interface=interface)
             jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
-            tasks = [asyncio.create_task(job) for job in jobs]
+            tasks, leaves_others = [asyncio.create_task(job) for job in jobs], True
             try:
                 await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
@@ -102,16 +107,20 @@ class Agent:
                 code = await self._let_leave()
             except NoControllerError as error:
                 code = self._ends_without_controller(error)
+            except CannotStartError:
+                leaves_others = self._flags.has_other_nodes
+                raise
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # remaining workers die with it
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._zygote.wait(), 5.0)
-                self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
-                self._link.close()
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=5.0)
+                if leaves_others:  # else the job ends with this process, and its controller reports no lost node
+                    self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
+                    self._link.close()
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks, timeout=5.0)
         await self._give_memory_back()
         return code, self._link.follows
 
@@ -170,6 +179,8 @@ class Agent:
         while line := await answers.readline():
             said = json.loads(line)
             self._zygote_said = self._clock.now
+            if "refuses" in said:
+                raise CannotStartError(said["refuses"])
             if "started" in said:
                 worker = self._workers.get(said["started"])
                 if worker is None:  # killed before it had started

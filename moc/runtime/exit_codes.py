@@ -1,5 +1,8 @@
 """Exit codes that say something to launchers and to whoever starts a job: docs/reference/exit-codes.md."""
 
+FAILED = 1
+"""Of a program that cannot run, as with an unknown release of a library."""
+
 USAGE = 2
 """Of a program that refuses its settings, such as a batch that this number of workers cannot divide."""
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moc import private_interfaces
 from moc.faults import reach
 from moc.runtime import device as compute_device
 from moc.runtime import environment
@@ -316,5 +317,11 @@ class JobMember(Job):
 
 
 def join_job() -> Job:
-    """The job that this process was started for."""
-    return JobMember.join() if environment.AGENT in os.environ else Job()
+    """The job that this process was started for.  Exits with one sentence if torch lacks a private interface."""
+    if environment.AGENT in os.environ:  # the launcher has checked torch
+        return JobMember.join()
+    try:
+        private_interfaces.require("snapshots")
+    except private_interfaces.UnknownReleaseError as error:
+        sys.exit(f"error: {error}")
+    return Job()

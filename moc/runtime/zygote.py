@@ -4,6 +4,7 @@ It reads orders from standard input and writes events to standard output, one JS
 
     {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
                                                                              {"ended": name, "code": exit code}
+                                                                             {"refuses": sentence}
     {"ask": true}                                                    -->    {"ready": true}
 
 It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  Should what a
@@ -30,6 +31,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from moc import private_interfaces
 from moc.runtime.children import belong, die_with_parent
 from moc.runtime.signals import STOPS
 
@@ -44,7 +46,9 @@ def main(script: str, arguments: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs print to stderr; the original stdout is for the agent alone
     sys.argv = [script, *arguments]  # what a program imports may depend on its flags
-    warm_up(script)
+    if (refusal := warm_up(script)) is not None:
+        os.write(tell, json.dumps({"refuses": refusal}).encode() + b"\n")
+        return
     forks = not has_touched_cuda()
     if not forks:
         print(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
@@ -63,17 +67,31 @@ def has_touched_cuda() -> bool:
     return any(str(path.readlink()).startswith(_CONTEXTS) for path in opened if path.is_symlink())
 
 
-def warm_up(script: str) -> None:
-    """Imports torch, and calls the script's ``warm_up()`` if a ``__main__`` guard makes loading it safe."""
+def warm_up(script: str) -> str | None:
+    """Imports torch, and calls the script's ``warm_up()`` if a ``__main__`` guard makes loading it safe.
+
+    Returns:
+        The sentence why no worker can run, from torch's check or ``warm_up()``; None if workers can run.
+    """
     import torch
 
     torch.set_num_threads(1)  # threads of a pool would not survive the fork
+    try:
+        private_interfaces.require("mocrun", "snapshots")
+    except private_interfaces.UnknownReleaseError as error:
+        return f"mocrun: error: {error}"
     if not _is_guarded(Path(script).read_text()):
-        return
+        return None
     sys.path.insert(0, str(Path(script).resolve().parent))
     program = runpy.run_path(script, run_name="__warm_up__")
-    if "warm_up" in program:
-        program["warm_up"]()
+    try:
+        if "warm_up" in program:
+            program["warm_up"]()
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            return leaving.code
+        raise
+    return None
 
 
 def _is_guarded(source: str) -> bool:

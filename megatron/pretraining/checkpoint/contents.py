@@ -105,7 +105,7 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
     Raises:
         CheckpointError: the flags define another schedule than the checkpoint ``where``.
     """
-    scheduler.num_steps = 0  # megatron-core adds the saved steps to the current ones
+    scheduler.step(-scheduler.state_dict()["num_steps"])  # megatron-core adds the saved steps to the current ones
     try:
         scheduler.load_state_dict(saved)
     except AssertionError as mismatch:

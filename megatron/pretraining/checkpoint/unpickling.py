@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 
+from moc import private_interfaces
 from moc.store.errors import CheckpointError
 
 _NEEDED = {
@@ -95,8 +96,11 @@ def nothing_runs() -> Iterator[None]:
     """Inside, torch and megatron-core read checkpoints, and unpickle nothing that could run code.
 
     Raises:
-        CheckpointError: from torch's reader, which may wrap it; :func:`check_metadata` raises it before.
+        CheckpointError: from torch's reader, which may wrap it; :func:`check_metadata` raises it before.  Also if torch
+            reads ``.metadata`` in another way than this context changes.
     """
+    for mismatch in private_interfaces.check({"reading checkpoints"}):
+        raise CheckpointError(str(mismatch))
     torchs: Any = filesystem  # which declares no such thing as its module pickle
     before, forced = torchs.pickle, os.environ.get(_WEIGHTS_ONLY)
     torchs.pickle = _Pickle()

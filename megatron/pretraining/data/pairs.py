@@ -64,7 +64,7 @@ class PairWriter:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._builder.data_file.close()
+        del self._builder  # closes its file
         self._discard()
 
     def _discard(self) -> None:

@@ -50,6 +50,7 @@ class NoNeighbours(P2PCommunicator):
     def __init__(self, core_config: TransformerConfig):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
         super().__init__(pipeline_group, core_config)
+        self._core_config = core_config
 
     def _communicate(
         self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
@@ -60,7 +61,7 @@ class NoNeighbours(P2PCommunicator):
 
     def _zeros(self, shape) -> torch.Tensor:
         return torch.zeros(
-            tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+            tuple(shape), dtype=self._core_config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
         )
 
 
@@ -70,7 +71,7 @@ class TimedCommunicator(P2PCommunicator):
     def __init__(self, core_config: TransformerConfig, waiting: Waiting = contextlib.nullcontext):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
         super().__init__(pipeline_group, core_config)
-        self._waiting = waiting
+        self._waiting, self._group, self._core_config = waiting, pipeline_group, core_config
 
     def _communicate(self, *, wait_on_reqs=True, **message):
         communicate: Any = super()._communicate  # annotated to return two values, returns three
@@ -92,7 +93,7 @@ class Recorder(TimedCommunicator):
         waiting: Waiting = contextlib.nullcontext,
     ):
         super().__init__(core_config, waiting)
-        self._sending = _Sending(pipeline, self.pp_group.rank(), sink)
+        self._sending = _Sending(pipeline, self._group.rank(), sink)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, **receiving):
         self._sending(tensor_send_next, tensor_send_prev)
@@ -115,7 +116,7 @@ class LogPlayer(Recorder):
         stages: Collection[int] | None = None,
     ):
         super().__init__(core_config, pipeline, sink)
-        stage = self.pp_group.rank()
+        stage = self._group.rank()
         beside = {way: pipeline.sender(stage, way) for way in Direction}
         # a stage receives activations from the one before it, and gradients from the next
         self._with_previous, self._with_next = (one in (stages or ()) for one in beside.values())
@@ -154,7 +155,7 @@ class LogPlayer(Recorder):
     def _receive(self, direction: Direction, shape) -> torch.Tensor:
         logged = self._source(next(self._next[direction]))
         received = torch.empty(
-            tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+            tuple(shape), dtype=self._core_config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
         )
         if logged.shape != received.shape or logged.dtype != received.dtype:
             raise ValueError(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron.pretraining.process.core import check_core
+from moc import private_interfaces
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -43,6 +44,7 @@ def install() -> None:
 
     Raises:
         CoreError: megatron-core is missing or of an unsupported version.
+        UnknownReleaseError: megatron-core lacks a private interface that is replaced here.
         RuntimeError: megatron.core is already imported, and can no longer be adapted.
     """
     global _installed
@@ -151,8 +153,8 @@ def _get_rng_state(device=None, clone=False, graph_safe=False):
     return torch.get_rng_state()
 
 
-def _set_rng_state(state, device=None, graph_safe=False):
-    torch.set_rng_state(state)
+def _set_rng_state(new_state, device=None, graph_safe=False):
+    torch.set_rng_state(new_state)
 
 
 def _redirect_torch_cuda() -> None:
@@ -194,14 +196,14 @@ def _import_megatron_core() -> None:
     real_compile = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
     try:
-        import megatron.core.jit as jit
+        with private_interfaces.refuse_import():
+            import megatron.core.jit  # noqa: F401  # its decorator is torch.compile as it is now
     finally:
         torch.compile = real_compile
-    jit.disable_jit_fuser()
+    private_interfaces.require("cpu")
     from megatron.core.tensor_parallel import random as core_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    core_random._get_cuda_rng_state = _get_rng_state
     core_random._set_cuda_rng_state = _set_rng_state
     # they are the same generator
     logging.getLogger(core_random.__name__).addFilter(_Without("CPU RNG state changed within GPU RNG context"))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.pretraining.arguments import asks_for
+from megatron.pretraining.arguments import valid_config
 from megatron.pretraining.config import ConfigError, check_world, compose, deepspeed_fit, num_microbatches
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
@@ -202,11 +202,11 @@ def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
 
 
 def test_the_launcher_knows_before_the_workers_what_is_to_be_imported(tmp_path):
-    assert asks_for("deepspeed", ["--deepspeed", "--unknown"]) and not asks_for("deepspeed", ["--lr", "1"])
     path = write(tmp_path, {"deepspeed": True})
-    assert asks_for("deepspeed", ["--config", str(path)])
-    assert not asks_for("deepspeed", ["--config", str(path), "--no-deepspeed"])
-    assert not asks_for("deepspeed", ["--lr"])  # the workers refuse it
+    assert valid_config([*BASE.split(), "--config", str(path)]).zero.deepspeed
+    assert not valid_config([*BASE.split(), "--config", str(path), "--no-deepspeed"]).zero.deepspeed
+    for refused in (["--lr"], ["--unknown"], ["--zero-stage", "1"]):
+        assert valid_config([*BASE.split(), *refused]) is None  # the workers report it
 
 
 def test_the_configuration_in_force_can_be_given_back(given):

@@ -16,7 +16,7 @@ cpu.install()  # comes before megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from torch._C._distributed_c10d import HashStore  # noqa: E402
+from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  # not in __all__
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.recorded import composed  # noqa: E402

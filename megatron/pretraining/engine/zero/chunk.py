@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
 
 class Reducing(Protocol):
@@ -33,7 +33,7 @@ class Reducing(Protocol):
         """All-gathers the weights that data-parallel peers have updated."""
 
 
-class ZeroChunk(_BaseDataParallel):
+class ZeroChunk(MegatronModule):
     """Megatron-core's interface of a data-parallel model chunk, over DeepSpeed's optimizer.
 
     Attributes:
@@ -41,7 +41,8 @@ class ZeroChunk(_BaseDataParallel):
     """
 
     def __init__(self, core_config: TransformerConfig, module: torch.nn.Module):
-        super().__init__(core_config, module)
+        super().__init__(core_config)
+        self.module = module
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
         self.dp_cp_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.dp_group: Any = parallel_state.get_data_parallel_group()
@@ -53,7 +54,7 @@ class ZeroChunk(_BaseDataParallel):
         """Forward of a micro batch; without gradients it is an evaluation."""
         if torch.is_grad_enabled():
             self.reducer.begin_micro_batch()
-        return super().forward(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     def zero_grad_buffer(self) -> None:
         """Drops the gradients of the last iteration."""

@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -132,11 +131,11 @@ class ZeroOptimizer(FragmentedOptimizer):
                 summed.append(fragment.gradient)
         for gradients, divisor in ((summed, 1), (averaged, group.size())):
             if gradients:
-                together = _flatten_dense_tensors(gradients)
+                together = torch.cat(gradients)  # each is 1-D
                 reduced = together.to(self.fragments[0].parameter.device)  # with offload, the host has them
                 dist.all_reduce(reduced, group=group)
                 together.copy_(reduced).div_(divisor)
-                for gradient, values in zip(gradients, _unflatten_dense_tensors(together, gradients), strict=True):
+                for gradient, values in zip(gradients, together.split([one.numel() for one in gradients]), strict=True):
                     gradient.copy_(values)
 
     # a megatron-core optimizer

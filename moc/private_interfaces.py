@@ -1,0 +1,471 @@
+"""The private interfaces of other libraries that this project uses, in one table.
+
+An entry names something that its library does not document as public, and that the project reads, calls, replaces or
+overrides: a name with a leading underscore, an attribute of an object, a function that the project replaces, or a
+method that it overrides.  :func:`check` compares entries with the installed libraries.  A run checks the entries of
+its features before it starts workers, so that an unknown release ends it with one sentence.
+
+This module imports none of the libraries.  :func:`check` imports the modules of the entries that it checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Protocol
+
+SUPPORTED = {
+    "torch": "torch>=2.11,<2.16",
+    "megatron-core": "megatron-core>=0.19.2,<0.20",
+    "deepspeed": "deepspeed>=0.19,<0.20",
+}
+"""By library, the releases that the table was compared with."""
+
+_PACKAGES = {"torch": "torch", "megatron": "megatron-core", "deepspeed": "deepspeed"}
+
+
+class Expectation(Protocol):
+    """A property of an interface that the project relies on."""
+
+    def problem(self, found: Any) -> str | None:
+        """The difference between what was ``found`` and the expectation, as a predicate; None without one."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A function that accepts these parameters.
+
+    Attributes:
+        names: in order, without ``self``.
+        by_keyword: callers pass keywords, so that other parameters may be in between.
+        only: there are no other parameters, because the project's replacement accepts no others.
+    """
+
+    names: tuple[str, ...]
+    by_keyword: bool = False
+    only: bool = False
+
+    def problem(self, found: Any) -> str | None:
+        """See :class:`Expectation`.  A function that is written in C has no signature, so it only has to exist."""
+        if not callable(found):
+            return "is not a function"
+        try:
+            parameters = [one for one in inspect.signature(found).parameters.values() if one.name != "self"]
+        except ValueError:
+            return None
+        names = [one.name for one in parameters]
+        others = [one for one in parameters if one.name not in self.names and one.kind not in _VARIABLE]
+        in_order = [name for name in names if name in self.names] if self.by_keyword else names[: len(self.names)]
+        if in_order != list(self.names):
+            return f"takes ({', '.join(names)}) and not ({', '.join(self.names)})"
+        unknown = others if self.only else [one for one in others if one.default is inspect.Parameter.empty]
+        return f"takes the unknown parameter {unknown[0].name}" if unknown else None
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Members:
+    """An object with these attributes; a class also has the attributes that its ``__init__`` names."""
+
+    names: tuple[str, ...]
+
+    def problem(self, found: Any) -> str | None:
+        """See :class:`Expectation`."""
+        there = _instance_attributes(found) if inspect.isclass(found) else frozenset()
+        missing = [name for name in self.names if name not in there and not hasattr(found, name)]
+        return f"has no attribute {missing[0]}" if missing else None
+
+
+@dataclass(frozen=True)
+class Refers:
+    """A function whose code refers to these global names, attributes, local names or keywords."""
+
+    names: tuple[str, ...]
+
+    def problem(self, found: Any) -> str | None:
+        """See :class:`Expectation`."""
+        code = getattr(inspect.unwrap(found), "__code__", None)
+        if code is None:
+            return "is not a function"
+        known = {name for each in _codes(code) for name in (*each.co_names, *each.co_varnames, *each.co_cellvars)}
+        constants = [constant for each in _codes(code) for constant in each.co_consts]
+        known |= {keyword for names in constants if isinstance(names, tuple) for keyword in names}
+        missing = [name for name in self.names if name not in known]
+        return f"does not use {missing[0]}" if missing else None
+
+
+@dataclass(frozen=True)
+class PrivateInterface:
+    """One entry.
+
+    Attributes:
+        target: module and name, as ``package.module:Class.method``; only the module if the name is empty.
+        expects: the property that the project relies on.
+        use: what the project does with it.
+        file: that does it.
+        feature: of a run that needs it.
+    """
+
+    target: str
+    expects: Expectation
+    use: str
+    file: str
+    feature: str
+
+    @property
+    def library(self) -> str:
+        """The distribution that it belongs to."""
+        return _PACKAGES[self.target.partition(".")[0].partition(":")[0]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names of the library in it."""
+        named = getattr(self.expects, "names", ())
+        return frozenset((*self.target.partition(":")[2].split("."), *named)) - {""}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An entry that an installed library does not fulfil."""
+
+    entry: PrivateInterface
+    problem: str
+
+    def __str__(self) -> str:
+        target = self.entry.target.replace(":", ".")
+        return _refusal(self.entry.library, f"{target} {self.problem}, and {self.entry.file} {self.entry.use} it")
+
+
+class UnknownReleaseError(RuntimeError):
+    """A library differs from the table; the message has the entry and the remedy."""
+
+
+def check(features: Collection[str]) -> list[Mismatch]:
+    """Compares the entries of some features with the installed libraries, whose modules it imports."""
+    return list(differing(entry for entry in TABLE if entry.feature in features))
+
+
+def require(*features: str) -> None:
+    """Raises UnknownReleaseError on the first difference that :func:`check` finds."""
+    for mismatch in differing(entry for entry in TABLE if entry.feature in features):
+        raise UnknownReleaseError(str(mismatch))
+
+
+@contextlib.contextmanager
+def refuse_import() -> Iterator[None]:
+    """A context for imports from the libraries; raises UnknownReleaseError if one lacks a name."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES or (error.name or "").startswith("megatron.pretraining"):
+            raise
+        raise UnknownReleaseError(_refusal(_PACKAGES[package], _first_line(error))) from error
+
+
+def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
+    """Yields the entries that the installed libraries do not fulfil."""
+    for entry in entries:
+        module, _, path = entry.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in filter(None, path.split(".")):
+                found = getattr(found, name)
+        except AttributeError:
+            problem = "is missing"
+        except Exception as error:  # a library whose modules do not fit together may raise anything
+            problem = f"cannot be imported ({type(error).__name__}: {_first_line(error)})"
+        else:
+            problem = entry.expects.problem(found)
+        if problem is not None:
+            yield Mismatch(entry, problem)
+
+
+def _refusal(library: str, cause: str) -> str:
+    return (
+        f"{library} {_release_of(library)} cannot be used: {cause}. Fix: pip install '{SUPPORTED[library]}', or report "
+        "this message as an issue if the installed release is one of these."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _release_of(library: str) -> str:
+    """The release of an imported library, or a word that it is unknown."""
+    package = next(package for package, name in _PACKAGES.items() if name == library)
+    with contextlib.suppress(Exception):
+        module = importlib.import_module("megatron.core" if package == "megatron" else package)
+        return str(module.__version__).partition("+")[0]
+    return "of an unknown release"
+
+
+def _instance_attributes(kind: type) -> frozenset[str]:
+    """The fields of a class, and the attributes that its ``__init__`` or the one of a base class names."""
+    fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    inits = (inspect.unwrap(base.__dict__["__init__"]) for base in kind.__mro__ if "__init__" in base.__dict__)
+    named = (name for init in inits if hasattr(init, "__code__") for name in init.__code__.co_names)
+    return frozenset((*fields, *named))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _entries(feature: str, *rows: tuple[str, Expectation, str, str]) -> tuple[PrivateInterface, ...]:
+    return tuple(PrivateInterface(*row, feature) for row in rows)
+
+
+_C10D, _GROUP = "torch.distributed.distributed_c10d", "moc/runtime/group.py"
+_GROUPS, _GENERATION, _SEALED = "moc/runtime/groups.py", "moc/runtime/generation.py", "moc/runtime/sealed_objects.py"
+_OURS = "megatron/pretraining"
+_CORE = "megatron.core"
+_OPTIMIZER, _DIST_OPTIMIZER = f"{_CORE}.optimizer.optimizer", f"{_CORE}.optimizer.distrib_optimizer"
+_DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
+_MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
+_OWNED, _ENGINE = f"{_OURS}/engine/owned.py", f"{_OURS}/engine/optimizer.py"
+_BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/layer.py"
+_ZERO, _ZERO_OPTIMIZER = f"{_OURS}/engine/zero", "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+_TORCH = (
+    # the launcher's workers: process groups that outlive their connections
+    *_entries(
+        "mocrun",
+        ("torch._C._distributed_c10d:Backend", Members(_words("""abort eager_connect_single_device
+            _set_sequence_number_for_group supports_coalescing""")), "calls methods of", _GENERATION),
+        (f"{_C10D}:_world", Members(_words("""pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag
+            pg_coalesce_state""")), "fills the tables of", _GROUPS),
+        (_C10D, Members(_words("""_update_default_pg _register_process_group _unregister_process_group
+            _check_p2p_op_list""")), "calls functions of", _GROUPS),
+        (f"{_C10D}:_coalescing_manager", Parameters(_words("group device async_ops")), "calls", _GROUPS),
+        (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _SEALED),
+        (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _SEALED),
+        (f"{_C10D}:all_gather_object", Refers(_words("_object_to_tensor _tensor_to_object")),
+         "replaces functions inside", _SEALED),
+        ("torch.distributed:ProcessGroup", Members(_words("""_set_default_backend _register_backend _set_group_name
+            _get_backend _device_types bound_device_id group_desc group_name rank size abort shutdown allgather
+            allreduce alltoall barrier broadcast gather recv reduce reduce_scatter scatter send _start_coalescing
+            _end_coalescing BackendType""")), "overrides members of", _GROUP),
+        ("torch.distributed:ProcessGroupGloo", Members(_words("""_Options create_device create_default_device
+            _set_default_timeout _set_sequence_number_for_group""")), "builds", _GENERATION),
+        ("torch.distributed:ProcessGroupGloo._Options", Members(_words("""_devices _timeout global_ranks_in_group
+            group_name""")), "fills", _GENERATION),
+    ),
+    *_entries(
+        "snapshots",
+        ("torch", Members(("_foreach_copy_",)), "calls a function of", "moc/snapshot/capture.py"),
+    ),
+    *_entries(
+        "training",
+        ("torch", Members(_words("_foreach_mul _foreach_norm")), "calls functions of", _ENGINE),
+    ),
+    *_entries(
+        "fp8",
+        ("torch", Members(("_scaled_mm",)), "calls a function of", f"{_OURS}/model/fp8.py"),
+    ),
+    # torch_dist checkpoints of other programs: no code in them may run
+    *_entries(
+        "reading checkpoints",
+        ("torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata", Refers(_words("pickle load")),
+         "replaces the pickle module of", f"{_OURS}/checkpoint/unpickling.py"),
+        ("torch.distributed.checkpoint.filesystem", Members(_words("pickle _StorageInfo _StoragePrefix")),
+         "replaces the pickle module of, and allows classes of,", f"{_OURS}/checkpoint/unpickling.py"),
+        ("torch.distributed.checkpoint.metadata", Members(_words("_MEM_FORMAT_ENCODING")), "allows classes of",
+         f"{_OURS}/checkpoint/unpickling.py"),
+        ("torch.serialization", Members(("_get_layout",)), "allows a function of",
+         f"{_OURS}/checkpoint/unpickling.py"),
+        (f"{_CHECKPOINT}.strategies.torch", Members(_words("MCoreMetadata MCoreSavePlan")), "allows classes of",
+         f"{_OURS}/checkpoint/unpickling.py"),
+    ),
+)  # fmt: skip
+
+_MEGATRON = (
+    *_entries(
+        "cpu",
+        (f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state", Parameters(_words("new_state device graph_safe"),
+         only=True), "replaces", f"{_OURS}/process/cpu.py"),
+        (f"{_MOE}.token_dispatcher:maybe_move_tensor_to_cpu", Parameters(_words("tensor as_numpy record_stream"),
+         only=True), "replaces", f"{_OURS}/process/cpu.py"),
+    ),
+    *_entries(
+        "core optimizer",
+        (_DDP, Members(_words("""ddp_config bucket_groups expert_parallel_bucket_groups dp_group dp_cp_group
+            expt_dp_group""")), "reads attributes of", f"{_OURS}/engine/reset.py"),
+        (f"{_CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", Members(_words("""grad_reduce_handle
+            param_gather_handle param_gather_dispatched per_param_grad_ready_counts is_last_microbatch""")),
+         "resets attributes of", f"{_OURS}/engine/reset.py"),
+        (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
+         "reads attributes of", _OWNED),
+    ),
+    *_entries(
+        "16-bit weights",
+        (f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params", Members(_words("""float16_groups fp32_from_float16_groups
+            fp32_from_fp32_groups grad_scaler""")), "reads attributes of", _OWNED),
+        (f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads", Parameters(()), "calls",
+         _ENGINE),
+    ),
+    *_entries(
+        "distributed optimizer",
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer", Members(_words("""model_float16_groups model_fp32_groups
+            shard_fp32_from_float16_groups shard_fp32_groups data_parallel_group is_stub_optimizer""")),
+         "reads attributes of", _OWNED),
+        (f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", Parameters(()), "calls", _ENGINE),
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer._get_model_param_range_map", Parameters(("param",)), "calls", _OWNED),
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer._copy_model_grads_to_main_grads", Parameters(()), "calls", _ENGINE),
+    ),
+    # optimizers whose state is in fragments are megatron-core's with other copies between weights and masters
+    *_entries(
+        "fragments",
+        (f"{_OPTIMIZER}:MixedPrecisionOptimizer", Parameters(_words("optimizer config grad_scaler init_state_fn")),
+         "derives a class from", f"{_OURS}/engine/fragmented.py"),
+        (f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", Refers(("_copy_main_params_to_model_params",)),
+         "overrides a method inside", f"{_OURS}/engine/sharded.py"),
+        (f"{_OPTIMIZER}:MixedPrecisionOptimizer.reload_model_params", Refers(("_copy_model_params_to_main_params",)),
+         "overrides a method inside", f"{_OURS}/engine/sharded.py"),
+    ),
+    *_entries(
+        "experts",
+        (f"{_MOE}.router:TopKRouter", Members(_words("""local_tokens_per_expert expert_bias topk layer_number
+            reset_global_aux_loss_tracker""")), "resets attributes of", f"{_OURS}/engine/reset.py"),
+        (f"{_MOE}.moe_logging:MetricEntry", Members(_words("values reduce_group needs_dp_avg")), "reads",
+         f"{_OURS}/engine/auxiliary.py"),
+    ),
+    *_entries(
+        "expert biases",
+        (f"{_CORE}.tensor_parallel.layers:ColumnParallelLinear", Members(("explicit_expert_comm",)),
+         "sets attributes of", f"{_OURS}/model/build.py"),
+        (f"{_CORE}.tensor_parallel.layers:RowParallelLinear", Members(("explicit_expert_comm",)),
+         "sets attributes of", f"{_OURS}/model/build.py"),
+    ),
+    *_entries(
+        "fp8",
+        (f"{_CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", Refers(_words("""_forward_impl input weight
+            bias allreduce_dgrad sequence_parallel tp_group""")), "replaces a method inside",
+         f"{_OURS}/model/fp8.py"),
+        (f"{_CORE}.tensor_parallel.layers:RowParallelLinear.forward", Refers(_words("""_forward_impl input weight
+            bias allreduce_dgrad sequence_parallel tp_group""")), "replaces a method inside",
+         f"{_OURS}/model/fp8.py"),
+    ),
+    *_entries(
+        "pipeline traffic",
+        (f"{_CORE}.pipeline_parallel.p2p_communication:P2PCommunicator._communicate", Parameters(_words("""
+            tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"""), only=True),
+         "overrides", _BOUNDARY),
+        (f"{_CORE}.pipeline_parallel.schedules:get_schedule_table", Parameters(_words("""num_microbatches
+            num_model_chunks microbatch_group_size_per_vp_stage""")), "calls", _BOUNDARY),
+    ),
+    *_entries(
+        "elastic",
+        (f"{_CORE}.parallel_state:RankGenerator.get_ranks", Parameters(("token",), only=True), "overrides", _NODES),
+        (f"{_CORE}.parallel_state:RankGenerator", Members(("world_size",)), "replaces", _NODES),
+        (f"{_CORE}.parallel_state:initialize_model_parallel", Refers(_words("RankGenerator get_world_size")),
+         "replaces functions inside", _NODES),
+        (f"{_CORE}.parallel_state:RankGenerator", Parameters(_words("tp ep dp pp cp order"), by_keyword=True),
+         "builds", f"{_OURS}/elastic/domains.py"),
+        (f"{_MOE}.moe_layer:MoELayer.route", Parameters(_words("hidden_states padding_mask"), only=True),
+         "overrides", _LAYER),
+        (f"{_MOE}.moe_layer:MoELayer", Members(_words("experts token_dispatcher config layer_number")),
+         "sets attributes of", _LAYER),
+        (f"{_MOE}.moe_layer:MoESubmodules", Members(_words("experts router")), "replaces fields of", _LAYER),
+        (f"{_MOE}.experts:SequentialMLP", Members(_words("local_experts sharded_state_dict")), "overrides members of",
+         _LAYER),
+        (f"{_CORE}.models.gpt.moe_module_specs:get_moe_module_spec_for_backend", Refers(_words("partial MoELayer")),
+         "changes the functools.partial of", _LAYER),
+        (f"{_MOE}.token_dispatcher:MoETokenDispatcher", Members(_words("""dispatch_preprocess token_dispatch
+            dispatch_postprocess combine_preprocess token_combine combine_postprocess""")), "overrides methods of",
+         f"{_OURS}/elastic/dispatcher.py"),
+        (f"{_DDP}.finish_grad_sync", Parameters(("force_all_reduce",)), "overrides",
+         f"{_OURS}/elastic/gradients.py"),
+    ),
+    *_entries(
+        "writing checkpoints",
+        (f"{_CHECKPOINT}.strategies.filesystem_async:get_write_results_queue", Refers(("_results_queue",)),
+         "replaces the queue inside", f"{_OURS}/checkpoint/writer.py"),
+        (f"{_CHECKPOINT}.strategies.filesystem_async:FileSystemWriterAsync.finish", Parameters(_words("""metadata
+            results"""), only=True), "replaces", f"{_OURS}/checkpoint/dense.py"),
+        (f"{_CHECKPOINT}.serialization:save", Refers(_words("finalize_fns metadata_finalize_fn")),
+         "drops the last finalizer of", f"{_OURS}/checkpoint/dense.py"),
+        (f"{_CHECKPOINT}.strategies.async_utils:AsyncCallsQueue", Members(("async_calls",)), "reads attributes of",
+         f"{_OURS}/checkpoint/dense.py"),
+        (f"{_CHECKPOINT}.strategies.async_utils:_ActiveAsyncRequest", Members(("async_caller",)), "reads fields of",
+         f"{_OURS}/checkpoint/dense.py"),
+        (f"{_CHECKPOINT}.strategies.fully_parallel:FullyParallelSaveStrategyWrapper", Members(_words("""backend
+            version""")), "reads attributes of", f"{_OURS}/checkpoint/writer.py"),
+    ),
+    *_entries(
+        "data files",
+        (f"{_CORE}.datasets.blended_dataset", Members(("safe_numpy_load",)), "replaces a function of",
+         f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+         Refers(("safe_numpy_load",)), "replaces a function inside", f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.indexed_dataset:IndexedDataset.initialize", Refers(("index",)), "reads an attribute of",
+         f"{_OURS}/data/splits.py"),
+        (f"{_CORE}.datasets.indexed_dataset:_IndexReader", Members(_words("""sequence_pointers sequence_lengths
+            dtype_size""")), "reads attributes of", f"{_OURS}/data/splits.py"),
+    ),
+    *_entries(
+        "mock data",
+        (f"{_CORE}.datasets.gpt_dataset:MockGPTLowLevelDataset", Members(("sequence_lengths",)),
+         "reads attributes of", f"{_OURS}/data/splits.py"),
+    ),
+    *_entries(
+        "SentencePieceTokenizer",
+        (f"{_CORE}.tokenizers.text.text_tokenizer:MegatronTokenizerText", Members(("_tokenizer",)),
+         "reads attributes of", f"{_OURS}/data/tokenizer.py"),
+        (f"{_CORE}.tokenizers.text.libraries.sentencepiece_tokenizer:SentencePieceTokenizer",
+         Members(("tokenizer",)), "reads attributes of", f"{_OURS}/data/tokenizer.py"),
+    ),
+)  # fmt: skip
+
+_DEEPSPEED = _entries(
+    "deepspeed",
+    (_ZERO_OPTIMIZER, Parameters(_words("""init_optimizer param_names timers optimizer_params contiguous_gradients
+        reduce_bucket_size use_multi_rank_bucket_allreduce allgather_bucket_size dp_process_group
+        expert_parallel_group expert_data_parallel_group reduce_scatter overlap_comm offload_optimizer_config mpu
+        clip_grad gradient_accumulation_dtype communication_data_type gradient_average partition_grads
+        round_robin_gradients has_moe_layers check_grad_overflow"""), by_keyword=True), "builds",
+     f"{_ZERO}/build.py"),
+    (_ZERO_OPTIMIZER, Members(_words("""optimizer param_names bit16_groups bit16_groups_flat
+        parallel_partitioned_bit16_groups single_partition_of_fp32_groups round_robin_bit16_groups
+        round_robin_bit16_offsets real_dp_process_group nccl_start_alignment_factor allgather_bucket_size
+        partition_gradients cpu_offload""")), "reads attributes of", f"{_ZERO}/optimizer.py"),
+    (_ZERO_OPTIMIZER, Members(_words("""averaged_gradients all_grad_tensors ipg_buckets extra_large_param_to_reduce
+        previous_reduced_grads params_already_reduced micro_step_id _pending_offload_events
+        _offload_accumulated_param_ids _backward_hook_state""")), "resets attributes of", f"{_ZERO}/gradients.py"),
+    (_ZERO_OPTIMIZER, Members(_words("""set_gradient_accumulation_boundary clear_backward_seen_flag enter_backward
+        exit_backward backward_epilogue overlapping_partition_gradients_reduce_epilogue reduce_gradients
+        finalize_gradient_accumulation_boundary zero_grad reset_cpu_buffers _wait_for_offload_copies
+        _release_ipg_buffers _use_compact_grad_partition_buffer _get_compact_grad_partition_buffer""")),
+     "calls methods of", f"{_ZERO}/gradients.py"),
+    ("deepspeed.runtime.zero.stage_1_and_2:IPGBucket", Members(_words("clear buffer index")), "resets",
+     f"{_ZERO}/gradients.py"),
+    ("deepspeed.runtime.base_optimizer:BackwardHookStateManager", Members(_words("""backward_active_depth
+        reset_for_new_step""")), "resets", f"{_ZERO}/gradients.py"),
+    ("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups", Parameters(_words("""groups_flat
+        partitioned_param_groups dp_process_group start_alignment_factor allgather_bucket_size"""), by_keyword=True),
+     "calls", f"{_ZERO}/optimizer.py"),
+    ("deepspeed.comm.comm", Members(("cdb",)), "reads", f"{_ZERO}/attach.py"),
+    ("deepspeed.comm.comm:init_distributed", Parameters(_words("""dist_backend auto_mpi_discovery verbose
+        dist_init_required"""), by_keyword=True), "calls", f"{_ZERO}/attach.py"),
+    ("deepspeed.comm.torch:build_shm_op", Parameters(()), "replaces", f"{_ZERO}/attach.py"),
+    ("deepspeed.comm.torch:TorchBackend", Members(("all_gather_function",)), "replaces a function of",
+     f"{_ZERO}/attach.py"),
+)  # fmt: skip
+
+TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED)
