@@ -14,8 +14,11 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Collection, Iterator
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
@@ -23,10 +26,16 @@ SUPPORTED = {
     "torch": "torch>=2.11,<2.16",
     "megatron-core": "megatron-core>=0.19.2,<0.20",
     "deepspeed": "deepspeed>=0.19,<0.20",
+    "transformer-engine": "transformer-engine>=2.15",
 }
 """By library, the releases that the table was compared with."""
 
-_PACKAGES = {"torch": "torch", "megatron": "megatron-core", "deepspeed": "deepspeed"}
+_PACKAGES = {
+    "torch": "torch",
+    "megatron": "megatron-core",
+    "deepspeed": "deepspeed",
+    "transformer_engine": "transformer-engine",
+}
 
 
 class Expectation(Protocol):
@@ -99,6 +108,29 @@ class Refers:
         known |= {keyword for names in constants if isinstance(names, tuple) for keyword in names}
         missing = [name for name in self.names if name not in known]
         return f"does not use {missing[0]}" if missing else None
+
+
+@dataclass(frozen=True)
+class StateHolder:
+    """A global object with values that an iteration changes: a dictionary, an object, or a function that returns it.
+
+    Attributes:
+        names: attributes that are dictionaries of lists of tensors, if only the content of these tensors is state,
+            because modules register them once; empty if everything in the object is.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def problem(self, found: Any) -> str | None:
+        """See :class:`Expectation`."""
+        missing = [name for name in self.names if not hasattr(found, name)]
+        return f"has no attribute {missing[0]}" if missing else None
+
+    def state(self, found: Any) -> Any:
+        """The values, or the tensors of :attr:`names`."""
+        if self.names:
+            return [one for name in self.names for tensors in getattr(found, name).values() for one in tensors]
+        return found() if callable(found) else found
 
 
 @dataclass(frozen=True)
@@ -188,6 +220,18 @@ def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
             yield Mismatch(entry, problem)
 
 
+def state_holders() -> list[Callable[[], Any]]:
+    """Functions that return the values of each :class:`StateHolder` whose module is imported."""
+    entries = [entry for entry in TABLE if isinstance(entry.expects, StateHolder)]
+    return [partial(_state_of, entry) for entry in entries if entry.target.partition(":")[0] in sys.modules]
+
+
+def _state_of(entry: PrivateInterface) -> Any:
+    module, _, path = entry.target.partition(":")
+    assert isinstance(entry.expects, StateHolder)
+    return entry.expects.state(operator.attrgetter(path)(sys.modules[module]))
+
+
 def _refusal(library: str, cause: str) -> str:
     return (
         f"{library} {_release_of(library)} cannot be used: {cause}. Fix: pip install '{SUPPORTED[library]}', or report "
@@ -239,6 +283,7 @@ _CORE = "megatron.core"
 _OPTIMIZER, _DIST_OPTIMIZER = f"{_CORE}.optimizer.optimizer", f"{_CORE}.optimizer.distrib_optimizer"
 _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 _MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
+_MODULES = f"{_OURS}/engine/module_state.py"
 _OWNED, _ENGINE = f"{_OURS}/engine/owned.py", f"{_OURS}/engine/optimizer.py"
 _BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/layer.py"
 _ZERO, _ZERO_OPTIMIZER = f"{_OURS}/engine/zero", "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -274,6 +319,11 @@ _TORCH = (
     *_entries(
         "training",
         ("torch", Members(_words("_foreach_mul _foreach_norm")), "calls functions of", _ENGINE),
+    ),
+    *_entries(
+        "fp8 by Transformer Engine",
+        ("transformer_engine.pytorch.quantization:FP8GlobalStateManager.quantization_state",
+         StateHolder(_words("global_amax_history_buffer global_scale_buffer")), "restores the values of", _MODULES),
     ),
     *_entries(
         "fp8",
@@ -341,8 +391,13 @@ _MEGATRON = (
     ),
     *_entries(
         "experts",
-        (f"{_MOE}.router:TopKRouter", Members(_words("""local_tokens_per_expert expert_bias topk layer_number
-            reset_global_aux_loss_tracker""")), "resets attributes of", f"{_OURS}/engine/reset.py"),
+        (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert topk layer_number")),
+         "reads attributes of", f"{_OURS}/engine/boost.py"),
+        (f"{_MOE}.moe_logging:get_moe_metrics_tracker", StateHolder(), "restores the values of", _MODULES),
+        (f"{_CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker", StateHolder(),
+         "restores the values of", _MODULES),
+        (f"{_CORE}.transformer.experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper.tracker", StateHolder(),
+         "restores the values of", _MODULES),
         (f"{_MOE}.moe_logging:MetricEntry", Members(_words("values reduce_group needs_dp_avg")), "reads",
          f"{_OURS}/engine/auxiliary.py"),
     ),

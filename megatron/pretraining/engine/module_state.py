@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.pretraining.engine.owned import is_frozen
 from megatron.pretraining.model.parameters import Pieces, buffer_pieces, unwrap
 from megatron.pretraining.process.cpu import device
+from moc.private_interfaces import state_holders
 from moc.state.fragments import Piece
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
 from moc.state.operators import MODULE_STATE, operator_of
@@ -38,27 +35,6 @@ from moc.state.region import Region
 from moc.state.undo_log import Place, Saved, UndoLog, differs, places, record
 
 _LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
-
-
-def _fp8_scales() -> list[torch.Tensor]:
-    """Transformer Engine's scales and histories of largest values, which its kernels change without torch's knowledge.
-
-    Modules register them once.  So their content is restored, and never their registration.
-    """
-    quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
-    if quantization is None:
-        return []
-    state = quantization.FP8GlobalStateManager.quantization_state
-    buffers = state.global_amax_history_buffer, state.global_scale_buffer
-    return [tensor for buffer in buffers for tensors in buffer.values() for tensor in tensors]
-
-
-_HOLDERS = (
-    get_moe_metrics_tracker,
-    lambda: MTPLossLoggingHelper.tracker,
-    lambda: DSAIndexerLossLoggingHelper.tracker,
-    _fp8_scales,
-)
 _SPARE = 4096
 """Bytes by which the values of an operator may grow, in addition to their initial size."""
 
@@ -82,7 +58,7 @@ class ModuleState:
         self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in theirs}
         self.committed = {buffer: buffer.detach().clone() for buffer in self._shared}
         self._modules_of = {b: module for module in self._paths for b in module.buffers(recurse=False)}
-        self._undo = UndoLog(self._paths, _HOLDERS, excluded=self.committed)
+        self._undo = UndoLog(self._paths, state_holders(), excluded=self.committed)
         self._after: list[torch.Tensor] | None = None
         self._is_open = False
         self._users = _by_operator(users, self._paths)

@@ -22,6 +22,7 @@ def features(config: Config) -> frozenset[str]:
         "fragments": deepspeed or config.shards_by_blocks,
         "experts": experts,
         "expert biases": experts and config.network.add_bias_linear,
+        "fp8 by Transformer Engine": precision.fp8_format is not None and config.network.transformer_impl != "local",
         "fp8": precision.fp8_format is not None and config.network.transformer_impl == "local",
         "pipeline traffic": pipeline and (snapshots or elastic),
         "elastic": elastic,

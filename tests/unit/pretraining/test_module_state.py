@@ -189,12 +189,12 @@ def test_bytes_of_another_model_are_refused(monkeypatch, of_user):
         others.loaded(others.of_users[OPERATOR])
 
 
-def test_fp8_scales_of_transformer_engine_are_restored(monkeypatch, state):
-    modules, _ = state
+def test_fp8_scales_of_transformer_engine_are_restored(monkeypatch):
     history, scale = torch.zeros(4), torch.ones(2)
     buffers = SimpleNamespace(global_amax_history_buffer={"a": [history]}, global_scale_buffer={"a": [scale]})
     engine = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(quantization_state=buffers))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", engine)
+    modules, _ = built(monkeypatch, Router())
     modules.begin()
     history.data.add_(1)  # no change of the version, as by a kernel
     scale.data.mul_(2)
