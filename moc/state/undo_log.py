@@ -119,27 +119,21 @@ def record(value: Any, copies: bool = True, is_holder: bool = False) -> Saved:
         return Saved(value, value.copy())
     if isinstance(value, (set, collections.deque)):
         return Saved(value, list(value))
-    inside = dict(_parts(value) if not is_holder else _parts_of_holder(value))
-    nested = is_holder and not isinstance(value, (list, tuple))
-    return Saved(value, parts={key: record(part, copies, nested and _is_object(part)) for key, part in inside.items()})
+    parts = {key: record(part, copies, is_holder and _is_object(part)) for key, part in _parts(value, is_holder)}
+    return Saved(value, parts=parts)
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+def _parts(value: Any, is_holder: bool = False) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
+    elif is_holder:
+        yield from ((name, part) for name, part in vars(value).items() if is_state(part) or isinstance(part, dict))
 
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict) or dataclasses.is_dataclass(value)
-
-
-def _parts_of_holder(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        yield from value.items()
-    else:
-        yield from ((name, part) for name, part in vars(value).items() if is_state(part) or isinstance(part, dict))
 
 
 def _restore(saved: Saved) -> Any:
