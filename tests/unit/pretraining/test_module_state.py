@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pretraining.engine import module_state
-from megatron.pretraining.engine.module_state import ModuleState, operator_of_module, paths_of
-from moc.snapshot.capture import Gate, ThreadCapturer
-from moc.snapshot.copies import Copy
-from moc.state.module_bytes import ModuleStateError
-from moc.state.operators import is_module_state, operator_of
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+from megatron.pretraining.engine import module_state  # noqa: E402
+from megatron.pretraining.engine.module_state import ModuleState, operator_of_module, paths_of  # noqa: E402
+from moc.snapshot.capture import Gate, ThreadCapturer  # noqa: E402
+from moc.snapshot.copies import Copy  # noqa: E402
+from moc.state.module_bytes import ModuleStateError  # noqa: E402
+from moc.state.operators import is_module_state, operator_of  # noqa: E402
 
 OPERATOR = "layers.4.router"
 
