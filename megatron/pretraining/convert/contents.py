@@ -13,7 +13,7 @@ import torch
 
 from moc.inspect.coverage import PARAM, SLOTS, missing_operators, operator_or_other
 from moc.policy import is_of_windows
-from moc.state.operators import is_module_state
+from moc.state.operators import MODULE_STATE, is_module_state
 from moc.state.region import Region
 from moc.store import store
 from moc.store.errors import CheckpointError
@@ -83,6 +83,8 @@ class Weights(ConvertedState):
         self._whole, self.tensors = whole, []
         self._rounded: dict[str, torch.dtype] = {}
         for name, slots in whole.slots().items():
+            if name.startswith(MODULE_STATE):  # bytes of a rank's user modules, which no other format has
+                continue
             kept = slots.get(MASTER, slots.get(PARAM))
             if kept is None:
                 raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: the checkpoint is incomplete")
