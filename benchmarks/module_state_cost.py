@@ -32,7 +32,7 @@ ROUTERS = {
     "global_aux_loss": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01".split(),
 }
 GOAL = 0.001
-WARM_UP = 5  # iterations, the first of which record everything
+WARM_UP = 5  # iterations; the first ones record everything
 
 
 def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
@@ -71,14 +71,14 @@ def main() -> int:
     flags = [*KIND, *SIZES, *ROUTERS[own.router], *flags]
     run, stop, _ = begin([*flags, "--train-iters", "1000"])
     measured = measure(run, stop, own.iterations)
-    share = median(inside / whole for inside, whole in measured)
-    inside, whole = (median(one) for one in zip(*measured, strict=True))
+    share = median(inside / duration for inside, duration in measured)
+    inside, duration = (median(one) for one in zip(*measured, strict=True))
     modules = sum(1 for chunk in run.stepper.chunks for _ in chunk.modules())
     changing = len(run.stepper.modules.changing) + len(run.stepper.modules.committed)
-    print(f"{inside * 1e6:.0f} µs of {whole * 1e3:.0f} ms in each iteration: {share:.4%}")
+    print(f"{inside * 1e6:.0f} µs of {duration * 1e3:.0f} ms in each iteration: {share:.4%}")
     print(f"{changing} of the values of {modules} modules change, and are copied")
     result = {"machine": machine(), "flags": flags, "goal": GOAL, "share": share, "modules": modules}
-    result |= {"changing": changing, "inside_s": inside, "iteration_s": whole}
+    result |= {"changing": changing, "inside_s": inside, "iteration_s": duration}
     write_json(own.output, result)
     return 0 if say({f"recording module state takes at most {GOAL:.1%} of an iteration": share <= GOAL}) else 1
 

@@ -42,7 +42,7 @@ class Expectation(Protocol):
     """A property of an interface that the project relies on."""
 
     def problem(self, found: Any) -> str | None:
-        """The difference between what was ``found`` and the expectation, as a predicate; None without one."""
+        """Return the difference between the object ``found`` and the expectation, as a predicate; None without one."""
 
 
 @dataclass(frozen=True)

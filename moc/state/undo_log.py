@@ -24,7 +24,7 @@ import torch
 FULL_RECORDS = 2
 """Iterations that record every value."""
 SCANS = 128
-"""Iterations in which every other value is checked once for a first change."""
+"""Number of iterations that check every other value once for a first change."""
 _LONGEST = 1024
 """Containers with more entries are data rather than state, and are not recorded."""
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
@@ -198,7 +198,7 @@ class UndoLog:
     Args:
         modules: bare modules, without wrappers that hold gradients.
         holders: global objects that collect values in an iteration.
-        excluded: tensors that somebody else restores.
+        excluded: tensors that the caller restores.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class UndoLog:
         self._commits, self._slices = 0, itertools.cycle(range(SCANS))
         self._known: dict[tuple[int, str], Saved] = {}  # every value when it was last checked, without copies
         self._changing: dict[tuple[int, str], Place] = {}
-        self._in_place: set[tuple[int, str]] = set()  # of the changing tensors, those that need copies
+        self._in_place: set[tuple[int, str]] = set()  # changing tensors that need copies
         self._copies: dict[tuple[int, str], torch.Tensor] = {}  # memory for these, used again in each iteration
         self._before: dict[tuple[int, str], tuple[Place, Saved]] | None = None
         self._of_holders: list[Saved] = []
@@ -228,7 +228,7 @@ class UndoLog:
         """Record the values before an iteration, and discard the previous one unless it was committed.
 
         Args:
-            full: record every value, also those that have not changed so far.
+            full: record every value, including values that have not changed so far.
         """
         self.discard()
         self._after = []

@@ -1,4 +1,4 @@
-"""Module state: what forward, backward and the reduction of gradients change in modules, by operator.
+"""Module state: values of modules that forward, backward and the reduction of gradients change, by operator.
 
 Three kinds are distinguished:
 

@@ -55,7 +55,7 @@ def install() -> None:
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
     warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
-    for name, text in _DEPRECATIONS.items():
+    for name, text in _NOTICES.items():
         logging.getLogger(f"megatron.core.{name}").addFilter(_Without(text))
     # deprecated torch names that megatron-core still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core|torch\.distributed")
@@ -72,9 +72,10 @@ def install() -> None:
     _installed = True
 
 
-_DEPRECATIONS = {  # megatron-core 0.19 logs these in each job, and a user cannot act on them
+_NOTICES = {  # megatron-core 0.19 logs these in each job, and a user cannot act on them
     "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "distributed.distributed_data_parallel": "full_param_layout not provided",
 }
 
 

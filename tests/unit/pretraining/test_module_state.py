@@ -83,9 +83,11 @@ def test_snapshot_copied_during_reduction_holds_committed_biases(state):
     gate, target = Gate(), torch.zeros(4)
     gate.close()
     capture = ThreadCapturer(gate).start([Copy(modules.committed[router.expert_bias], target)])
-    modules.begin()
-    move(router)
-    gate.open()
+    try:
+        modules.begin()
+        move(router)
+    finally:
+        gate.open()
     capture.wait()
     assert target.tolist() == [1, 2, 3, 4]
 
