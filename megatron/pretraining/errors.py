@@ -17,6 +17,7 @@ from megatron.pretraining.process.rank0 import let_first_worker_speak
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
 from moc.session.settings import SettingsError
+from moc.state.module_bytes import ModuleStateError
 from moc.store.errors import CheckpointError
 
 EXIT_FLAGS = 2
@@ -28,7 +29,7 @@ def reported():
     """Ends the process with one sentence if the cause is known; rank 0 speaks for all that raise it."""
     try:
         yield
-    except (CheckpointError, NonFiniteError) as error:
+    except (CheckpointError, ModuleStateError, NonFiniteError) as error:
         _end(str(error), EXIT_FAILED)
     except (ConfigError, SettingsError, TokenizerError) as error:
         _end(str(error), EXIT_FLAGS)

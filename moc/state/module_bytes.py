@@ -17,6 +17,7 @@ import torch
 _ALIGNMENT = 16
 _PLAIN = (bool, int, float, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set}
+_KINDS = {kind: name for name, kind in _SEQUENCES.items()} | {torch.Size: "tuple"}
 
 
 class ModuleStateError(ValueError):
@@ -24,8 +25,8 @@ class ModuleStateError(ValueError):
 
 
 def size_of(values: Mapping[str, Any]) -> int:
-    """Bytes that :func:`pack` writes."""
-    header, tensors = _described(values)
+    """Bytes that :func:`pack` writes of the values that it can write."""
+    header, tensors = _described({path: value for path, value in values.items() if _is_supported(value)})
     return _start(header) + sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -34,12 +35,16 @@ def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
     """Write values into a uint8 tensor.
 
     Raises:
-        ModuleStateError: the tensor is too small.
+        ModuleStateError: the tensor is too small, or a value has another type.
     """
     header, tensors = _described(values)
     offset = _start(header)
-    if offset + sum(_aligned(tensor.nbytes) for tensor in tensors) > target.numel():
-        raise ModuleStateError(f"the values of {', '.join(values)} have outgrown {target.numel()} bytes")
+    needed = offset + sum(_aligned(tensor.nbytes) for tensor in tensors)
+    if needed > target.numel():
+        raise ModuleStateError(
+            f"module state: {', '.join(values)} need {needed} bytes, and {target.numel()} are reserved. Fix: create "
+            "tensors in their final size in the constructor of the module"
+        )
     text = len(header).to_bytes(8, "little") + header
     target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for tensor in tensors:
@@ -64,17 +69,36 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
         reader = _Reader(source, _start_after(length), header["tensors"])
         return {path: reader.value(tree, current.get(path)) for path, tree in header["values"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ModuleStateError(f"the bytes of module state are not valid ({type(error).__name__}: {error})") from None
+        raise ModuleStateError(
+            f"module state: the saved bytes are not valid ({type(error).__name__}: {error}). Fix: resume from another "
+            "snapshot (--ckpt-step)"
+        ) from None
 
 
 def _described(values: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
-    trees = {path: _tree(value, tensors) for path, value in values.items()}
+    trees = {}
+    for path, value in values.items():
+        try:
+            trees[path] = _tree(value, tensors)
+        except ModuleStateError as error:
+            raise ModuleStateError(
+                f"module state: {path} changes and cannot be saved: {error}. Fix: keep it in a buffer, a number or a "
+                "container of these"
+            ) from None
     table, offset = [], 0
     for tensor in tensors:
-        table.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
+        table.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, tensor.device.type])
         offset += _aligned(tensor.nbytes)
     return json.dumps({"values": trees, "tensors": table}, separators=(",", ":")).encode(), tensors
+
+
+def _is_supported(value: Any) -> bool:
+    try:
+        _tree(value, [])
+    except ModuleStateError:
+        return False
+    return True
 
 
 def _tree(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -88,9 +112,8 @@ def _tree(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {"dict": [[_tree(key, tensors), _tree(part, tensors)] for key, part in value.items()]}
     if isinstance(value, collections.deque):
         return {"deque": [_tree(part, tensors) for part in value], "maxlen": value.maxlen}
-    for kind, sequence in _SEQUENCES.items():
-        if isinstance(value, sequence):
-            return {kind: [_tree(part, tensors) for part in value]}
+    if type(value) in _KINDS:
+        return {_KINDS[type(value)]: [_tree(part, tensors) for part in value]}
     kind, tensor = _as_tensor(value)
     tensors.append(tensor)
     return {kind: len(tensors) - 1}
@@ -105,7 +128,7 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor]:
         return "number", torch.from_numpy(numpy.array(value))
     if isinstance(value, numpy.ndarray):
         return "array", torch.from_numpy(value)
-    raise ModuleStateError(f"values of {type(value).__name__} cannot be saved")
+    raise ModuleStateError(f"values of type {type(value).__name__} have no representation without pickle")
 
 
 class _Reader:
@@ -140,14 +163,15 @@ class _Reader:
         return self._from_tensor(kind, self._tensor(content), current)
 
     def _tensor(self, number: int) -> torch.Tensor:
-        name, shape, offset = self._table[number]
+        name, shape, offset, device = self._table[number]
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
             raise ModuleStateError(f"{name} is no dtype")
         elements = int(numpy.prod(shape, dtype=numpy.int64))
         begin = self._start + offset
         part = self._source[begin : begin + elements * dtype.itemsize]
-        return part.clone().view(dtype).reshape(shape)
+        read = part.clone().view(dtype).reshape(shape)
+        return read.cpu() if device == "cpu" else read
 
     def _from_tensor(self, kind: str, read: torch.Tensor, current: Any) -> Any:
         if kind == "tensor":

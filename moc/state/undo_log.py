@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ SCANS = 128
 """Number of iterations that check every other value once for a first change."""
 _LONGEST = 1024
 """Containers with more entries are data rather than state, and are not recorded."""
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, numpy.generic)
+_OPAQUE = ("transformer_engine.",)
+"""Packages whose modules keep flags and registrations that belong together: none of their attributes is restored."""
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # `training` and the registries of parameters and hooks
 
 Holder = Callable[[], Any]
@@ -100,13 +104,21 @@ def places(modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
     A class lists attributes that the runtime sets between iterations in ``not_module_state``.
     """
     for module in modules:
-        skipped = _OF_EVERY_MODULE | getattr(module, "not_module_state", frozenset())
+        skipped = _skipped(type(module))
         for name, buffer in module._buffers.items():
             if is_state(buffer):
                 yield Place(module._buffers, name)
         for name, value in vars(module).items():
             if name not in skipped and is_state(value):
                 yield Place(vars(module), name)
+
+
+@functools.cache
+def _skipped(kind: type) -> frozenset[str]:
+    """Attributes that are not state: of every module, of opaque packages, and those that a class lists."""
+    opaque = (base for base in kind.__mro__ if base.__module__.startswith(_OPAQUE) and "__init__" in vars(base))
+    named = {name for base in opaque for name in base.__init__.__code__.co_names}
+    return _OF_EVERY_MODULE | getattr(kind, "not_module_state", frozenset()) | named
 
 
 def record(value: Any, copies: bool = True, is_holder: bool = False) -> Saved:

@@ -180,7 +180,10 @@ class ModuleState:
         for module in self._users[operator]:
             if self._paths[module] == of and key.isidentifier() and not hasattr(module, key):
                 return Place(vars(module), key)
-        raise ModuleStateError(f"the model has no place for {path}: it was built with other modules")
+        raise ModuleStateError(
+            f"module state: the snapshot has a value of {path}, which this model cannot have. Fix: resume with the "
+            "modules that the snapshot was written with"
+        )
 
     def _values(self, operator: str, chosen) -> dict[str, Any]:
         wanted = {place.id for place in chosen(self._users[operator])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import math
 import random
 
@@ -67,9 +68,18 @@ def test_too_small_target_is_refused():
         pack(VALUES, torch.zeros(64, dtype=torch.uint8))
 
 
-def test_objects_are_refused():
-    with pytest.raises(ModuleStateError):
-        size_of({"object": object()})
+class Color(enum.IntEnum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize("value", [object(), Color.RED, Point(1, 2), [Point(1, 2)]])
+def test_values_of_other_types_are_refused_and_need_no_memory(value):
+    assert size_of({"value": value}) == size_of({})
+    with pytest.raises(ModuleStateError, match="value"):
+        pack({"value": value}, torch.zeros(200, dtype=torch.uint8))
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 20))

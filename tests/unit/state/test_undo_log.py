@@ -199,3 +199,24 @@ def test_parameters_and_training_mode_are_left_alone():
         module.weight.fill_(7)
     log.discard()
     assert not module.training and module.weight.unique().tolist() == [7]
+
+
+def test_attributes_of_opaque_packages_are_left_alone():
+    class Engine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.is_initialized = False
+
+    Engine.__module__ = "transformer_engine.pytorch.module"
+
+    class OfUser(Engine):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+    module = OfUser()
+    log = UndoLog([module])
+    log.begin()
+    module.is_initialized, module.calls = True, 1
+    log.discard()
+    assert module.is_initialized and module.calls == 0
