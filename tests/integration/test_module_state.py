@@ -19,6 +19,10 @@ KILLS = (
     "kill rank=0 iteration=9 point=after_vote",
     "kill rank=1 iteration=11 point=before_vote",
 )
+LOSSY = {
+    "pec": dict(ckpt_policy="pec", pec_k="1", snapshot_interval=1),
+    "selective": dict(ckpt_policy="selective", selective_experts=1, snapshot_interval=1, selective_gradients="off"),
+}
 POLICIES = {
     "full": dict(ckpt_policy="full", snapshot_interval=1),
     "full every third iteration": dict(ckpt_policy="full", snapshot_interval=3),
@@ -76,6 +80,37 @@ def test_user_modules_survive_lost_workers(policy, layout, data, undisturbed, tm
     flags = data | POLICIES[policy] | dict(train_iters=LAST, inject=KILLS, eval_interval=4, eval_iters=1)
     with node_memory() as memory:
         assert end_of(tmp_path, memory, layout, flags, program=USERS) == undisturbed(layout)
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", LOSSY)
+def test_lossy_policies_restore_values_with_their_experts(policy, data, tmp_path):
+    flags = data | LOSSY[policy] | dict(train_iters=LAST, inject=KILLS, ckpt_dir=str(tmp_path / "snapshots"))
+    with node_memory() as memory:
+        flags |= dict(ckpt_tier="memory", ckpt_memory_dir=memory)
+        with Launched("PP2xEP2", flags, tmp_path, program=USERS) as job:
+            assert job.wait() == 0, job.console[-4000:]
+            assert len(job.records()) == LAST and job.events("lost")
+
+
+def test_values_of_user_modules_survive_a_change_of_the_layout(data, tmp_path):
+    flags = data | dict(ckpt_policy="full", snapshot_interval=4, ckpt_dir=str(tmp_path / "snapshots"), train_iters=8)
+    losses = {}
+    for layout, exit_interval in (("PP2xEP2", 4), ("EP2", 8)):
+        with Launched(layout, flags | dict(exit_interval=exit_interval), tmp_path / layout, program=USERS) as job:
+            assert job.wait() == 0, job.console[-4000:]
+            losses |= {iteration: loss for iteration, loss, _ in job.records()}
+    with Launched("PP2xEP2", flags | dict(ckpt_dir=str(tmp_path / "other")), tmp_path / "other", program=USERS) as job:
+        assert job.wait() == 0, job.console[-4000:]
+        # each worker has values of its own, so other workers have others
+        assert losses == pytest.approx({iteration: loss for iteration, loss, _ in job.records()}, rel=2e-2)
+
+
+def test_elastic_job_refuses_user_modules_with_values(data, tmp_path):
+    flags = dict(elastic=True, elastic_slots=3, use_distributed_optimizer=False, calculate_per_token_loss=True)
+    with Launched("DP2", data | flags, tmp_path, program=USERS) as job:
+        assert job.wait() == 2 and "--elastic" in job.console and "Traceback" not in job.console
 
 
 @pytest.mark.recovery

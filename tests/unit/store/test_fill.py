@@ -59,6 +59,28 @@ def test_another_shape_is_refused_where_nothing_is_padded(tmp_path):
         values_for(fragment((6, 3), Region((0, 0), (6, 3)), padded=False), RegionReader([tmp_path / "file"]))
 
 
+@pytest.mark.parametrize(("index", "expected"), [(2, [2, 2, 2]), (7, [1, 1, 1]), (10, [1, 1, 1])])
+def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, expected, tmp_path):
+    tensors = [
+        RegionTensor(f"module_state.output.{i}", "param", (3,), Region((0,), (3,)), torch.full((3,), i).byte())
+        for i in (10, 1, 2)
+        if i != index or index == 2
+    ]
+    write_regions(tmp_path / "file", tensors)
+    reader = RegionReader([tmp_path / "file"])
+
+    def read(operator: str, size: int) -> list[int]:
+        view, region = torch.empty(size, dtype=torch.uint8), Region((0,), (size,))
+        name = f"module_state.{operator}.{index}"
+        return values_for(
+            Fragment(name, "param", (size,), region, view, True, True, view, 0, (0,), True), reader
+        ).tolist()
+
+    assert read("output", 3) == expected
+    assert read("output", 5) == [*expected, 0, 0]
+    assert read("embedding", 2) == [0, 0]
+
+
 def test_what_is_not_there_is_named(tmp_path):
     saved(tmp_path / "file", 4)
     with pytest.raises(MissingRegionError, match="no file holds master of other"):
