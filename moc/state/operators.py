@@ -53,12 +53,13 @@ OPERATORS = {
 
 MODULE_STATE = "module_state."
 """Prefix of the names of user modules' state: ``module_state.OPERATOR.INDEX``, of a worker's index in its stage."""
-_BUFFERS = ("router.expert_bias", "router.qb_beta")
+SHARED_BUFFERS = ("expert_bias", "qb_beta")
+"""Buffers of megatron-core's routers, which are equal on all data-parallel ranks and change with an update."""
 
 
 def is_module_state(name: str) -> bool:
     """Whether a tensor is state of modules that no optimizer updates: a router's biases, or values of user modules."""
-    return name.startswith(MODULE_STATE) or name.endswith(_BUFFERS)
+    return name.startswith(MODULE_STATE) or name.endswith(tuple(f"router.{buffer}" for buffer in SHARED_BUFFERS))
 
 
 def _pattern(names: str) -> re.Pattern[str]:

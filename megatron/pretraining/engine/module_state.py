@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ from megatron.pretraining.process.cpu import device
 from moc.private_interfaces import state_holders
 from moc.state.fragments import Piece
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
-from moc.state.operators import MODULE_STATE, operator_of
+from moc.state.operators import MODULE_STATE, SHARED_BUFFERS, operator_of
 from moc.state.region import Region
-from moc.state.undo_log import Place, Saved, UndoLog, differs, places, record
+from moc.state.undo_log import Place, UndoLog, differs, places, record
 
 _LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _SPARE = 4096
@@ -54,17 +54,18 @@ class ModuleState:
         models = [unwrap(chunk) for chunk in chunks]
         self._paths = {module: path for model in models for module, path in paths_of(model)}
         users = [module for module in self._paths if not type(module).__module__.startswith(_LIBRARIES)]
-        theirs = {id(buffer) for module in users for buffer in module.buffers(recurse=False)}
+        buffers = (item for module in users for item in module.named_buffers(recurse=False))
+        theirs = {id(buffer) for name, buffer in buffers if name not in SHARED_BUFFERS}
         self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in theirs}
         self.committed = {buffer: buffer.detach().clone() for buffer in self._shared}
         self._modules_of = {b: module for module in self._paths for b in module.buffers(recurse=False)}
         self._undo = UndoLog(self._paths, state_holders(), excluded=self.committed)
         self._after: list[torch.Tensor] | None = None
         self._is_open = False
-        self._users = _by_operator(users, self._paths)
-        self._built: dict[tuple[int, str], Saved] = {p.id: record(p.value, copies=False) for p in places(users)}
+        self._users = self._by_operator(users)
+        self._built = {place.id: record(place.value, copies=False) for place in self._own_places(users)}
         self._loaded: set[tuple[int, str]] = set()
-        self.of_users = {operator: _memory(self._values(operator, places)) for operator in self._users}
+        self.of_users = {operator: _memory(self._values(operator, self._own_places)) for operator in self._users}
 
     def begin(self) -> None:
         """Record the state before an iteration; restore it first if the previous one was not committed."""
@@ -73,8 +74,11 @@ class ModuleState:
         self._undo.begin()
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Make the values after an iteration, also of a suspended one, the committed ones; not of frozen operators.
+    def commit(self, skipped: bool = False) -> None:
+        """Make the values after an iteration, also of a suspended one, the committed ones.
+
+        Buffers that move with an update, such as expert biases, stay if the update is ``skipped``, and if their
+        operator is frozen.
 
         Raises:
             ModuleStateError: values of a user module have outgrown the memory for them.
@@ -85,7 +89,7 @@ class ModuleState:
         elif not self._is_open:
             return
         for buffer, committed in self.committed.items():
-            if self._is_frozen(buffer):
+            if skipped or self._is_frozen(buffer):
                 buffer.copy_(committed)
         _copy(self.committed.values(), self.committed)
         self._after, self._is_open = None, False
@@ -192,15 +196,27 @@ class ModuleState:
     def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Place]:
         """Places of values that have changed since the model was built; on a GPU, no value is read."""
         changing = {place.id for place in self._undo.changing} | self._loaded
-        for place in places(modules):
+        for place in self._own_places(modules):
             built = self._built.get(place.id)
             if place.id in changing or built is None or differs(built, place.value):
                 yield place
 
     def _places(self, operator: str) -> Iterator[tuple[str, Place]]:
         for module in self._users[operator]:
-            for place in places([module]):
+            for place in self._own_places([module]):
                 yield f"{self._paths[module]}.{place.key}", place
+
+    def _own_places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
+        """Places of values that belong to this rank alone."""
+        shared = {id(buffer) for buffer in self.committed}
+        return (place for place in places(modules) if id(place.value) not in shared)
+
+    def _by_operator(self, modules: Iterable[torch.nn.Module]) -> dict[str, list[torch.nn.Module]]:
+        found: dict[str, list[torch.nn.Module]] = defaultdict(list)
+        for module in modules:
+            if any(self._own_places([module])):
+                found[operator_of_module(self._paths[module])].append(module)
+        return dict(found)
 
     def _is_frozen(self, buffer: torch.Tensor) -> bool:
         own = list(self._modules_of[buffer].parameters(recurse=False))
@@ -222,16 +238,6 @@ def _global_number(model: torch.nn.Module, found: re.Match[str]) -> str:
     if not found[2]:
         return path
     return f"{path}.mlp.experts.experts.{layer.mlp.local_expert_indices[int(found[2].rpartition('.')[2])]}"
-
-
-def _by_operator(
-    modules: Sequence[torch.nn.Module], paths: dict[torch.nn.Module, str]
-) -> dict[str, list[torch.nn.Module]]:
-    found: dict[str, list[torch.nn.Module]] = defaultdict(list)
-    for module in modules:
-        if any(places([module])):
-            found[operator_of_module(paths[module])].append(module)
-    return dict(found)
 
 
 def operator_of_module(path: str) -> str:

@@ -114,7 +114,7 @@ class Stepper:
     def complete(self, record: StepRecord) -> None:
         """Updates the state as the vote decided, once gradients are reduced."""
         self.optimizer.apply(record.grad_norm)
-        self.modules.commit()
+        self.modules.commit(record.skipped)
         if not record.skipped:
             self.scheduler.step(self.topology.global_batch_size)
 
@@ -174,6 +174,7 @@ class Stepper:
             auxiliary=self.auxiliary.means(vote),
         )
         if self.refuse_non_finite and (skipped or not math.isfinite(loss)):
+            self.modules.discard()
             raise NonFiniteError(
                 f"iteration {record.iteration}: loss {loss} and gradient norm {record.grad_norm} are not finite; "
                 "no weight has moved: lower --lr, look at the data, or let such iterations be skipped "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-PATIENCE = 3.0  # seconds for rank 0 to report and exit, whereupon the launcher ends the other workers
+PATIENCE = 15.0  # seconds for rank 0 to report and exit, whereupon the launcher ends the other workers
 
 
 def is_first_worker() -> bool:

@@ -139,6 +139,16 @@ def test_biases_of_frozen_router_stay(state):
     assert router.expert_bias.tolist() == modules.committed[router.expert_bias].tolist() == [1, 2, 3, 4]
 
 
+def test_skipped_update_moves_no_bias_and_keeps_other_values(of_user):
+    modules, router = of_user
+    modules.begin()
+    move(router)
+    router.calls += 1
+    modules.commit(skipped=True)
+    assert router.expert_bias.tolist() == modules.committed[router.expert_bias].tolist() == [1, 2, 3, 4]
+    assert router.calls == 1
+
+
 def test_evaluation_changes_nothing(of_user):
     modules, router = of_user
     with modules.unchanged():
