@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from moc.store.storage import LocalPlace
@@ -9,6 +11,7 @@ from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.tiny import EXPERT_BIAS
+from tests.shared import ALL
 
 LAST = 14
 USERS = "tests/integration/stateful_pretrain_gpt_moe.py"
@@ -44,6 +47,9 @@ ROUTERS = {
     "expert bias": dict(moe_router_load_balancing_type="none") | EXPERT_BIAS,
     "z loss": dict(moe_router_load_balancing_type="none", moe_z_loss_coeff=0.1),
 }
+PAIRS = (
+    list(itertools.product(ROUTERS, POLICIES)) if ALL else list(zip(ROUTERS, itertools.cycle(POLICIES), strict=False))
+)
 
 
 def end_of(directory, memory: str, layout: str, flags: dict, **options) -> tuple[dict, list]:
@@ -115,10 +121,12 @@ def test_elastic_job_refuses_user_modules_with_values(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ROUTERS)
-def test_router_state_survives_lost_workers(kind, data, tmp_path):
+@pytest.mark.parametrize(("kind", "policy"), PAIRS)
+def test_router_state_survives_lost_workers(kind, policy, data, tmp_path):
     # several micro batches: an average over one does not change if that is counted twice
-    flags = data | ROUTERS[kind] | dict(train_iters=LAST, global_batch_size=8, ckpt_policy="full", snapshot_interval=1)
+    flags = data | ROUTERS[kind] | dict(train_iters=LAST, global_batch_size=8)
     with node_memory() as memory:
-        plain = end_of(tmp_path / "plain", memory, "PP2xEP2", flags)
-        assert end_of(tmp_path / "killed", memory, "PP2xEP2", flags | dict(inject=KILLS)) == plain
+        undisturbed = dict(ckpt_policy="full", snapshot_interval=LAST)
+        plain = end_of(tmp_path / "plain", memory, "PP2xEP2", flags | undisturbed)
+        flags |= POLICIES[policy] | dict(inject=KILLS)
+        assert end_of(tmp_path / "killed", memory, "PP2xEP2", flags) == plain

@@ -4,9 +4,9 @@ Three kinds are distinguished:
 
 * Persistent buffers of megatron-core's modules, such as the routers' balancing biases, are equal on all data-parallel
   ranks.  A committed copy of each is part of the training state.
-* Modules of users may keep any buffers, tensors, numbers and small containers.  Each rank has its own values.  Those
-  that have changed since the model was built are serialized into one tensor of bytes per operator and rank, which is
-  part of the training state as well.
+* Modules of users, and modules of torch with buffers, may keep any buffers, tensors, numbers and small containers.
+  Each rank has its own values.  Values that have changed since the model was built are serialized into one tensor of
+  bytes per operator and rank, which is part of the training state as well.
 * All other values, such as the routers' token counts, only have to be as before after a discarded iteration.
 
 Snapshots read the committed copies, which change only in :meth:`ModuleState.commit`, after copies of the previous
@@ -34,7 +34,7 @@ from moc.state.operators import MODULE_STATE, SHARED_BUFFERS, operator_of
 from moc.state.region import Region
 from moc.state.undo_log import Place, UndoLog, differs, places, record
 
-_LIBRARIES = ("torch.", "megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
+_LIBRARIES = ("megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _SPARE = 4096
 """Bytes by which the values of an operator may grow, in addition to their initial size."""
 
@@ -53,7 +53,7 @@ class ModuleState:
     def __init__(self, chunks: Sequence[torch.nn.Module]):
         models = [unwrap(chunk) for chunk in chunks]
         self._paths = {module: path for model in models for module, path in paths_of(model)}
-        users = [module for module in self._paths if not type(module).__module__.startswith(_LIBRARIES)]
+        users = [module for module in self._paths if _keeps_values(module)]
         buffers = (item for module in users for item in module.named_buffers(recurse=False))
         theirs = {id(buffer) for name, buffer in buffers if name not in SHARED_BUFFERS}
         self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in theirs}
@@ -221,6 +221,14 @@ class ModuleState:
     def _is_frozen(self, buffer: torch.Tensor) -> bool:
         own = list(self._modules_of[buffer].parameters(recurse=False))
         return bool(own) and all(map(is_frozen, own))
+
+
+def _keeps_values(module: torch.nn.Module) -> bool:
+    """Whether a module may keep values of its own: one of a user, or one of torch with buffers, such as BatchNorm."""
+    package = type(module).__module__
+    if package.startswith("torch."):
+        return any(True for _ in module.buffers(recurse=False))
+    return not package.startswith(_LIBRARIES)
 
 
 def paths_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -163,6 +163,23 @@ def test_library_modules_have_no_bytes(state):
     assert not modules.of_users and not modules.pieces_of_users()
 
 
+def test_torch_modules_keep_values_if_they_have_buffers(monkeypatch):
+    router: Any = Router()
+    router.norm, router.linear = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+    modules, _ = built(monkeypatch, router)
+    assert list(modules.of_users) == [OPERATOR]
+    modules.begin()
+    router.norm(torch.randn(4, 3))
+    modules.commit()
+    others_router: Any = Router()
+    others_router.norm = torch.nn.BatchNorm1d(3)
+    others, _ = built(monkeypatch, others_router)
+    others.of_users[OPERATOR].copy_(modules.of_users[OPERATOR])
+    others.loaded(others.of_users[OPERATOR])
+    for name, buffer in router.norm.named_buffers():
+        assert torch.equal(others_router.norm.get_buffer(name), buffer), name
+
+
 def test_values_of_user_module_are_loaded_by_another_process(monkeypatch, of_user):
     modules, router = of_user
     for _ in range(3):
