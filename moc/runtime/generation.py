@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Store
+from torch.torch_version import TorchVersion
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
 from moc.runtime.interruptible import InterruptibleThread
@@ -266,7 +267,7 @@ def _gloo(group: _Group, store: Store, devices: list) -> Backend:
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
     backend = gloo(store, group.rank(), group.size(), options)
     backend._set_default_timeout(group.timeout)
-    backend._set_sequence_number_for_group()
+    _start_numbering(backend)
     return backend
 
 
@@ -278,5 +279,11 @@ def _nccl(group: _Group, store: Store, device: torch.device, made: list) -> Back
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
     backend = nccl(store, group.rank(), group.size(), options)
     made.append(backend)  # from here on, it can be aborted
-    backend._set_sequence_number_for_group()
+    _start_numbering(backend)
     return backend
+
+
+def _start_numbering(backend: Backend) -> None:
+    """Start the sequence numbers of a group, which torch does itself from 2.15 on, where it warns of the call."""
+    if TorchVersion(torch.__version__) < (2, 15):
+        backend._set_sequence_number_for_group()
