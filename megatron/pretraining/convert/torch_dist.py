@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -205,8 +206,20 @@ def write_weights(
     except CheckpointError:
         raise  # unreadable values
     except RuntimeError as error:  # torch's error for a full disk, with the cause as its context
+        _drop_reports_of_unflushed_files()
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(*(reason.args if isinstance(reason, OSError) else (0, str(reason)))) from error
+
+
+def _drop_reports_of_unflushed_files() -> None:
+    """Drop the traceback that Python 3.13 prints when it finalizes the file objects of torch's failed write."""
+    report = sys.unraisablehook
+
+    def filtered(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, ValueError) and "closed file" in str(unraisable.exc_value)):
+            report(unraisable)
+
+    sys.unraisablehook = filtered
 
 
 def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, results: list, iteration: int) -> None:
