@@ -7,9 +7,11 @@ touch the bytes; this module makes the plans, which determine what is read or wr
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -205,21 +207,24 @@ def write_weights(
         _finish(directory, writer, metadata, [writer.write_data(plan, planner).wait() for plan in plans], iteration)
     except CheckpointError:
         raise  # unreadable values
-    except RuntimeError as error:  # torch's error for a full disk, with the cause as its context
-        _drop_reports_of_unflushed_files()
+    except (OSError, RuntimeError) as error:  # torch's error for a full disk, or one with the cause as its context
+        _finalize_files_of(error)
+        if isinstance(error, OSError):
+            raise
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(*(reason.args if isinstance(reason, OSError) else (0, str(reason)))) from error
 
 
-def _drop_reports_of_unflushed_files() -> None:
-    """Drop the traceback that Python 3.13 prints when it finalizes the file objects of torch's failed write."""
-    report = sys.unraisablehook
-
-    def filtered(unraisable: Any) -> None:
-        if not (isinstance(unraisable.exc_value, ValueError) and "closed file" in str(unraisable.exc_value)):
-            report(unraisable)
-
-    sys.unraisablehook = filtered
+def _finalize_files_of(error: BaseException | None) -> None:
+    """Finalize the file objects of torch's failed write here, where Python 3.13's reports of it can be dropped."""
+    report, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
+        gc.collect()
+    finally:
+        sys.unraisablehook = report
 
 
 def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, results: list, iteration: int) -> None:
