@@ -285,5 +285,5 @@ def _nccl(group: _Group, store: Store, device: torch.device, made: list) -> Back
 
 def _start_numbering(backend: Backend) -> None:
     """Start the sequence numbers of a group, which torch does itself from 2.15 on, where it warns of the call."""
-    if TorchVersion(torch.__version__) < (2, 15):
+    if TorchVersion(torch.__version__) < "2.15":
         backend._set_sequence_number_for_group()
