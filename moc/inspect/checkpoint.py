@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.store import dense_files, valid
+from moc.files import decode, tree
+from moc.files.tree import Tree
+from moc.store import dense_files
 from moc.store import manifest as manifests
 from moc.store.boxes import StoredBox, read_boxes
 from moc.store.dense_files import MANIFEST, STATE
@@ -67,7 +69,8 @@ def is_checkpoint(path: Path) -> bool:
 def format_of(directory: Path) -> str:
     """``snapshot`` if the manifest is of Format v1, else ``dense``."""
     try:
-        return SNAPSHOT if valid.parse((directory / MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
+        written = decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST))["format"]
+        return SNAPSHOT if written == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
 
@@ -129,7 +132,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _read_snapshot(directory: Path) -> Checkpoint:
-    manifest = Manifest.from_json((directory / MANIFEST).read_text(), MANIFEST)
+    manifest = Manifest.from_json(Tree(directory).read(MANIFEST, tree.MANIFEST), MANIFEST)
     files = {name: asdict(entry) for name, entry in manifest.files.items()}
     same = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
     checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **same)
@@ -172,7 +175,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
     if STATE in checkpoint.broken or not path.is_file():
         return  # reported already
     try:
-        state = dict(valid.table(valid.parse(path.read_text(encoding="utf-8")), "it"))
+        state = dict(decode.table(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)), "it"))
     except (ValueError, OSError) as error:
         checkpoint.broken.add(STATE)
         checkpoint.problems.append(f"{STATE}: cannot be read ({error})")
@@ -209,7 +212,7 @@ def boxes_of(directory: Path, name: str) -> list[StoredBox]:
         CheckpointError: the header is invalid, or the file does not hold what it describes.
     """
     try:
-        with open(directory / name, "rb", buffering=0) as file:
+        with open(Tree(directory).open(name), "rb", buffering=0) as file:
             descriptor = file.fileno()
             size = os.fstat(descriptor).st_size
             return read_boxes(name, size, lambda start, stop: os.pread(descriptor, stop - start, start), slack=False)

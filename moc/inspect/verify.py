@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.files.tree import Tree
 from moc.inspect.chains import chain_problems
 from moc.inspect.checkpoint import (
     DENSE,
@@ -216,7 +217,7 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
 def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> list[str]:
     entry = checkpoint.files[name]
     try:
-        with open(checkpoint.directory / name, "rb", buffering=0) as file:
+        with open(Tree(checkpoint.directory).open(name), "rb", buffering=0) as file:
             if checkpoint.format == SNAPSHOT:
                 return _snapshot_problems(checkpoint, name, file, advance)
             if digest_of_file(file, entry["bytes"], advance) != entry["xxh3_128"]:

@@ -76,7 +76,7 @@ def summary(manifest: Manifest) -> Summary:
 
 def look(store: Store) -> tuple[list[Summary], list[str]]:
     """Returns the checkpoints in a store, and the problems of those whose manifest cannot be read."""
-    summaries, problems = [], []
+    summaries, problems = [], store.refused()
     for iteration in store.iterations():
         try:
             summaries.append(summary(store.manifest(iteration)))

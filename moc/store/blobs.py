@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from moc.files.tree import Tree
+
 
 class Blob(Protocol):
     """A file that is immutable while it is read."""
@@ -33,14 +35,16 @@ class LocalBlob:
     Args:
         path: the file.
         in_memory: the file is in a memory file system, so reading ahead is skipped.
+        descriptor: a descriptor of the file, which the blob takes over; by default the path is opened.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, in_memory: bool = False):
+    def __init__(self, path: Path, in_memory: bool = False, descriptor: int | None = None):
         self.name, self._in_memory = str(path), in_memory
-        self._file = open(path, "rb", buffering=0)  # stays open for reading ahead
+        descriptor = Tree(path.parent).open(path.name) if descriptor is None else descriptor
+        self._file = open(descriptor, "rb", buffering=0)  # stays open for reading ahead
         self.size = os.fstat(self._file.fileno()).st_size
         self._bytes = memoryview(b"")
         if self.size:  # private and writable, as torch expects of tensors; pages are copied only on write

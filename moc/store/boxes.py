@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from moc.files import decode
+from moc.files.text import shown
 from moc.state.region import Region
-from moc.store import valid
 from moc.store.described import Described
 
 INDEX = "regions"
@@ -67,29 +68,29 @@ def read_boxes(
     if not 2 <= length <= min(size - _LENGTH, _MOST_HEADER):
         raise ValueError(f"it cannot have {length:,} bytes")
     try:
-        header = valid.parse(bytes(read(_LENGTH, begin)))
-        index = valid.parse(header.pop("__metadata__")[INDEX])
+        header = decode.parse(bytes(read(_LENGTH, begin)))
+        index = decode.parse(header.pop("__metadata__")[INDEX])
         if unknown := header.keys() - index.keys():
-            raise ValueError(f"nothing says what its tensor {valid.shown(min(unknown))} is")
+            raise ValueError(f"nothing says what its tensor {shown(min(unknown))} is")
         _check_spans((header[key]["data_offsets"] for key in index), size - begin, slack)
         return [_box(file, begin, header[key], *about) for key, about in index.items()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not one of regions: {valid.shown(repr(error))}") from None
+        raise ValueError(f"it is not one of regions: {shown(repr(error))}") from None
 
 
 def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, digest=None) -> StoredBox:
     shape = tensor["shape"]
-    valid.name(name, "a tensor")
-    valid.name(slot, f"a slot of {name}")
+    decode.name(name, "a tensor")
+    decode.name(slot, f"a slot of {name}")
     for each in (*global_shape, *offset, *shape):
-        valid.number(each, f"a size of {name}")
-    if valid.number(math.prod(global_shape), f"the number of elements of {name}") < math.prod(shape):
+        decode.number(each, f"a size of {name}")
+    if decode.number(math.prod(global_shape), f"the number of elements of {name}") < math.prod(shape):
         raise ValueError(f"a box of {slot} of {name} is larger than the tensor")
     if digest is not None:
-        valid.digest(digest, f"the hash of a box of {name}")
+        decode.digest(digest, f"the hash of a box of {name}")
     if not len(global_shape) == len(offset) == len(shape):
         raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
-    (start, stop), dtype = tensor["data_offsets"], valid.name(tensor["dtype"], f"the dtype of {name}")
+    (start, stop), dtype = tensor["data_offsets"], decode.name(tensor["dtype"], f"the dtype of {name}")
     element = _ELEMENT_BYTES.get(dtype)
     if element and math.prod(shape) * element != stop - start:
         raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
@@ -99,7 +100,7 @@ def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, 
 
 def _check_spans(spans: Iterable[list[int]], room: int, slack: bool) -> None:
     end = 0
-    numbers = ((valid.number(start, "an offset"), valid.number(stop, "an offset")) for start, stop in spans)
+    numbers = ((decode.number(start, "an offset"), decode.number(stop, "an offset")) for start, stop in spans)
     for start, stop in sorted(numbers):
         if start != end:
             raise ValueError(

@@ -6,13 +6,16 @@ every file with size and hash; a directory without one was not written by this p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from moc.store import store, valid
+from moc.files import decode, tree
+from moc.files.text import shown
+from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.store import store
 from moc.store.digest import digest_of_file
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
@@ -33,7 +36,8 @@ def directory_of(root: str | Path, iteration: int) -> Path:
 def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a published checkpoint under ``root``, ascending."""
     root = Path(root)
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    there = Tree(root)
+    names = [name for name in there.names() if not there.is_refused(name)]
     return sorted(iteration for iteration in map(store.iteration_of, names) if iteration is not None)
 
 
@@ -44,11 +48,14 @@ def latest_iteration(root: str | Path) -> int | None:
         CheckpointError: the tracker does not contain a number.
     """
     tracker = Path(root) / TRACKER
-    if not tracker.is_file():
+    try:
+        text = Tree(root).read(TRACKER, SMALL).decode(errors="replace").strip()
+    except FileNotFoundError:
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration: write the iteration to load into it")
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise CheckpointError(
+            f"{tracker} holds {shown(text)} instead of an iteration: write the iteration to load into it"
+        )
     return int(text)
 
 
@@ -66,18 +73,16 @@ def read_manifest(directory: Path) -> dict | None:
             raise damaged(f"{path} is missing although {STATE} is there")
         return None
     try:
-        manifest = {**valid.table(valid.parse(path.read_text()), "it")}
+        manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
         if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} is of format {valid.shown(manifest['format'])}; this program reads {FORMAT!r}"
-            )
-        valid.number(manifest["iteration"], "its iteration")
-        for name, entry in valid.table(manifest["files"], "files").items():
-            valid.inner_path(name)
-            valid.number(valid.table(entry, f"the entry of {name}")["bytes"], f"the size of {name}")
-            valid.digest(entry["xxh3_128"], f"the hash of {name}")
+            raise CheckpointError(f"{path} is of format {shown(manifest['format'])}; this program reads {FORMAT!r}")
+        decode.number(manifest["iteration"], "its iteration")
+        for name, entry in decode.table(manifest["files"], "files").items():
+            decode.inner_path(name)
+            decode.number(decode.table(entry, f"the entry of {name}")["bytes"], f"the size of {name}")
+            decode.digest(entry["xxh3_128"], f"the hash of {name}")
         return manifest
-    except (ValueError, KeyError, TypeError) as error:
+    except (RefusedFileError, ValueError, KeyError, TypeError) as error:
         raise damaged(f"{path} is damaged ({error})") from None
 
 
@@ -106,12 +111,13 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
         TakenError: another job, or a newer generation of this one, saves there.
     """
     root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
+    with Tree(root).directory(make=True):
+        pass
     if fence is not None:
         fence.take()
     restore_replaced(root)
     for leftover in root.glob(_UNFINISHED):
-        shutil.rmtree(leftover)
+        Tree(root).remove(leftover.name)
     staging = staging_of(root, iteration, _tag(fence))
     staging.mkdir()
     return staging
@@ -135,12 +141,13 @@ def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fen
             sync_directory(directory if directory.is_dir() else directory.parent)
         _replace(staging, final, check)
         sync_directory(root)
-        write_durably(root / TRACKER, str(iteration), _tag(fence), check)
+        Tree(root).write(TRACKER, [str(iteration).encode()], tag=_tag(fence), check=check)
     except FileNotFoundError:  # a successor has removed the unfinished files
         if check is not None:
             check()
         raise
-    shutil.rmtree(_replaced(final), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Tree(root).remove(_replaced(final).name)
     return final
 
 
@@ -169,7 +176,7 @@ def restore_replaced(root: str | Path) -> None:
     for replaced in Path(root).glob(".iter_*.replaced"):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if original.exists():
-            shutil.rmtree(replaced)
+            Tree(root).remove(replaced.name)
         else:
             os.rename(replaced, original)
 
@@ -178,7 +185,7 @@ def remove(root: str | Path, iteration: int) -> None:
     """Deletes a checkpoint; a kill midway leaves no partial one under its name."""
     doomed = staging_of(root, iteration)
     os.rename(directory_of(root, iteration), doomed)
-    shutil.rmtree(doomed)
+    Tree(root).remove(doomed.name)
 
 
 def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
@@ -190,7 +197,7 @@ def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
         size = path.stat().st_size
         if size != entry["bytes"]:
             return f"{path} has {size} bytes instead of {entry['bytes']}: it is truncated or overwritten"
-        with open(path, "rb", buffering=0) as file:
+        with open(Tree(directory).open(name), "rb", buffering=0) as file:
             if digest_of_file(file, size) != entry["xxh3_128"]:
                 return f"{path} does not match its hash: its content is damaged"
     return None

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 from weakref import WeakValueDictionary
 
-from moc.store import valid
+from moc.files import decode
+from moc.files.tree import SMALL, RefusedFileError, Tree
 from moc.store.claims import Claim
-from moc.store.durable import new_file, sync_directory, temporary_of
 from moc.store.errors import CheckpointError, SupersededError, TakenError
 
 NAME = ".fence"
@@ -62,18 +60,27 @@ class Holder:
         return cls(claim, socket.gethostname(), os.getpid(), before)
 
     def to_json(self) -> str:
-        """JSON text."""
-        mine = {"run": self.claim.run, "job": self.claim.job, "term": self.claim.term}
-        return json.dumps({**mine, "host": self.host, "pid": self.pid, "before": self.before})
+        """JSON text with its hash."""
+        claim = self.claim
+        return decode.sealed(asdict(_Stored(claim.job, claim.run, claim.term, self.host, self.pid, self.before)))
 
     @classmethod
-    def from_json(cls, text: str) -> Holder:
-        """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = valid.table(valid.parse(text), "it")
-        job = str(plain["job"])
-        epoch, generation = plain.get("term", (0, 0))
-        claim = Claim(job, (int(epoch), int(generation)), str(plain.get("run", "")))
-        return cls(claim, str(plain.get("host")), int(plain.get("pid", 0)), tuple(plain.get("before", ())))
+    def from_json(cls, text: str | bytes) -> Holder:
+        """The inverse of :meth:`to_json`; raises ValueError on other text."""
+        plain = decode.unsealed(text, _Stored)
+        return cls(Claim(plain.job, plain.term, plain.run), plain.host, plain.pid, plain.before)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The fields of a fence."""
+
+    job: decode.Name
+    run: decode.Name = ""
+    term: tuple[decode.Count, decode.Count] = (0, 0)
+    host: decode.Name = ""
+    pid: decode.Count = 0
+    before: tuple[decode.Name, ...] = ()
 
 
 def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
@@ -109,6 +116,10 @@ def successors(claim: Claim, now: Holder | None, name: str) -> tuple[str, ...]:
     return (*now.before, now.claim.job)[-_REMEMBERED:]
 
 
+class _AliveError(Exception):
+    """Another launch owns the directory and is alive."""
+
+
 class Fence:
     """The fence of a directory, for one claim.
 
@@ -119,7 +130,7 @@ class Fence:
     """
 
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
-        self._root, self.claim, self._patience = root, claim, patience
+        self._root, self.claim, self._patience, self._tree = root, claim, patience, Tree(root)
         self._lock_file: TextIO | None = None
 
     def take(self) -> None:
@@ -156,10 +167,10 @@ class Fence:
             CheckpointError: the fence is unreadable.
         """
         try:
-            return Holder.from_json((self._root / NAME).read_text())
+            return Holder.from_json(self._tree.read(NAME, SMALL))
         except FileNotFoundError:
             return None
-        except (KeyError, TypeError, ValueError) as error:
+        except (RefusedFileError, ValueError) as error:
             raise CheckpointError(
                 f"{self._root / NAME} does not say whose {self._root} is ({error}): remove it, and start this job again"
             ) from None
@@ -167,42 +178,47 @@ class Fence:
     def _begins(self) -> bool:
         """Tries to begin the term; False if another launch is alive or was faster."""
         self._show_life()
-        temporary = temporary_of(self._root / NAME, self.claim.tag)
         try:
-            with open(new_file(temporary), "w", encoding="utf-8") as file:  # must precede reading the fence: see above
-                now = self.read()
-                before = successors(self.claim, now, str(self._root))
-                if now is not None and now.claim.job != self.claim.job and self._lives(now):
-                    return False
-                file.write(Holder.this(self.claim, before).to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, self._root / NAME)
-            sync_directory(self._root)
+            self._tree.write(NAME, self._successor(), tag=self.claim.tag)
         except FileNotFoundError:  # another term has begun meanwhile
             return False
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        except _AliveError:
+            return False
         self._sweep()
         self._show_life()  # the previous owner may have swept the lock away
         now = self.read()
         return now is not None and now.claim == self.claim
 
-    def _sweep(self) -> None:
-        for directory in self._directories():
-            for name in _names(directory):
-                if name.endswith(_UNFINISHED) and name.startswith(".") and self.claim.supersedes(name):
-                    _give_up(directory / name)
-        for name in _names(self._root):
-            if name.startswith(f"{_LOCK}.") and self.claim.supersedes(name):
-                (self._root / name).unlink(missing_ok=True)
+    def _successor(self) -> Iterator[bytes]:
+        """The fence of the claim; reads the present one only after the temporary file is there: see above."""
+        now = self.read()
+        before = successors(self.claim, now, str(self._root))
+        if now is not None and now.claim.job != self.claim.job and self._lives(now):
+            raise _AliveError
+        yield Holder.this(self.claim, before).to_json().encode()
 
-    def _directories(self) -> Iterator[Path]:
-        yield self._root
-        for name in _names(self._root):
-            if _HAS_FILES.fullmatch(name):
-                yield self._root / name
+    def _sweep(self) -> None:
+        for directory in ("", *filter(_HAS_FILES.fullmatch, self._tree.names())):
+            for name in self._tree.names(directory):
+                if name.endswith(_UNFINISHED) and name.startswith(".") and self.claim.supersedes(name):
+                    self._give_up(directory, name)
+        for name in self._tree.names():
+            if name.startswith(f"{_LOCK}.") and self.claim.supersedes(name):
+                self._tree.remove(name)
+
+    def _give_up(self, directory: str, name: str) -> None:
+        """Removes an unfinished file or directory.
+
+        A directory is renamed first, so that no part of it is published.
+        """
+        doomed = f"{name}.given-up"
+        try:
+            with self._tree.directory(directory) as there:
+                os.rename(name, doomed, src_dir_fd=there, dst_dir_fd=there)
+        except FileNotFoundError:  # it was published
+            return
+        with contextlib.suppress(OSError):
+            self._tree.remove(f"{directory}/{doomed}" if directory else doomed)
 
     def _show_life(self) -> None:
         """Holds a lock for the lifetime of this process; forked children do not inherit it."""
@@ -221,7 +237,7 @@ class Fence:
         if _is_current(path):
             return True
         try:
-            with open(path, "r+") as lock_file:
+            with open(path, "r+", opener=_without_links) as lock_file:
                 return not _try_lock(lock_file)
         except FileNotFoundError:
             return False
@@ -237,25 +253,6 @@ def lives(root: Path) -> Holder | None:
     return now if now is not None and fence._lives(now) else None
 
 
-def _give_up(path: Path) -> None:
-    """Removes an unfinished file or directory; a directory is renamed first, so that no part of it is published."""
-    try:
-        if not path.is_dir():
-            path.unlink()
-            return
-        doomed = path.with_name(f"{path.name}.given-up")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-    except FileNotFoundError:  # it was published
-        pass
-
-
-def _names(directory: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(os.listdir(directory))
-    return []
-
-
 def _is_current(path: Path) -> bool:
     """Whether this process holds the existing lock file, rather than a removed one."""
     held = _held.get(path)
@@ -265,7 +262,7 @@ def _is_current(path: Path) -> bool:
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _try_lock(lock_file: TextIO) -> bool:

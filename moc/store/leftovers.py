@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
 from moc.store.runs import run_of
@@ -44,7 +44,9 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
     """
-    return [leftover(path) for path in sorted(memory_home(memory_dir).iterdir()) if path.is_dir()]
+    return [
+        leftover(path) for path in sorted(memory_home(memory_dir).iterdir()) if path.is_dir() and not path.is_symlink()
+    ]
 
 
 def leftover(path: Path) -> Leftover:
@@ -67,7 +69,7 @@ def remove_leftover(one: Leftover) -> None:
     """
     if users := tuple(_users(one.path)):
         raise CheckpointError(f"{one.path} is used by process {users[0]}: stop that job first")
-    shutil.rmtree(one.path)
+    _remove(one.path)
 
 
 def give_back(run: Path, node: str) -> None:
@@ -82,7 +84,11 @@ def give_back(run: Path, node: str) -> None:
         raise CheckpointError(f"{run} is no memory of a run")
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    Tree(path.parent, ours=True).remove(path.name)
 
 
 def _bytes(path: Path) -> int:

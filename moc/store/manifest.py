@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moc.files import decode
+from moc.files.text import shown
 from moc.state.detail import Detail
-from moc.store import valid
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 
@@ -65,9 +66,9 @@ class RankReport:
     @classmethod
     def from_json(cls, text: str) -> RankReport:
         """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = valid.table(valid.parse(text), "a report")
-        parts = valid.file_name(plain["name"]), _file(plain["file"], "its file"), _operators(plain["operators"])
-        return cls(*parts, valid.name(plain.get("job", ""), "its launch"), _term(plain))
+        plain = decode.table(decode.parse(text), "a report")
+        parts = decode.file_name(plain["name"]), _file(plain["file"], "its file"), _operators(plain["operators"])
+        return cls(*parts, decode.name(plain.get("job", ""), "its launch"), _term(plain))
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,17 @@ class Manifest:
         return f'{text[:-1]},"xxh3_128":"{digest_of(text.encode())}"}}'
 
     @classmethod
-    def from_json(cls, text: str, name: str) -> Manifest:
+    def from_json(cls, text: str | bytes, name: str) -> Manifest:
         """Reads a manifest, called ``name`` in messages.
 
         Raises:
             CheckpointError: the manifest is damaged or of another format.
         """
         try:
-            plain = {**valid.table(valid.parse(text), "it")}
+            plain = {**decode.table(decode.parse(text), "it")}
             digest, written = plain.pop("xxh3_128"), plain.pop("format")
             if written != FORMAT:
-                raise CheckpointError(f"{name} is of format {valid.shown(written)}; this program reads {FORMAT!r}")
+                raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
             if digest != _digest({"format": written, **plain}):
                 raise CheckpointError(f"{name} is damaged: it does not match its hash")
             return cls(**_checked(plain))
@@ -161,25 +162,27 @@ def _author(job: str, term: tuple[int, int]) -> dict:
 
 def _checked(plain: dict) -> dict:
     """The fields of a manifest; raises ValueError, KeyError or TypeError if one cannot be."""
-    files = {valid.file_name(file): _file(entry, file) for file, entry in valid.table(plain["files"], "files").items()}
-    layout = {axis: valid.number(size, axis) for axis, size in valid.table(plain["layout"], "layout").items()}
+    files = {
+        decode.file_name(file): _file(entry, file) for file, entry in decode.table(plain["files"], "files").items()
+    }
+    layout = {axis: decode.number(size, axis) for axis, size in decode.table(plain["layout"], "layout").items()}
     return plain | {
-        "iteration": valid.number(plain["iteration"], "its iteration"),
-        "writers": valid.number(plain["writers"], "its number of writers"),
-        "policy": valid.name(plain["policy"], "its policy"),
+        "iteration": decode.number(plain["iteration"], "its iteration"),
+        "writers": decode.number(plain["writers"], "its number of writers"),
+        "policy": decode.name(plain["policy"], "its policy"),
         "files": files,
         "operators": _operators(plain["operators"]),
         "layout": layout,
-        "state": valid.table(plain["state"], "its state"),
-        "run": valid.name(plain.get("run", ""), "its run"),
-        "job": valid.name(plain.get("job", ""), "its launch"),
+        "state": decode.table(plain["state"], "its state"),
+        "run": decode.name(plain.get("run", ""), "its run"),
+        "job": decode.name(plain.get("job", ""), "its launch"),
         "term": _term(plain),
     }
 
 
 def _term(plain: Mapping) -> tuple[int, int]:
     epoch, generation = plain.get("term", (0, 0))
-    return valid.number(epoch, "its epoch"), valid.number(generation, "its generation")
+    return decode.number(epoch, "its epoch"), decode.number(generation, "its generation")
 
 
 def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
@@ -187,21 +190,21 @@ def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
 
 
 def _file(plain: dict, file: str) -> FileEntry:
-    entry = FileEntry(**valid.table(plain, f"the entry of {file}"))
-    valid.digest(entry.header_xxh3_128, f"the hash of {file}")
-    valid.number(entry.header_bytes, f"the header of {file}", most=valid.number(entry.bytes, f"the size of {file}"))
+    entry = FileEntry(**decode.table(plain, f"the entry of {file}"))
+    decode.digest(entry.header_xxh3_128, f"the hash of {file}")
+    decode.number(entry.header_bytes, f"the header of {file}", most=decode.number(entry.bytes, f"the size of {file}"))
     return entry
 
 
 def _operators(plain: dict) -> dict[str, OperatorEntry]:
     entries = {}
-    for name, described in valid.table(plain, "operators").items():
-        entry = OperatorEntry(**valid.table(described, name))
-        valid.name(entry.detail, f"the detail of {name}")
+    for name, described in decode.table(plain, "operators").items():
+        entry = OperatorEntry(**decode.table(described, name))
+        decode.name(entry.detail, f"the detail of {name}")
         if entry.step is not None:
-            valid.number(entry.step, f"the number of updates of {name}")
-        for slot, count in valid.table(entry.elements, f"the slots of {name}").items():
-            valid.number(count, f"the number of elements of {slot} of {name}")
+            decode.number(entry.step, f"the number of updates of {name}")
+        for slot, count in decode.table(entry.elements, f"the slots of {name}").items():
+            decode.number(count, f"the number of elements of {slot} of {name}")
         entries[name] = entry
     return entries
 

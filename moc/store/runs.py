@@ -1,13 +1,11 @@
 """Names of runs: made when a checkpoint directory is first used, and stored there."""
 
-from __future__ import annotations
-
-import json
 import secrets
 import time
 from dataclasses import dataclass
 
-from moc.store import valid
+from moc.files import decode
+from moc.files.tree import RefusedFileError
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 
@@ -24,9 +22,9 @@ class Run:
         made: creation time in Unix seconds.
     """
 
-    run: str
-    address: str
-    made: float
+    run: decode.RunName
+    address: decode.Name
+    made: decode.Seconds
 
 
 def run_of(place: Storage) -> Run | None:
@@ -37,13 +35,10 @@ def run_of(place: Storage) -> Run | None:
         OSError: it cannot be read.
     """
     try:
-        run = Run(**valid.table(valid.parse(place.read(NAME)), "it"))
-        valid.name(run.run, "the name of the run")
-        valid.name(run.address, "its address")
-        return run
+        return decode.unsealed(place.read(NAME), Run)
     except FileNotFoundError:
         return None
-    except (TypeError, ValueError) as error:
+    except (RefusedFileError, ValueError) as error:
         raise CheckpointError(
             f"{place.path(NAME)} does not say which run this is ({error}): restore it, or remove it; then snapshots in "
             "memory are not found"
@@ -62,5 +57,5 @@ def begin_run(place: Storage, address: str) -> Run:
 
 def record_run(place: Storage, run: Run) -> Run:
     """Records the run of a place unless one is recorded, and returns the recorded one."""
-    place.create(NAME, [json.dumps(vars(run)).encode()])
+    place.create(NAME, [decode.sealed(vars(run)).encode()])
     return run_of(place) or run

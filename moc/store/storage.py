@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from moc.store import valid
+from moc.files import tree
+from moc.files.tree import Tree
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.claims import Claim
-from moc.store.durable import sync_directory, temporary_of, write_parts_durably
 from moc.store.fence import Fence
 
 
@@ -57,6 +56,10 @@ class Storage(ABC):
     @abstractmethod
     def names(self, directory: str = "") -> list[str]:
         """Names of the files and directories in a directory; empty if it does not exist."""
+
+    def refused(self) -> list[str]:
+        """Names of entries that are neither files nor directories, such as links: they are not read."""
+        return []
 
     @abstractmethod
     def remove(self, path: str) -> None:
@@ -114,60 +117,49 @@ class LocalPlace(Storage):
 
     def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False, claim: Claim | None = None):
         self.root, self.name, self._in_memory = Path(root), str(root), in_memory
+        self._tree = Tree(root, ours=in_memory)
         self._patience, self.claim = patience, claim
         self._fence = claim and Fence(self.root, claim, patience)
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
-        target = self._inside(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         with self._noticing_losses():
-            write_parts_durably(target, parts, name_too=final, tag=self._tag, check=self.check_owner)
-        if final and target.parent != self.root:
-            sync_directory(self.root)  # the directory may be new there
+            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+        if final and "/" in path:
+            self._tree.sync()  # the directory may be new there
 
     def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Storage`."""
-        target = self._inside(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        whole = temporary_of(target, self._tag)
         try:
-            write_parts_durably(whole, parts)
-            os.link(whole, target)
+            self._tree.write(path, parts, tag=self._tag, replace=False)
         except FileExistsError:
             return False
-        finally:
-            with contextlib.suppress(OSError):
-                whole.unlink(missing_ok=True)
-        sync_directory(target.parent)
         return True
 
     def read(self, path: str) -> bytes:
         """See :class:`Storage`."""
-        return self._inside(path).read_bytes()
+        return self._tree.read(path, tree.MANIFEST)
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
-        return LocalBlob(self._inside(path), self._in_memory)
+        return LocalBlob(self.root / path, self._in_memory, self._tree.open(path))
 
     def names(self, directory: str = "") -> list[str]:
         """See :class:`Storage`."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(self._inside(directory)))
-        return []
+        return self._tree.names(directory)
+
+    def refused(self) -> list[str]:
+        """See :class:`Storage`."""
+        return [name for name in self._tree.names() if self._tree.is_refused(name)]
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`; the removal is durable."""
-        target = self._inside(path)
-        if target.is_dir():
-            while target.exists():
-                with contextlib.suppress(FileNotFoundError):  # another worker removes its own files there
-                    shutil.rmtree(target)
-        elif target.exists():
-            target.unlink()
+        if path:
+            self._tree.remove(path)
+        elif self._in_memory:
+            Tree(self.root.parent, ours=True).remove(self.root.name)
         else:
-            return
-        sync_directory(target.parent)
+            raise ValueError(f"{self.name} is the directory of the checkpoints, which is never removed")
 
     def discard(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`.
@@ -175,21 +167,15 @@ class LocalPlace(Storage):
         The mark is written like a publication.  Files are then removed through a descriptor opened before, so a
         directory recreated under the same name is not affected.
         """
-        path = self._inside(directory)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with self._tree.directory(directory) as descriptor:
+                with contextlib.suppress(FileNotFoundError):  # another worker has removed it
+                    with self._noticing_losses():
+                        self._tree.write(f"{directory}/{mark}", [], tag=self._tag, check=self.check_owner)
+                    tree.empty(descriptor, first, mark)
         except (FileNotFoundError, NotADirectoryError):
             return
-        try:
-            with contextlib.suppress(FileNotFoundError):  # another worker has removed it
-                with self._noticing_losses():
-                    write_parts_durably(path / mark, [], tag=self._tag, check=self.check_owner)
-                _unlink_all(descriptor, first, mark)
-        finally:
-            os.close(descriptor)
-        with contextlib.suppress(OSError):  # it is gone, or another worker writes into it
-            path.rmdir()
-        sync_directory(self.root)
+        self._tree.remove_if_empty(directory)
 
     def free_bytes(self) -> int:
         """See :class:`Storage`."""
@@ -207,12 +193,6 @@ class LocalPlace(Storage):
         if self._fence is not None:
             self._fence.check()
 
-    def _inside(self, path: str) -> Path:
-        """A path of this place; raises ValueError for one that leads out of it."""
-        if path.startswith("/") or ".." in path.split("/"):
-            raise ValueError(f"{valid.shown(path)} is outside of {self.name}")
-        return self.root / path
-
     @property
     def _tag(self) -> str:
         return self.claim.tag if self.claim is not None else ""
@@ -225,22 +205,3 @@ class LocalPlace(Storage):
         except FileNotFoundError:
             self.check_owner()
             raise
-
-
-def _unlink_all(directory: int, first: str, last: str) -> None:
-    names = [name for name in os.listdir(directory) if name not in (first, last)]
-    for name in filter(None, (first, *names, last)):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                os.unlink(name, dir_fd=directory)
-            except (IsADirectoryError, PermissionError):  # systems differ in the error
-                _remove_directory(directory, name)
-
-
-def _remove_directory(parent: int, name: str) -> None:
-    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    try:
-        _unlink_all(descriptor, "", "")
-    finally:
-        os.close(descriptor)
-    os.rmdir(name, dir_fd=parent)

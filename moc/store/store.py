@@ -111,6 +111,11 @@ class Store:
             if self._counts(iteration, names):
                 yield iteration, names
 
+    def refused(self) -> list[str]:
+        """Reports entries with the name of a checkpoint that are no directories: they are neither read nor removed."""
+        names = [name for name in self.place.refused() if iteration_of(name) is not None]
+        return [f"{self.place.path(name)} is a link or a special file, and is ignored" for name in names]
+
     def manifest(self, iteration: int) -> Manifest:
         """The manifest of an iteration's checkpoint.
 
@@ -297,7 +302,8 @@ class Store:
         return part
 
     def _directories(self) -> list[int]:
-        iterations = map(iteration_of, self.place.names())
+        refused = set(self.place.refused())
+        iterations = (iteration_of(name) for name in self.place.names() if name not in refused)
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def _published(self, iteration: int) -> bool:

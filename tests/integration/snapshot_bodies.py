@@ -12,24 +12,25 @@ import threading
 import time
 from collections.abc import Callable
 
+from moc.files import tree
 from moc.session import snapshots
 from moc.snapshot import capture
-from moc.store import durable, storage
+from moc.store import storage
 from moc.store.regions import FileLayout
 from tests.integration import bodies
 
 
 def train_slowly(flags: dict, write_s: float) -> dict:
     """As ``bodies.train``; on the last worker so much time passes before each file of a snapshot in storage."""
-    write = durable.write_parts_durably
+    write = tree.Tree.write
 
-    def slowly(path, *args, **how) -> None:
-        if str(path).startswith(flags["ckpt_dir"]):
+    def slowly(self, *args, **how) -> None:
+        if str(self.root).startswith(flags["ckpt_dir"]):
             time.sleep(write_s)
-        write(path, *args, **how)
+        write(self, *args, **how)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        storage.write_parts_durably = slowly
+        tree.Tree.write = slowly
     return bodies.train(flags)
 
 

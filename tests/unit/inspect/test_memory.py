@@ -43,9 +43,9 @@ time.sleep(1000)
 @pytest.fixture
 def left(tmp_path):
     """Memory of two runs, one of which has snapshots."""
-    places = [memory_place(tmp_path, "/data/ckpt", run) for run in ("aaaa", "bbbb")]
+    places = [memory_place(tmp_path, "/data/ckpt", run) for run in ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")]
     saved(Store(LocalPlace(places[0].root, claim=Claim("ended", (0, 3)))), 10, 20)
-    for place, run in zip(places, ("aaaa", "bbbb"), strict=True):
+    for place, run in zip(places, ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"), strict=True):
         record_run(place, Run(run, "/data/ckpt", 0.0))
     os.link(places[0].root / "iter_0000010" / "rank_00000.safetensors", places[0].root / "a second name")
     return places
@@ -72,12 +72,16 @@ def clean(capsys, tmp_path, *argv):
 def test_what_is_left_is_listed_and_removed(left, capsys, tmp_path):
     taken = sum({f.stat().st_ino: f.stat().st_blocks * 512 for f in left[0].root.rglob("*") if f.is_file()}.values())
     assert [(one.run, one.newest, one.bytes > 0, one.used_by) for one in leftovers(tmp_path)] == [
-        ("aaaa", 20, True, ()),
-        ("bbbb", None, True, ()),
+        ("aaaaaaaaaaaaaaaa", 20, True, ()),
+        ("bbbbbbbbbbbbbbbb", None, True, ()),
     ]
     assert leftovers(tmp_path)[0].bytes == taken  # what has two names is there once
     code, out, _ = clean(capsys, tmp_path)
-    assert code == 0 and "iteration 20  run aaaa in /data/ckpt\n" in out and "no snapshot  run bbbb" in out
+    assert (
+        code == 0
+        and "iteration 20  run aaaaaaaaaaaaaaaa in /data/ckpt\n" in out
+        and "no snapshot  run bbbbbbbbbbbbbbbb" in out
+    )
     code, out, _ = clean(capsys, tmp_path, left[0].root, "--remove")
     assert code == 0 and out.startswith(f"removed  {left[0].root}")
     assert not left[0].root.exists() and left[1].root.exists()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moc.store import durable
-from moc.store.durable import temporary_of, write_durably, write_parts_durably
+from moc.files import tree
+from moc.files.tree import Tree, temporary_name
+from moc.store.durable import write_durably
 from moc.store.storage import LocalPlace
 
 
@@ -28,7 +29,7 @@ def synced(tmp_path, monkeypatch):
 
 def test_contents_are_durable_before_the_name(tmp_path, synced):
     write_durably(tmp_path / "file", "hello")
-    write_parts_durably(tmp_path / "parts", [b"he", memoryview(b"llo")], name_too=False, tag="job-1-2")
+    Tree(tmp_path).write("parts", [b"he", memoryview(b"llo")], name_too=False, tag="job-1-2")
     (temporary, hello), (there, names), (tagged, again) = synced
     assert (hello, there, names, again) == (b"hello", ".", ["file"], b"hello")
     assert temporary.startswith(".file.") and tagged.startswith(".parts.job-1-2.")
@@ -37,13 +38,13 @@ def test_contents_are_durable_before_the_name(tmp_path, synced):
 
 def test_a_temporary_file_is_hidden_and_its_name_cannot_be_foreseen():
     for tag, begin in (("", r"\.file\."), ("job-1-2", r"\.file\.job-1-2\.")):
-        names = {temporary_of(Path("/place/file"), tag).name for _ in range(100)}
+        names = {temporary_name("file", tag) for _ in range(100)}
         assert len(names) == 100 and all(re.fullmatch(rf"{begin}[0-9a-f]{{16}}\.tmp", name) for name in names)
 
 
 def test_nothing_is_written_through_a_planted_link(tmp_path, monkeypatch):
     (tmp_path / "precious").write_text("precious")
-    monkeypatch.setattr(durable, "temporary_of", lambda path, tag: path.with_name("foreseen"))
+    monkeypatch.setattr(tree, "temporary_name", lambda name, tag: "foreseen")
     for link in (os.symlink, os.link):
         link(tmp_path / "precious", tmp_path / "foreseen")
         with pytest.raises(FileExistsError):
@@ -64,17 +65,17 @@ def test_what_the_check_refuses_gets_no_name(tmp_path):
         raise RuntimeError("superseded")
 
     with pytest.raises(RuntimeError, match="superseded"):
-        write_durably(tmp_path / "file", "after", tag="job", check=superseded)
+        Tree(tmp_path).write("file", [b"after"], tag="job", check=superseded)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
 def test_a_place_makes_new_directories_durable_too(tmp_path, synced):
-    place = LocalPlace(tmp_path / "place")
+    place = LocalPlace(tmp_path / "place", in_memory=True)
     place.write("iter/part", [b"x"], final=False)
     place.write("iter/manifest", [b"y"])
     place.write("run", [b"z"])
-    assert [where for where, _ in synced if ".tmp" not in where] == ["place/iter", "place", "place"]
-    assert synced[2] == ("place/iter", ["manifest", "part"])
+    assert [where for where, _ in synced if ".tmp" not in where] == [".", "place/iter", "place", "place"]
+    assert synced[3] == ("place/iter", ["manifest", "part"])
     del synced[:]
     assert place.create("one", [b"1"]) and not place.create("one", [b"2"]) and place.read("one") == b"1"
     assert ("place", ["iter", "one", "run"]) in synced

@@ -173,17 +173,16 @@ def test_a_file_that_was_written_over_before_the_term_began_is_not_published(pri
 
 STALLS = """
 import os, signal, sys
-from moc.store import durable
 from moc.store.claims import Claim
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.unit.store.test_store import publish
-replace = os.replace
-def stopped(source, target):
-    if str(target).endswith("manifest.json"):
+rename = os.rename
+def stopped(source, target, **directories):
+    if target == "manifest.json":
         os.kill(os.getpid(), signal.SIGSTOP)
-    replace(source, target)
-os.replace = stopped
+    rename(source, target, **directories)
+os.rename = stopped
 publish(Store(LocalPlace(sys.argv[1], claim=Claim("launch", (0, 7)))), 30)
 """
 

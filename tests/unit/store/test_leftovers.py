@@ -22,7 +22,12 @@ JOB = "/data/ckpt"
 def places(tmp_path):
     """Memory of two nodes for one run, and of one of them for another run; with all that jobs leave there."""
     made = {}
-    for run, node in (("aaaa", "1"), ("aaaa", "10"), ("bbbb", "1"), ("aaaa", None)):
+    for run, node in (
+        ("aaaaaaaaaaaaaaaa", "1"),
+        ("aaaaaaaaaaaaaaaa", "10"),
+        ("bbbbbbbbbbbbbbbb", "1"),
+        ("aaaaaaaaaaaaaaaa", None),
+    ):
         place = memory_place(tmp_path, JOB, run, node)
         saved(Store(LocalPlace(place.root, claim=Claim("ended", (0, 3)))), 10, 20)
         saved(Store(LocalPlace(place.root / "of_0")), 20)  # the copy that it keeps of another node's
@@ -32,15 +37,18 @@ def places(tmp_path):
 
 
 def test_a_node_gives_back_what_a_run_has_left_there(places, tmp_path):
-    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")
-    assert [key for key, root in places.items() if root.exists()] == [("aaaa", "10"), ("bbbb", "1")]
-    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")  # nothing is there
+    give_back(memory_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
+    assert [key for key, root in places.items() if root.exists()] == [
+        ("aaaaaaaaaaaaaaaa", "10"),
+        ("bbbbbbbbbbbbbbbb", "1"),
+    ]
+    give_back(memory_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")  # nothing is there
 
 
 def test_what_is_in_use_stays(places, tmp_path):
-    owner = LocalPlace(places["aaaa", "1"], claim=Claim("next", (0, 0), "aaaa"))
+    owner = LocalPlace(places["aaaaaaaaaaaaaaaa", "1"], claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
     owner.lock()
-    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")
+    give_back(memory_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
     assert Store(owner).iterations() == [10, 20]
 
 
@@ -73,13 +81,13 @@ def test_a_file_with_several_names_counts_once(tmp_path):
 
 
 def test_what_a_process_uses_is_not_removed(places):
-    path = places["aaaa", "1"]
-    owner = LocalPlace(path, claim=Claim("next", (0, 0), "aaaa"))
+    path = places["aaaaaaaaaaaaaaaa", "1"]
+    owner = LocalPlace(path, claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
     owner.lock()
     assert leftover(path).used_by == (os.getpid(),)
     with pytest.raises(CheckpointError, match=f"{path} is used by process {os.getpid()}: stop that job first"):
         remove_leftover(leftover(path))
-    other = places["aaaa", "10"]
+    other = places["aaaaaaaaaaaaaaaa", "10"]
     buffer = Buffer(4096, other / "slots" / "rank_00000.0")
     assert leftover(other).used_by == (os.getpid(),)  # nobody has the place, but somebody its memory
     buffer.close()
@@ -88,7 +96,7 @@ def test_what_a_process_uses_is_not_removed(places):
 
 
 def test_where_there_is_no_memory_none_is_made(tmp_path):
-    run = memory_of_run(tmp_path, JOB, "aaaa")
+    run = memory_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa")
     shutil.rmtree(run.parent)
     give_back(run, "1")
     assert not run.parent.exists()

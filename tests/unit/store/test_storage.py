@@ -32,7 +32,7 @@ time.sleep(100)
 
 @pytest.fixture
 def place(tmp_path):
-    return LocalPlace(tmp_path / "place", patience=0)
+    return LocalPlace(tmp_path / "place", patience=0, in_memory=True)  # where any name may be removed
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
 
 
 def test_what_others_remove_meanwhile_is_no_error(tmp_path, monkeypatch):
-    place, rmtree = LocalPlace(tmp_path), shutil.rmtree
+    place, rmtree = LocalPlace(tmp_path, in_memory=True), shutil.rmtree
     for name in ("logs/rank_0/a", "logs/rank_1/b"):
         place.write(name, [b"x"])
 

@@ -89,7 +89,7 @@ def store():
     """With two checkpoints; in memory where there is a file system for it, since kills are many."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
-        store = Store(LocalPlace(Path(directory) / "checkpoints"))
+        store = Store(LocalPlace(Path(directory) / "checkpoints", in_memory=True))
         saved(store, 10, 20)
         yield store
 

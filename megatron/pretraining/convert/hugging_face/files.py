@@ -13,7 +13,8 @@ import numpy
 import torch
 import xxhash
 
-from moc.store import valid
+from moc.files import decode
+from moc.files.text import shown
 from moc.store.blobs import LocalBlob
 from moc.store.errors import CheckpointError
 from moc.store.regions import bytes_of
@@ -66,7 +67,7 @@ class StoredTensor:
 def read_json(path: Path) -> Mapping:
     """The object in a file; raises CheckpointError if there is none."""
     try:
-        return valid.table(valid.parse(path.read_text(encoding="utf-8")), "it")
+        return decode.table(decode.parse(path.read_text(encoding="utf-8")), "it")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
 
@@ -96,8 +97,8 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
 def _index(directory: Path) -> dict[str, str] | None:
     if (directory / INDEX).is_file():
         try:
-            table = valid.table(read_json(directory / INDEX).get("weight_map"), "weight_map")
-            return {name: valid.file_name(file) for name, file in table.items()}
+            table = decode.table(read_json(directory / INDEX).get("weight_map"), "weight_map")
+            return {name: decode.file_name(file) for name, file in table.items()}
         except ValueError as error:
             raise CheckpointError(f"{directory / INDEX} is damaged ({error})") from None
     if (directory / ONE_FILE).is_file():
@@ -117,7 +118,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         begin = _LENGTH + length
         if not 2 <= length <= min(blob.size - _LENGTH, _MOST_HEADER):
             raise ValueError(f"its header cannot have {length:,} bytes")
-        header = valid.table(valid.parse(bytes(blob.read(_LENGTH, begin))), "its header")
+        header = decode.table(decode.parse(bytes(blob.read(_LENGTH, begin))), "its header")
         found = {name: _stored(blob, begin, name, about) for name, about in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no whole file of safetensors ({error})") from None
@@ -125,10 +126,10 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(blob: LocalBlob, begin: int, name: str, about: Mapping) -> StoredTensor:
-    start, stop = (valid.number(place, f"a place of {name}") for place in about["data_offsets"])
-    shape = tuple(valid.number(size, f"a size of {name}") for size in about["shape"])
+    start, stop = (decode.number(place, f"a place of {name}") for place in about["data_offsets"])
+    shape = tuple(decode.number(size, f"a size of {name}") for size in about["shape"])
     if about["dtype"] not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {valid.shown(about['dtype'])}, and only {', '.join(_DTYPES)} can be read")
+        raise ValueError(f"{name} is of dtype {shown(about['dtype'])}, and only {', '.join(_DTYPES)} can be read")
     tensor = Tensor(name, shape, _DTYPES[about["dtype"]])
     if stop - start != tensor.nbytes or begin + stop > blob.size:
         raise ValueError(f"{name} must have {tensor.nbytes:,} bytes, and has {min(stop, blob.size - begin) - start:,}")

@@ -1,0 +1,152 @@
+"""Decodes JSON of unknown origin into declared types, in linear time; anything else raises ValueError."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+import msgspec
+import xxhash
+
+from moc.files.text import shown
+
+MOST = 1 << 62
+"""Largest number of bytes or elements."""
+
+_LONGEST = 1000  # characters of a name
+_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
+_DIGEST = "xxh3_128"
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""A whole number of bytes, elements, iterations and the like."""
+
+Finite = Annotated[float, msgspec.Meta(ge=-1.7e308, le=1.7e308)]
+"""A number that is neither infinite nor nan."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""A duration, or a time since 1970."""
+
+Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z")]
+"""Text without control characters."""
+
+FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
+"""Name of a file in the directory of a checkpoint itself."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""An xxh3-128 in hex."""
+
+RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""Name of a run (:mod:`moc.store.runs`)."""
+
+
+def parse(text: str | bytes | bytearray | memoryview) -> Any:
+    """As ``json.loads``, but a key may occur only once in an object.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, is nested too deeply, or repeats a key.
+    """
+    try:
+        return json.loads(bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def convert[T](value: Any, to: type[T]) -> T:
+    """Converts parsed JSON to a type: a dataclass, a union, a container or one of the types above.
+
+    Whole numbers count as floats, and keys of objects as numbers where the type has numbers.  Unknown fields of a
+    dataclass are ignored.
+
+    Raises:
+        ValueError: a value is missing, is of another type or is out of range; the message names its place.
+    """
+    try:
+        return msgspec.convert(value, to, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def decode[T](text: str | bytes | bytearray | memoryview, to: type[T]) -> T:
+    """:func:`parse`, then :func:`convert`; raises ValueError as they do."""
+    return convert(parse(text), to)
+
+
+def sealed(fields: Mapping[str, Any]) -> str:
+    """JSON of some fields with their hash, which :func:`unsealed` compares."""
+    return json.dumps({**fields, _DIGEST: _digest(fields)})
+
+
+def unsealed[T](text: str | bytes, to: type[T]) -> T:
+    """The inverse of :func:`sealed`; a text without a hash, of an earlier version, is accepted.
+
+    Raises:
+        ValueError: the hash differs, or as :func:`decode`.
+    """
+    fields = {**table(parse(text), "it")}
+    digest = fields.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(fields):
+        raise ValueError("it does not match its hash")
+    return convert(fields, to)
+
+
+def table(value: object, what: str) -> Mapping[str, Any]:
+    """A JSON object whose keys are names; raises ValueError for anything else, as the following functions do."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {shown(value)}, and not an object")
+    keys = "".join(value)
+    if len(keys) > _LONGEST or not keys.isprintable():  # all at once: reports have hundreds of objects
+        for key in value:
+            name(key, f"a key of {what}")
+    return value
+
+
+def number(value: object, what: str, most: int = MOST) -> int:
+    """A whole number from 0 to ``most``."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{what} is {shown(value)}, and not a number from 0 to {most}")
+    return value
+
+
+def name(value: object, what: str) -> str:
+    """Text that a terminal shows as it is."""
+    if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
+        raise ValueError(f"{what} is {shown(value)}, and no name")
+    return value
+
+
+def file_name(value: object) -> str:
+    """The name of a file in the directory of a checkpoint itself."""
+    if not isinstance(value, str) or not _FILE.fullmatch(value):
+        raise ValueError(f"{shown(value)} is no name of a file of a checkpoint")
+    return value
+
+
+def inner_path(value: object) -> str:
+    """The path of a file in the directory of a checkpoint or below."""
+    path = PurePosixPath(name(value, "a path"))
+    if path.is_absolute() or not path.parts or ".." in path.parts:
+        raise ValueError(f"{shown(value)} is outside of the checkpoint")
+    return str(path)
+
+
+def digest(value: object, what: str) -> str:
+    """An xxh3-128 in hex."""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
+        raise ValueError(f"{what} is {shown(value)}, and no hash")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return fields
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,26 @@
+"""Text of unknown origin, made safe for terminals and logs."""
+
+from __future__ import annotations
+
+_KEPT = "\n\t"
+
+
+def printable(text: object) -> str:
+    """A text whose control and formatting characters, other than newline and tab, are escaped as in Python literals.
+
+    So no byte of a file reaches a terminal as a command.
+    """
+    string = str(text)
+    if string.isprintable():
+        return string
+    return "".join(one if one.isprintable() or one in _KEPT else _escaped(one) for one in string)
+
+
+def shown(value: object) -> str:
+    """A value in a message: short, in ASCII, and without control characters."""
+    text = ascii(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,0 +1,287 @@
+"""Directories of unknown origin: every access starts at a descriptor of the root, and follows no link below it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from moc.files.text import shown
+
+SMALL = 1 << 20
+"""Limit in bytes of a file with a few values: a fence, the name of a run, a tracker."""
+MANIFEST = 64 << 20
+"""Limit in bytes of a manifest or a report: half a million operators."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_DEEPEST = 32  # levels of directories that are deleted
+_OURS = re.compile(
+    r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
+    r"|\.(fence|run\.json|lock)(\.[\w.-]*)?"
+    r"|\.[\w.-]+\.tmp(\.given-up)?"
+)
+
+
+class RefusedFileError(OSError):
+    """An entry of a directory is no regular file or no directory, is a link, or is larger than its type may be."""
+
+    def __init__(self, what: str, path: object):
+        super().__init__(errno.EINVAL, what, str(path))
+
+
+class Tree:
+    """A directory and what is below it; paths are relative, use slashes, and cannot lead out of it.
+
+    The path of the root itself is the caller's and may contain links.  Methods raise OSError, and its subclass
+    :class:`RefusedFileError` for what is neither a regular file nor a directory.
+
+    Args:
+        root: the directory.
+        ours: this package has made the directory, and nobody else uses it: any name in it may be deleted.
+    """
+
+    def __init__(self, root: str | Path, ours: bool = False):
+        self.root, self._ours = Path(root), ours
+
+    @contextlib.contextmanager
+    def directory(self, path: str = "", make: bool = False) -> Iterator[int]:
+        """Yields a descriptor of a directory; with ``make``, it is made if it does not exist, a root durably."""
+        names = self._parts(path)
+        if make:
+            _make_root(self.root)
+        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for name in names:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=descriptor)
+                inner = self._opened(name, _DIRECTORY, descriptor, path)
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def open(self, path: str, most: int | None = None) -> int:
+        """Opens a regular file for reading; returns its descriptor.
+
+        Args:
+            path: path of the file.
+            most: largest size in bytes; None for any.
+        """
+        above, name = self._split(path)
+        with self.directory(above) as directory:
+            descriptor = self._opened(name, _FILE, directory, path)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RefusedFileError("it is not a regular file", self.root / path)
+            if most is not None and status.st_size > most:
+                raise RefusedFileError(f"it has {status.st_size} bytes, more than {most}", self.root / path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read(self, path: str, most: int) -> bytes:
+        """The contents of a regular file of at most ``most`` bytes."""
+        with open(self.open(path, most), "rb") as file:
+            return file.read(most)
+
+    def names(self, path: str = "") -> list[str]:
+        """Names in a directory, sorted; empty if it does not exist, or is a link or a file."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, RefusedFileError),
+            self.directory(path) as there,
+        ):
+            return sorted(os.listdir(there))
+        return []
+
+    def is_refused(self, name: str) -> bool:
+        """Whether an entry of the root is neither a directory nor a regular file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.directory() as root:
+            mode = os.stat(name, dir_fd=root, follow_symlinks=False).st_mode
+            return not (stat.S_ISDIR(mode) or stat.S_ISREG(mode))
+        return False
+
+    def write(
+        self,
+        path: str,
+        parts: Iterable,
+        name_too: bool = True,
+        tag: str = "",
+        check: Callable[[], None] | None = None,
+        replace: bool = True,
+    ) -> None:
+        """Writes a file atomically and durably as the concatenation of buffers.
+
+        Concurrent writers of a file use separate temporary files, which are removed on failure.
+
+        Args:
+            path: path of the file; its directory is made.
+            parts: buffers to write.
+            name_too: sync the directory too; without it, the name is durable only at the next sync.
+            tag: tag of the writer's claim, part of the temporary file's name.
+            check: called after the write, right before the rename; may raise.
+            replace: replace an existing file; otherwise raises FileExistsError.
+        """
+        above, name = self._split(path)
+        with self.directory(above, make=True) as directory:
+            temporary = temporary_name(name, tag)
+            try:
+                with open(os.open(temporary, _NEW, 0o666, dir_fd=directory), "wb", buffering=0) as file:
+                    for part in parts:
+                        data = memoryview(part)
+                        while data:
+                            data = data[file.write(data) :]
+                    os.fsync(file.fileno())
+                if check is not None:
+                    check()
+                if replace:
+                    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+                else:
+                    os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+                    os.unlink(temporary, dir_fd=directory)
+            except FileExistsError:  # of the temporary file: it is not this writer's; or of the file, see below
+                if not replace:
+                    os.unlink(temporary, dir_fd=directory)
+                raise
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=directory)
+                raise
+            if name_too:
+                os.fsync(directory)
+
+    def remove(self, path: str) -> None:
+        """Deletes a file, a link, or a directory with its contents, durably; a missing one is none of its errors.
+
+        The only function that deletes files of checkpoints.  It follows no link, enters no other mounted file system,
+        and of the root's entries deletes only those with a name that this package gives.
+        """
+        above, name = self._split(path)
+        if not (self._ours or _OURS.fullmatch(self._parts(path)[0])):
+            raise RefusedFileError("no program of this package makes such a name, so none deletes it", self.root / path)
+        with contextlib.ExitStack() as opened:
+            try:
+                directory = opened.enter_context(self.directory(above))
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                _delete(directory, name, _mount_of(directory), _DEEPEST)
+                os.fsync(directory)
+
+    def remove_if_empty(self, path: str) -> None:
+        """Deletes a directory without contents; one that another process still writes into stays."""
+        above, name = self._split(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.directory(above) as directory:
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=directory)
+            os.fsync(directory)
+
+    def sync(self, path: str = "") -> None:
+        """Syncs the names in a directory to disk."""
+        with self.directory(path) as descriptor:
+            os.fsync(descriptor)
+
+    def _split(self, path: str) -> tuple[str, str]:
+        """A path of an entry as the path of its directory and its name there."""
+        self._parts(path)
+        above, _, name = path.rpartition("/")
+        return above, name
+
+    def _parts(self, path: str) -> list[str]:
+        parts = path.split("/") if path else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ValueError(f"{shown(path)} is outside of {self.root}")
+        return parts
+
+    def _opened(self, name: str, flags: int, directory: int, path: str) -> int:
+        self._parts(name)
+        try:
+            return os.open(name, flags, dir_fd=directory)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(directory, name):
+                raise RefusedFileError("it is a symbolic link", self.root / path) from None
+            if error.errno == errno.ENXIO:
+                raise RefusedFileError("it is not a regular file", self.root / path) from None
+            error.filename = str(self.root / path)
+            raise
+
+
+def empty(directory: int, first: str = "", last: str = "") -> None:
+    """Deletes the contents of an open directory, as :meth:`Tree.remove` does.
+
+    Args:
+        directory: its descriptor.
+        first: entry to delete before all others.
+        last: entry to delete after all others.
+    """
+    _empty(directory, _mount_of(directory), _DEEPEST, first, last)
+
+
+def temporary_name(name: str, tag: str = "") -> str:
+    """A new name for a file before the rename, which nobody can foresee and plant a link at."""
+    own = f"{secrets.token_hex(8)}.tmp"
+    return f".{name}.{tag}.{own}" if tag else f".{name}.{own}"
+
+
+def _empty(directory: int, mount: str | int, levels: int, first: str = "", last: str = "") -> None:
+    names = [name for name in os.listdir(directory) if name not in (first, last)]
+    for name in filter(None, (first, *names, last)):
+        with contextlib.suppress(FileNotFoundError):  # another worker deletes there, too
+            _delete(directory, name, mount, levels)
+
+
+def _delete(directory: int, name: str, mount: str | int, levels: int) -> None:
+    if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=directory)
+        return
+    if levels == 0:
+        raise RefusedFileError(f"it has more than {_DEEPEST} levels of directories", name)
+    descriptor = os.open(name, _DIRECTORY, dir_fd=directory)
+    try:
+        if _mount_of(descriptor) != mount:
+            raise RefusedFileError("another file system is mounted there", name)
+        while os.listdir(descriptor):  # another worker may still write into it
+            _empty(descriptor, mount, levels - 1)
+    finally:
+        os.close(descriptor)
+    os.rmdir(name, dir_fd=directory)
+
+
+def _mount_of(descriptor: int) -> str | int:
+    """Identifies the mount of an open directory; a bind mount differs in this, and not in its device."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}") as lines:
+            return next(line for line in lines if line.startswith("mnt_id:"))
+    except (OSError, StopIteration):
+        return os.fstat(descriptor).st_dev
+
+
+def _is_link(directory: int, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    return False
+
+
+def _make_root(root: Path) -> None:
+    """Makes a directory and those above it, and syncs the name of each that is new."""
+    if root.is_dir():
+        return
+    _make_root(root.absolute().parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(root)
+    descriptor = os.open(root.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # such as a parent that this user may not read
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""JSON of unknown origin ends in a value of the declared type, or in ValueError."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from moc.files import decode
+from moc.files.text import printable
+
+
+@dataclass(frozen=True)
+class Example:
+    count: decode.Count
+    rate: decode.Finite = 0.0
+    name: decode.Name = ""
+    run: decode.RunName = "0" * 16
+    table: dict[int, tuple[decode.Count, ...]] | None = None
+
+
+def test_values_of_the_declared_types():
+    text = '{"count": 3, "rate": 2, "name": "x é", "table": {"7": [1, 2]}, "unknown": []}'
+    assert decode.decode(text, Example) == Example(3, 2.0, "x é", table={7: (1, 2)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"count": -1}', '{"count": 4611686018427387905}', '{"count": 1.5}', '{"count": true}', '{"count": "1"}', "{}",
+        '{"count": 1, "rate": Infinity}', '{"count": 1, "rate": NaN}', '{"count": 1, "rate": 1e999}',
+        '{"count": 1, "name": "\\u001b[31m"}', '{"count": 1, "name": "a\\n"}',
+        '{"count": 1, "run": "x/../../../victim"}',
+        '{"count": 1, "run": "0123456789abcdef\\n"}', '{"count": 1, "count": 2}', '{"count": 1, "table": {"x": []}}',
+        "[" * 100_000, '{"a":' * 100_000, "[1" + "0" * 5000 + "]", "", "null", '"\\ud800', b"\xff",
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError):
+        decode.decode(text, Example)
+
+
+def test_a_seal_detects_every_changed_byte():
+    text = decode.sealed({"count": 12, "name": "abc"}).encode()
+    whole = decode.unsealed(text, Example)
+    for place in range(len(text)):
+        for bit in range(8):
+            changed = bytearray(text)
+            changed[place] ^= 1 << bit
+            try:
+                assert decode.unsealed(bytes(changed), Example) == whole
+            except ValueError:
+                pass
+
+
+def test_a_text_without_a_seal_is_of_an_earlier_version():
+    assert decode.unsealed('{"count": 1}', Example) == Example(1)
+
+
+def test_no_control_character_is_printed():
+    text = "".join(map(chr, range(0x3000))) + "\ud800\x9b"
+    shown = printable(text)
+    assert all(one.isprintable() or one in "\n\t" for one in shown) and printable("plain é\n") == "plain é\n"
+
+
+def test_numbers_that_json_has_and_types_have_not():
+    assert math.isinf(decode.parse("Infinity"))  # a record of a skipped iteration has it
+    assert json.loads(decode.sealed({"a": 1}))["a"] == 1
