@@ -37,6 +37,7 @@ from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
 from moc.runtime.exit_codes import SAVED
+from moc.store.tiers import SOCKETS
 from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
@@ -65,7 +66,7 @@ class Target:
         """Where its own processes listen: the controller, and a node's agent and replica server."""
         found = {"controller": f"127.0.0.1:{self._port}"}
         for name, process in self.processes.items():
-            unix = {str(c.laddr) for c in process.net_connections("unix") if str(c.laddr).startswith("@moc-")}
+            unix = {str(c.laddr) for c in process.net_connections("unix") if f"/{SOCKETS}/" in str(c.laddr)}
             found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
         for process in running(self.job.process.pid, "moc.runtime.replica_server"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]

@@ -1,23 +1,18 @@
-"""Process addresses: ``host:port``, ``[IPv6]:port``, ``unix:/path`` or ``unix:@name``.
-
-``unix:@name`` is in Linux's abstract namespace: no file exists that could be removed, and only processes of the same
-user are admitted.
-"""
+"""Process addresses: ``host:port``, ``[IPv6]:port`` or ``unix:/path``."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
-import secrets
 import socket
 import stat
-import struct
+from collections.abc import Iterator
 
 import psutil
 
 _UNIX = "unix:"
-_PEER = struct.Struct("3i")  # process, user, group
+_LONGEST_PATH = 100  # bytes; the kernel's structure has room for 107
 _KEEPALIVE_S, _UNACKNOWLEDGED_MS = 5, 20_000
 _BACKLOG = 256
 
@@ -30,8 +25,7 @@ def candidates(address: str) -> list[tuple[int, tuple | str]]:
         OSError: the host is unknown.
     """
     if address.startswith(_UNIX):
-        path = address[len(_UNIX) :]
-        return [(socket.AF_UNIX, "\0" + path[1:] if path.startswith("@") else path)]
+        return [(socket.AF_UNIX, address[len(_UNIX) :])]
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{address} is not an address: write host:port or unix:/path")
@@ -51,11 +45,10 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
         raise ValueError(f"other machines could connect to {address}: listen on 127.0.0.1, or set beyond_loopback")
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if isinstance(where, str) and where.startswith("\0"):
-            sock.bind(where)
-        elif isinstance(where, str):
+        if isinstance(where, str):
             _remove_left_over(where)
-            sock.bind(where)
+            with short(where) as path:
+                sock.bind(path)
             os.chmod(where, 0o600)  # nobody can connect before listen()
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,6 +59,27 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+@contextlib.contextmanager
+def short(where: tuple | str) -> Iterator[tuple | str]:
+    """Yields a socket address that ``bind`` and ``connect`` take, whatever the length of a Unix socket's path.
+
+    A path over 100 bytes becomes ``/proc/self/fd/N/NAME``, where N is a descriptor of its directory.  The alternatives
+    have side effects: the working directory belongs to all threads, and a link in a temporary directory may stay there.
+
+    Raises:
+        OSError: the directory of a long path does not exist, or cannot be entered.
+    """
+    if isinstance(where, tuple) or len(os.fsencode(where)) <= _LONGEST_PATH:
+        yield where
+        return
+    directory, name = os.path.split(where)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 def interface_towards(address: str) -> str:
@@ -103,37 +117,22 @@ def address_of_interface(name: str) -> str:
     raise OSError(f"the network interface {name} has no address here: choose one of {known}")
 
 
-def text_of(family: int, where: tuple | str | bytes) -> str:
+def text_of(family: int, where: tuple | str) -> str:
     """Formats a socket address as :func:`candidates` reads it."""
-    if isinstance(where, bytes):  # a name in the abstract namespace
-        return f"{_UNIX}@{where[1:].decode()}"
     if isinstance(where, str):
         return _UNIX + where
     host, port = where[:2]
     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 
-def peer_of(sock: socket.socket) -> str:
-    """Name of the peer of an accepted connection, for messages."""
+def peer_of(sock: socket.socket, address: str) -> str:
+    """Name of the peer of a connection that was accepted at an address, for messages."""
     if sock.family == socket.AF_UNIX:  # a connecting Unix socket is unnamed
-        return text_of(sock.family, sock.getsockname())
+        return address
     try:
         return text_of(sock.family, sock.getpeername())
     except OSError:
         return "a peer that is gone"
-
-
-def new_name() -> str:
-    """A unique address in the abstract namespace of this machine."""
-    return f"{_UNIX}@moc-{secrets.token_hex(8)}"
-
-
-def is_ours(sock: socket.socket) -> bool:
-    """Whether the peer of an accepted connection runs as this process's user; always true over TCP."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return user == os.geteuid()
 
 
 def set_up(sock: socket.socket) -> None:
@@ -159,8 +158,11 @@ def _remove_left_over(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, short(path) as where:
+            probe.setblocking(False)
             try:
-                probe.connect(path)
+                probe.connect(where)
             except ConnectionRefusedError:
                 os.unlink(path)
+            except BlockingIOError:  # its queue is full, so it has a listener
+                pass

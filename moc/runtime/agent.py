@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
-from moc.runtime.addresses import name_of_interface, new_name
+from moc.runtime.addresses import name_of_interface
 from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
 from moc.runtime.exit_codes import FROM_WHERE, SAVED
@@ -26,6 +26,7 @@ from moc.runtime.message import Message
 from moc.runtime.orders import Worker
 from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
+from moc.runtime.socket_directory import memory_of_program, socket_directory
 from moc.runtime.wire import WireError
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
@@ -76,7 +77,7 @@ class Agent:
         self._limits = HangLimits(flags.hang_caps)
         self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller may not know
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
-        self._address, self._replica_server = new_name(), new_name()
+        self._address = self._replica_server = ""  # set by run()
         self._lease = Lease.make()
         self._zygote_said: float | None = None  # None until it is warm
         times = Times(flags.silence_s), flags.patience_s, max(flags.max_wait_s, BEGIN_S)
@@ -92,7 +93,13 @@ class Agent:
             GaveUpError: one of this node's devices does not work.
             CannotStartError: the zygote refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
+            OSError: there is no directory for this node's sockets.
         """
+        with socket_directory(memory_of_program(self._flags.command)) as directory:
+            self._address, self._replica_server = f"unix:{directory}/agent", f"unix:{directory}/replicas"
+            return await self._run()
+
+    async def _run(self) -> tuple[int, int]:
         async with await wire.serve(self._address, self._token, self._serve_worker):
             self._zygote = await self._start_zygote()
             interface = self._flags.network_interface
@@ -163,14 +170,12 @@ class Agent:
             self._signal(worker, self._link.asked)
 
     async def _start_zygote(self) -> asyncio.subprocess.Process:
-        return await children.start(
+        return await children.start_reporting(
             "moc.runtime.zygote",
             *self._flags.command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            limit=1 << 20,
             env=environment.UNLESS_SET | os.environ | environment.SET,
-            pass_fds=[self._lease.descriptor],
+            pass_fds=(self._lease.descriptor,),
         )
 
     async def _hear_zygote(self) -> None:

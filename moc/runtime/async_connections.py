@@ -12,8 +12,8 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from moc.runtime.addresses import candidates, is_ours, listening_socket, peer_of, reason_of, set_up, text_of
-from moc.runtime.connections import HANDSHAKE_SECONDS
+from moc.runtime.addresses import candidates, listening_socket, peer_of, reason_of, set_up, short, text_of
+from moc.runtime.connections import AGAIN_S, HANDSHAKE_SECONDS
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
 
@@ -179,14 +179,16 @@ async def serve(
     """
     listener = listener or listening_socket(address, beyond_loopback)
     listener.setblocking(False)
-    return Server(listener, token, on_connection, on_refused, body_limit, handshake_timeout)
+    if listener.family != socket.AF_UNIX:  # the port may have been 0; a long path has another name in the kernel
+        address = text_of(listener.family, listener.getsockname())
+    return Server(address, listener, token, on_connection, on_refused, body_limit, handshake_timeout)
 
 
 class Server:
     """The result of :func:`serve`, listening at ``address``; an asynchronous context manager that closes itself."""
 
-    def __init__(self, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
-        self.address = text_of(listener.family, listener.getsockname())
+    def __init__(self, address, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
+        self.address = address
         self._listener, self._token, self._body_limit = listener, token, body_limit
         self._on_connection, self._on_refused, self._timeout = on_connection, on_refused, handshake_timeout
         self._strangers: dict[asyncio.Task, str] = {}  # oldest first
@@ -195,9 +197,9 @@ class Server:
 
     async def close(self) -> None:
         """Stops listening, cancels all handlers, and closes their connections."""
-        if isinstance(path := self._listener.getsockname(), str):  # first: later it may be the next server's
+        if self._listener.family == socket.AF_UNIX:  # first: later it may be the next server's
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(self.address.removeprefix("unix:"))
         tasks = [self._accepting, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -220,7 +222,7 @@ class Server:
                 await asyncio.sleep(_PAUSE)
                 continue
             self._make_room()
-            peer = peer_of(sock)
+            peer = peer_of(sock, self.address)
             task = asyncio.create_task(self._serve(sock, peer))
             self._strangers[task] = peer
             self._tasks.add(task)
@@ -258,8 +260,6 @@ class Server:
             connection.close()
 
     async def _let_in(self, sock: socket.socket, channel: Channel) -> None:
-        if not is_ours(sock):
-            raise WireError("it is a process of another user")
         try:
             set_up(sock)
             await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
@@ -276,13 +276,13 @@ class Server:
 
 
 async def _dial(address: str, channel: Channel) -> socket.socket:
-    loop = asyncio.get_running_loop()
     failure = OSError(f"{address} stands for no address")
     for family, where in await asyncio.to_thread(candidates, address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, where)
+            with short(where) as target:
+                await _connect(sock, target)
             set_up(sock)
             await _shake_hands(sock, channel)
             return sock
@@ -293,6 +293,16 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
             sock.close()
             raise
     raise failure
+
+
+async def _connect(sock: socket.socket, where: tuple | str) -> None:
+    """Connects a socket; waits for room in the queue of a Unix socket, which asyncio takes for a connection."""
+    while sock.family == socket.AF_UNIX:
+        try:
+            return sock.connect(where)
+        except BlockingIOError:
+            await asyncio.sleep(AGAIN_S)
+    await asyncio.get_running_loop().sock_connect(sock, where)
 
 
 async def _shake_hands(sock: socket.socket, channel: Channel) -> None:

@@ -8,6 +8,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 from moc.runtime import async_connections as wire
@@ -16,6 +18,12 @@ from moc.runtime.wire import WireError
 
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process id of the parent."""
+
+REPORTS = "MOC_REPORTS"
+"""Environment variable: descriptor of the pipe over which a child reports to its parent (:func:`reports`)."""
+
+STDERR = 2
+"""Descriptor of this process's standard error."""
 
 DEVICES = "/dev/nvidia"
 """What paths of GPUs begin with."""
@@ -30,6 +38,8 @@ _ISOLATED = (
 
 Python has ``-P`` for this from 3.11 on.  Our own root comes last, for a checkout that is not installed.
 """
+
+_LINE = 1 << 20  # most bytes of a report
 
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -66,6 +76,48 @@ async def start(module: str, *arguments: str, env: dict[str, str] | None = None,
         return await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True, **how)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+async def start_reporting(
+    module: str, *arguments: str, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = (), **how
+) -> asyncio.subprocess.Process:
+    """As :func:`start`, for a child that writes reports (:func:`reports`); ``stdout`` of the result reads them."""
+    with report_pipe() as (pipe, end):
+        variables = (os.environ if env is None else env) | {REPORTS: str(end)}
+        process = await start(module, *arguments, env=variables, stdout=STDERR, pass_fds=(*pass_fds, end), **how)
+        process.stdout = reader = asyncio.StreamReader(_LINE)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return process
+
+
+@contextlib.contextmanager
+def report_pipe() -> Iterator[tuple[FileIO, int]]:
+    """Yields both ends of a new pipe: one for this process, which stays open, and one for a child to be started inside.
+
+    The child finds its end by :data:`REPORTS`, and writes to :func:`reports`.  Its standard output has to be
+    :data:`STDERR`: the output of a ``sitecustomize.py`` or a library is then on the console, and in no report.
+    """
+    reads, writes = os.pipe()
+    pipe = open(reads, "rb", buffering=0)
+    try:
+        yield pipe, writes
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        os.close(writes)
+
+
+def reports() -> int:
+    """A descriptor for reports to the parent, one line for each: its pipe, or a copy of standard output without one.
+
+    To be called once; the caller closes it.
+    """
+    descriptor = os.environ.pop(REPORTS, None)  # a child of this process has no such descriptor
+    if descriptor is None:
+        return os.dup(1)
+    os.set_inheritable(int(descriptor), False)
+    return int(descriptor)
 
 
 async def until_over(

@@ -8,12 +8,19 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
-from moc.runtime.addresses import candidates, reason_of, set_up
+from moc.runtime.addresses import candidates, reason_of, set_up, short
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, Channel, PeerGoneError, WireError
 
 HANDSHAKE_SECONDS = 5.0
+
+AGAIN_S = 0.05
+"""Seconds between two attempts to connect."""
+
+PATIENCE_S = 60.0
+"""Seconds that a process of the same node may take to start, or a hung one to be restarted."""
 
 
 class Connection:
@@ -151,19 +158,47 @@ def connect(
     return Connection(sock, channel, address)
 
 
+def patiently[T](attempt: Callable[[], T], patience_s: float = PATIENCE_S, unless: type[OSError] | tuple[()] = ()) -> T:
+    """Repeats an attempt to connect: the peer may not listen yet, or have too many peers to admit another.
+
+    Args:
+        attempt: calls :func:`connect`; repeated if it raises :class:`PeerGoneError`.
+        patience_s: seconds after which the error is raised.
+        unless: cause of an error that is raised immediately.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return attempt()
+        except PeerGoneError as error:
+            if isinstance(error.__cause__, unless) or time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN_S)
+
+
 def _dial(address: str, deadline: float) -> socket.socket:
     failure = OSError(f"{address} stands for no address")
     for family, where in candidates(address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _limit(sock, deadline)
-            sock.connect(where)
+            with short(where) as target:
+                _connect(sock, target, deadline)
             set_up(sock)
             return sock
         except OSError as error:
             sock.close()
             failure = error
     raise failure
+
+
+def _connect(sock: socket.socket, where: tuple | str, deadline: float) -> None:
+    """Connects a socket; waits for room in the queue of a Unix socket, which the kernel reports as an error."""
+    while True:
+        _limit(sock, deadline)
+        try:
+            return sock.connect(where)
+        except BlockingIOError:
+            time.sleep(AGAIN_S)
 
 
 def _shake_hands(sock: socket.socket, channel: Channel, deadline: float) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moc.runtime import async_connections as wire
-from moc.runtime.children import belong
+from moc.runtime.children import belong, reports
 from moc.runtime.control_state import ControlState, newest
 from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.flags import parse_nodes
@@ -96,7 +96,8 @@ class Controller:
         """
         serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
         async with await serving as server:
-            print(server.address, flush=True)  # for the launcher, which may have asked for port 0
+            with open(reports(), "w") as launcher:  # which may have asked for port 0
+                print(server.address, file=launcher)
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import subprocess
 import time
 
 from moc.runtime import children
@@ -63,7 +62,7 @@ class ControllerProcess:
             port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
             self.endpoints[self._flags.node_rank] = f"{host}:{port}"
         flags, descriptor = self._flags, self._listener.fileno()
-        self._process = await children.start(
+        self._process = await children.start_reporting(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
             *("--nnodes", f"{flags.least_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
             *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
@@ -71,8 +70,7 @@ class ControllerProcess:
             *("--grow-wait", str(flags.grow_wait_s)),
             *("--candidate", f"{flags.node_rank}/{len(self.endpoints)}"),
             *(["--beyond-loopback"] if beyond else []),
-            stdout=subprocess.PIPE,
-            pass_fds=[descriptor],
+            pass_fds=(descriptor,),
         )
         assert self._process.stdout is not None  # a pipe
         if not (await self._process.stdout.readline()).strip():

@@ -82,6 +82,7 @@ class Groups:
         self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
         self._groups: list[Group] = []  # of this rank, in order of creation
+        self._job = ""
         self._created = 0  # equal on all ranks
         self._moving: deque[Group] = deque()  # groups that are about to get other members, in order of creation
         self._generation: Generation | None = None
@@ -114,10 +115,10 @@ class Groups:
         assert isinstance(world, Group) and (host is None or isinstance(host, Group))  # every rank is a member
         return world, host
 
-    def _where(self, group: Group | None) -> tuple[int, str]:
+    def _where(self, group: Group | None) -> tuple[str, int, str]:
         asked: Any = group or dist.group.WORLD
         asked.live()  # raises if the generation is over: an object that has just come from a device may be undefined
-        return self.generation or 0, asked.group_name
+        return self._job, self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
         """Frees everything and uninitializes torch.distributed.  No other thread may be using a group.
@@ -222,13 +223,14 @@ class Groups:
         """The groups of this rank that were not destroyed."""
         return [group for group in self._groups if group in c10d._world.pg_map]
 
-    def begin(self, store: Store | Callable[[], Store], generation: int) -> None:
+    def begin(self, store: Store | Callable[[], Store], generation: int, job: str = "") -> None:
         """Connects every group for a new generation; all ranks of the world call it.  Ends the previous generation.
 
         Args:
             store: for the rendezvous; any prefix, equal on all ranks.  Not closed here.  A callable opens it in the
                 deputy, so that :meth:`abort` does not have to wait for it.
             generation: its number, higher than all before, equal on all ranks.
+            job: id of the job, equal on all ranks; another job with the same token has another.
 
         Raises:
             Aborted: :meth:`abort` was called meanwhile, or earlier for this generation.
@@ -237,6 +239,7 @@ class Groups:
         if self._moving:
             raise RuntimeError(f"{self._moving[0]} was not created again after the move to {self._size} ranks")
         self._end_generation()
+        self._job = job
         with self._lock:
             if self._over is not None and generation <= self._over:
                 raise Aborted(f"generation {generation} is over before it began: wait for the next one")

@@ -65,13 +65,23 @@ class Helper:
                 raise HelperError("has been ended")
             if self.runs:
                 return False
-            me, pipe = os.getpid(), subprocess.PIPE
+            me = os.getpid()
             command, env = children.command_of(self._module, dies_with=me), {**self._env, children.PARENT: str(me)}
             self._started = False
             try:
-                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=os.environ | env)
+                with children.report_pipe() as (pipe, end):
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=children.STDERR,
+                        bufsize=0,
+                        env=os.environ | env | {children.REPORTS: str(end)},
+                        pass_fds=[end],
+                    )
             except OSError as error:
                 raise HelperError(f"cannot be started: {error}") from None
+            process.stdout = pipe
+            self._process = process
             return True
 
     def has_started(self) -> bool:
@@ -147,9 +157,10 @@ class Helper:
 
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answers calls, in the process, until the worker ends."""
-    print("null", flush=True)  # it has started
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    with open(children.reports(), "w") as worker:
+        print("null", file=worker, flush=True)  # it has started
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), file=worker, flush=True)
 
 
 def _ready(pipe: int, event: int, until: float) -> bool:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
-from moc.runtime.connections import HANDSHAKE_SECONDS, Connection, connect
+from moc.runtime.connections import HANDSHAKE_SECONDS, Connection, connect, patiently
 from moc.runtime.meeting_store import pack, unpack
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
 
-_AGAIN_S = 0.1
 _GRACE_S = 30.0
 """Seconds that the store may take to answer, beyond those for which it is asked to wait."""
 
@@ -118,11 +116,4 @@ class MeetingClient(Store):
 
 def _connected(address: str, token: bytes) -> Connection:
     """Connects, again if all workers of a large job came at once and some had to make room for others."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    while True:
-        try:
-            return connect(address, token)
-        except PeerGoneError as error:
-            if isinstance(error.__cause__, ConnectionRefusedError) or time.monotonic() > deadline:
-                raise
-        time.sleep(_AGAIN_S)
+    return patiently(lambda: connect(address, token), HANDSHAKE_SECONDS, unless=ConnectionRefusedError)

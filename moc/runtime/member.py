@@ -23,7 +23,7 @@ from moc.faults import reach
 from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
-from moc.runtime.connections import Connection, connect
+from moc.runtime.connections import Connection, connect, patiently
 from moc.runtime.exit_codes import START_OVER
 from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Interruption, Job
@@ -32,7 +32,7 @@ from moc.runtime.lease import Lease
 from moc.runtime.meeting_client import MeetingClient
 from moc.runtime.message import Message
 from moc.runtime.progress import PROGRESS
-from moc.runtime.wire import WireError
+from moc.runtime.wire import PeerGoneError, WireError
 
 NEWS_S = 5.0
 """Seconds to wait after an error for news of a lost worker, before the error counts as this worker's own.
@@ -92,9 +92,20 @@ class JobMember(Job):
 
     @classmethod
     def join(cls) -> JobMember:
-        """Joins the job that the environment describes."""
+        """Joins the job that the environment describes.
+
+        A worker that its agent does not admit for :data:`~moc.runtime.connections.PATIENCE_S` ends itself, to be
+        replaced as a lost one: the job is not at fault, and ``--max-restarts`` limits how often this happens.
+        """
         token = token_from_environment()
-        return cls(connect(os.environ[environment.AGENT], token), token)
+        try:
+            return cls(patiently(lambda: connect(os.environ[environment.AGENT], token)), token)
+        except PeerGoneError as error:
+            who = f"worker {os.environ.get('RANK')}"
+            print(f"mocrun: {who} cannot join its agent ({error}): it ends itself, to be replaced", file=sys.stderr)
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
@@ -260,7 +271,9 @@ class JobMember(Job):
         if seat != (self.rank, self.size, self.helpers):
             self._move(*seat)
         try:
-            self._groups.begin(lambda: MeetingClient(address, self._token, generation, self._timeout), generation)
+            self._groups.begin(
+                lambda: MeetingClient(address, self._token, generation, self._timeout), generation, self.id
+            )
             self._say("met", generation=generation)
             return True
         except RuntimeError as error:  # a worker was lost while connecting, or the store with its controller

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 
 from moc.runtime import environment
-from moc.runtime.connections import Connection, connect
+from moc.runtime.connections import Connection, connect, patiently
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import Pulled, Wanted
-from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
-
-PATIENCE_S = 60.0
-"""Seconds that a replica server may take to start, or a hung one to be restarted."""
 
 
 class ReplicaClient:
@@ -43,14 +38,8 @@ class ReplicaClient:
         Raises:
             PeerGoneError: no replica server answers.
         """
-        address, deadline = os.environ[environment.REPLICA_SERVER], time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return cls(connect(address, token_from_environment()), node, root)
-            except PeerGoneError:  # it may just be starting
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        address, token = os.environ[environment.REPLICA_SERVER], token_from_environment()
+        return patiently(lambda: cls(connect(address, token), node, root))
 
     def pull(self, wanted: Wanted) -> tuple[Pulled, float]:
         """Has a snapshot copied here; returns what that has cost, and the seconds it took.

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -149,7 +148,7 @@ async def keep(
     listen = f"{host}:0"
     while True:
         command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
-        process = await children.start(*command, stdout=subprocess.PIPE)
+        process = await children.start_reporting(*command)
         try:
             assert process.stdout is not None  # a pipe
             address = (await process.stdout.readline()).decode().strip()
@@ -183,7 +182,8 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
         await wire.serve(orders, token, replica_server.serve_orders),
     ):
         replica_server.address = reads.address
-        print(reads.address, flush=True)
+        with open(children.reports(), "w") as agent:
+            print(reads.address, file=agent)
         await asyncio.Event().wait()
 
 

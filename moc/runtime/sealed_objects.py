@@ -1,7 +1,7 @@
 """Objects that torch.distributed pickles, sealed: unpickled only if a process with the job's token has pickled them.
 
 megatron-core gathers objects, and unpickling runs whatever their sender likes.  So each carries an HMAC-SHA256 of the
-pickle, the generation and the group, with a key of the token; it is compared before the pickle is read.
+pickle, the job, the generation and the group, with a key of the token; it is compared before the pickle is read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class SealError(RuntimeError):
     """An object was not sent by a worker of this job, in this generation and to this group."""
 
 
-def functions(token: bytes, where: Callable[[Any], tuple[int, str]]) -> dict[str, Callable]:
+def functions(token: bytes, where: Callable[[Any], tuple[str, int, str]]) -> dict[str, Callable]:
     """The two functions of ``torch.distributed.distributed_c10d`` through which all objects go, with a seal.
 
     Args:
         token: the job's secret.
-        where: generation and name of a group, or of the world for None.
+        where: id of the job, generation and name of a group, or of the world for None.
     """
     key = hmac.digest(token, b"objects of groups", "sha256")
     to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
 
     def seal_of(pickled: bytes, group) -> bytes:
-        generation, name = where(group)
-        return hmac.digest(key, f"{generation} {name} ".encode() + pickled, "sha256")
+        job, generation, name = where(group)
+        return hmac.digest(key, f"{job} {generation} {name} ".encode() + pickled, "sha256")
 
     def sealed(obj, device, group, *more):  # torch passes weights_only from 2.14 on
         pickled, _ = to_tensor(obj, torch.device("cpu"), group, *more)
@@ -45,7 +45,7 @@ def functions(token: bytes, where: Callable[[Any], tuple[int, str]]) -> dict[str
         data = tensor.cpu().numpy().tobytes()[: int(tensor_size)]
         pickled, seal = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         if not hmac.compare_digest(seal, seal_of(pickled, group)):
-            generation, name = where(group)
+            _, generation, name = where(group)
             raise SealError(f"an object in {name} is not of a worker of this job in generation {generation}")
         return to_object(torch.frombuffer(bytearray(pickled), dtype=torch.uint8), len(pickled), group, *more)
 

@@ -1,6 +1,6 @@
 """The zygote of a node: it has imported what workers need, and forks them in milliseconds.
 
-It reads orders from standard input and writes events to standard output, one JSON object per line:
+It reads orders from standard input and reports events to the agent, one JSON object per line:
 
     {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
                                                                              {"ended": name, "code": exit code}
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
-from moc.runtime.children import belong, die_with_parent
+from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.signals import STOPS
 
 _DESCRIPTORS = 1 << 16
@@ -42,9 +42,9 @@ _CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
 def main(script: str, arguments: list[str]) -> None:
     """Imports what workers need, then forks one per order, until its input ends."""
     belong()
-    orders, tell = os.dup(0), os.dup(1)
+    orders, tell = os.dup(0), reports()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # programs print to stderr; the original stdout is for the agent alone
+    os.dup2(2, 1)  # programs print to stderr
     sys.argv = [script, *arguments]  # what a program imports may depend on its flags
     if (refusal := warm_up(script)) is not None:
         os.write(tell, json.dumps({"refuses": refusal}).encode() + b"\n")

@@ -14,7 +14,7 @@ from moc.store.fence import lives
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_home, memory_of_node
+from moc.store.tiers import SOCKETS, memory_homes, memory_of_node
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,12 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
     """
-    return [
-        leftover(path) for path in sorted(memory_home(memory_dir).iterdir()) if path.is_dir() and not path.is_symlink()
-    ]
+    there = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir())
+    return [leftover(path) for path in there if _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and path.name != SOCKETS
 
 
 def leftover(path: Path) -> Leftover:
@@ -80,7 +83,7 @@ def give_back(run: Path, node: str) -> None:
         OSError: it cannot be removed.
     """
     there = [path for path in memory_of_node(run, node) if path.is_dir()]
-    if there and run.parent != memory_home(run.parent.parent):
+    if there and run.parent not in memory_homes(run.parent.parent):
         raise CheckpointError(f"{run} is no memory of a run")
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -14,7 +17,14 @@ from moc.store.locate import place_of
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 
+SOCKETS = ".sockets"
+"""Name of the directory in a user's memory that has the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
+
+No run has this name: the directory of a run ends with two numbers.
+"""
+
 _OF_NODE = "-node-"
+_MOST_HOMES = 100  # names that are tried, since other users can make directories under them
 
 
 def memory_place(
@@ -55,7 +65,7 @@ def memory_of_node(run: Path, node: str) -> list[Path]:
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
     """The memory left on this machine by other runs with the same checkpoint address."""
     name = _common_name(job)
-    found = sorted(path for path in memory_home(memory_dir).iterdir() if path.name.startswith(name))
+    found = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir() if path.name.startswith(name))
     mine = f"{name}{run}"
     return [path for path in found if path.name != mine and not path.name.startswith(f"{mine}{_OF_NODE}")]
 
@@ -73,25 +83,66 @@ def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> L
 
 
 def memory_home(memory_dir: str | Path) -> Path:
-    """The parent directory of this user's jobs in a memory file system.
+    """The parent directory of this user's jobs in a memory file system: ``moc-UID``, or ``moc-UID-1`` to ``-99``.
+
+    It is the first of these that is a directory of this user with mode 0700; if there is none, the first that can be
+    made.  So another user cannot block a job by making ``moc-UID``, nor hide snapshots by removing it later.  Launchers
+    and the first worker of each node print a name other than the first.
 
     Raises:
-        CheckpointError: the directory cannot be made, or belongs to another user.
+        CheckpointError: all names are taken, or nothing can be made there.
     """
-    home = Path(memory_dir) / f"moc-{os.geteuid()}"
+    homes = _homes(memory_dir)
     try:
-        home.mkdir(mode=0o700, exist_ok=True)
-        status = home.lstat()
+        home = next(filter(_is_own, homes), None) or next(filter(_can_be_made, homes), None)
     except OSError as error:
         raise CheckpointError(
-            f"{home} cannot be used for snapshots ({error.strerror}): name a memory file system with --ckpt-memory-dir"
+            f"{homes[0]} cannot be used for snapshots ({error.strerror}): name a memory file system with "
+            "--ckpt-memory-dir"
         ) from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if home is None:
         raise CheckpointError(
-            f"{home} is not a directory that only its owner, this user, can use: remove it, or name another memory "
-            "file system with --ckpt-memory-dir"
+            f"{homes[0]} is not a directory that only its owner, this user, can use, nor are {homes[1].name} to "
+            f"{homes[-1].name}: remove it, or name another memory file system with --ckpt-memory-dir"
         )
+    if home != homes[0] and os.environ.get("LOCAL_RANK", "0") == "0":
+        _print_choice(homes[0], home)
     return home
+
+
+def memory_homes(memory_dir: str | Path) -> list[Path]:
+    """All directories that :func:`memory_home` would choose, in this order; several if two jobs raced for a name.
+
+    Raises:
+        CheckpointError: as :func:`memory_home`.
+    """
+    memory_home(memory_dir)
+    return [home for home in _homes(memory_dir) if _is_own(home)]
+
+
+def _homes(memory_dir: str | Path) -> list[Path]:
+    name = f"moc-{os.geteuid()}"
+    return [Path(memory_dir) / f"{name}{f'-{number}' * bool(number)}" for number in range(_MOST_HOMES)]
+
+
+def _is_own(home: Path) -> bool:
+    """Whether a path is a directory that this user alone can use."""
+    with suppress(FileNotFoundError):
+        status = home.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return False
+
+
+def _can_be_made(home: Path) -> bool:
+    """Makes a directory unless the name is taken; returns whether it is this user's now."""
+    with suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    return _is_own(home)
+
+
+@functools.cache
+def _print_choice(default: Path, home: Path) -> None:
+    print(f"{default} is not a directory that only this user can use: its jobs use {home}", file=sys.stderr, flush=True)
 
 
 def _common_name(job: str) -> str:

@@ -127,8 +127,9 @@ def _callers(count: int) -> list[str]:
 
 def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
     def concerned(args, kwargs) -> bool:
-        """Whether a call is about snapshots; rmtree names files by a descriptor of their directory."""
-        return isinstance(args[0], int) or kwargs.get("dir_fd") is not None or os.fspath(args[0]).startswith(roots)
+        """Whether a call is about snapshots; most name files by a descriptor of their directory."""
+        by_descriptor = any(name.endswith("dir_fd") for name in kwargs)
+        return isinstance(args[0], int) or by_descriptor or os.fspath(args[0]).startswith(roots)
 
     def watched(name: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -147,11 +148,13 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
             calls.note("write half", lambda: super(WatchedFile, self).write(data[: len(data) // 2]))
             return super().write(data)
 
-    def watched_open(path, mode, buffering):
+    def watched_open(descriptor, mode="r", **how):
+        if mode != "wb":
+            return open(descriptor, mode, **how)
         calls.note("open")
-        return WatchedFile(path, mode)
+        return WatchedFile(descriptor, mode)
 
-    durable.open = watched_open  # the module finds it before the built-in one
+    tree.open = watched_open  # the module finds it before the built-in one
 
 
 def _watch_memory(calls: _Calls) -> None:

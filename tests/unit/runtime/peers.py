@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import socket
 import threading
 
 from moc.runtime.async_connections import serve
@@ -32,6 +33,15 @@ def open_pair(body_limit=1 << 20):
 def frame(channel, number=0, body=b""):
     """The bytes that carry a numbered message."""
     return b"".join(channel.send(Message({"kind": "test", "number": number}, body)))
+
+
+def fill(path: str, stack: contextlib.ExitStack) -> None:
+    """Connects to a Unix socket until its queue is full."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            sock.connect(path)
 
 
 class Serving:

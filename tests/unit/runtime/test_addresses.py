@@ -1,20 +1,22 @@
 """Addresses: what is one, and where a process listens only if it is told to."""
 
+import contextlib
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from moc.runtime.addresses import (
     address_of_interface,
     candidates,
-    is_ours,
     listening_socket,
     name_of_interface,
-    new_name,
     set_up,
+    short,
     text_of,
 )
+from tests.unit.runtime.peers import fill
 
 
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
@@ -61,12 +63,34 @@ def test_that_of_a_living_one_and_other_files_are_not(tmp_path):
     assert (tmp_path / "file").read_text() == "precious" and os.path.exists(tmp_path / "socket")
 
 
-def test_a_name_is_in_no_directory():
-    address = new_name()
+def test_the_socket_file_of_a_living_process_is_kept_where_its_queue_is_full(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with listening_socket(address, beyond_loopback=False) as sock, contextlib.ExitStack() as stack:
+        sock.listen(0)
+        fill(f"{tmp_path}/socket", stack)
+        with pytest.raises(OSError, match="in use"):
+            listening_socket(address, beyond_loopback=False)
+
+
+@pytest.mark.parametrize("length", [99, 100, 101, 107, 108, 500, 3000])
+def test_a_path_of_any_length_is_bound_reached_and_taken_over(tmp_path, length):
+    directory = str(tmp_path)
+    while (more := length - len(f"{directory}/socket")) > 1:
+        directory += "/" + "x" * min(200, more - 1)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    address, before = f"unix:{directory}/socket", descriptors()
+    listening_socket(address, beyond_loopback=False).close()
     with listening_socket(address, beyond_loopback=False) as sock, socket.socket(socket.AF_UNIX) as peer:
-        assert text_of(sock.family, sock.getsockname()) == address
-        peer.connect(candidates(address)[0][1])
-        assert is_ours(peer)
+        assert (directory / "socket").stat().st_mode & 0o777 == 0o600
+        with short(candidates(address)[0][1]) as where:
+            peer.connect(where)
+        sock.accept()[0].close()
+    assert descriptors() == before
+
+
+def descriptors() -> set[str]:
+    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
 def test_a_machine_that_has_vanished_is_noticed():

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.runtime import children
+from moc.runtime import children, job_token
 from moc.runtime.signals import STOPS, Signals, StoppedError
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +50,23 @@ def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv(job_token.VARIABLE, "0" * 64)
+
+    async def main():
+        child = await children.start_reporting("moc.runtime.replica_server", "--listen", "127.0.0.1:0", *orders)
+        assert (await child.stdout.readline()).startswith(b"127.0.0.1:")
+        assert await child.stdout.read() == b""  # its pipe is closed
+        child.kill()
+        await child.wait()
+
+    orders = "--orders", f"unix:{tmp_path}/orders"
+    asyncio.run(main())
+    assert capfd.readouterr().err == "5\nno end"
+
+
 def test_what_a_terminal_sends_does_not_reach_it():
     async def main():
         child = await started()
@@ -63,7 +80,7 @@ def test_what_a_terminal_sends_does_not_reach_it():
 def test_it_dies_with_its_parent():
     code = f"""
 import asyncio
-from moc.runtime import children
+from moc.runtime import children, job_token
 async def main():
     print((await children.start({CHILD!r}, stdout=-1)).pid, flush=True)
     await asyncio.Event().wait()

@@ -1,18 +1,21 @@
 """Connections of threads with a server: over TCP and Unix sockets, with many senders, and with peers that misbehave."""
 
+import asyncio
 import contextlib
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moc.runtime.addresses import text_of
-from moc.runtime.connections import connect
+from moc.runtime.addresses import listening_socket, short, text_of
+from moc.runtime.async_connections import open as open_in_loop
+from moc.runtime.connections import connect, patiently
 from moc.runtime.message import Message
 from moc.runtime.wire import Channel, PeerGoneError, WireError
-from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, serving
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, fill, frame, serving
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -93,6 +96,60 @@ def test_nobody_there(tmp_path):
         connect(f"unix:{tmp_path}/none", TOKEN)
     with pytest.raises(ValueError, match="is not an address"):
         connect("nowhere", TOKEN)
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["short path", "long path"])
+def test_a_full_queue_is_waited_for(tmp_path, long):
+    directory = tmp_path / ("x" * 100) if long else tmp_path
+    directory.mkdir(exist_ok=True)
+    address = f"unix:{directory}/socket"
+    listener = listening_socket(address, beyond_loopback=False)
+    with contextlib.ExitStack() as stack, short(f"{directory}/socket") as path:
+        listener.listen(0)
+        fill(path, stack)
+        with pytest.raises(PeerGoneError, match="has not answered within 0.2 s"):
+            connect(address, TOKEN, timeout=0.2)
+        with pytest.raises(PeerGoneError, match="has not answered within 0.2 s"):
+            asyncio.run(open_in_loop(address, TOKEN, timeout=0.2))
+        with ThreadPoolExecutor() as threads:
+            ways = [threads.submit(connect, address, TOKEN, timeout=60), threads.submit(echoed, address)]
+            time.sleep(0.2)
+            assert not any(way.done() for way in ways)
+            with serving(address=address, listener=listener):
+                ways[0].result().close()
+                assert ways[1].result() == "test"
+
+
+def echoed(address):
+    """What a server sends back over a connection of an event loop."""
+
+    async def main():
+        connection = await open_in_loop(address, TOKEN, timeout=60)
+        await connection.send(Message({"kind": "test"}))
+        answer = await connection.recv()
+        connection.close()
+        return answer.kind
+
+    return asyncio.run(main())
+
+
+def test_an_attempt_to_connect_is_repeated_for_a_while(tmp_path):
+    attempts = []
+
+    def attempt(fails):
+        attempts.append(None)
+        if len(attempts) <= fails:
+            return connect(f"unix:{tmp_path}/none", TOKEN)
+        return "connected"
+
+    assert patiently(lambda: attempt(3)) == "connected" and len(attempts) == 4
+    for limit in (dict(patience_s=0.0), dict(unless=FileNotFoundError)):
+        attempts.clear()
+        with pytest.raises(PeerGoneError):
+            patiently(lambda: attempt(1000), **limit)
+        assert len(attempts) == 1
+    with serving() as world, pytest.raises(WireError, match="token"):
+        patiently(lambda: connect(world.address, OTHER_TOKEN))
 
 
 def test_a_server_that_says_nothing_is_given_up():

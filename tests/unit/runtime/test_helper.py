@@ -33,6 +33,27 @@ def test_it_answers_one_call_after_the_other_however_long(helper):
         assert helper.ask({"size": size, "given": "y" * size}) == "x" * size
 
 
+def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    helper = Helper(MODULE)
+    helper.start()
+    assert helper.ask({"size": 3}) == "xxx"
+    helper.close()
+    assert capfd.readouterr().err == "5\nno end"
+
+
+def test_it_leaves_no_descriptor_behind(helper):
+    helper.ask({})
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(HelperError, match="has died"):
+            helper.ask({"dies": True})
+        helper.start()
+        helper.ask({})
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_it_tells_when_it_has_started(helper):
     while not helper.has_started():
         time.sleep(0.001)

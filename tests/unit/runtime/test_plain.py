@@ -4,13 +4,16 @@ import json
 import math
 import os
 import random
+from datetime import timedelta
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from moc.runtime.groups import Groups
 from moc.runtime.orders import End, StartWorker
 from moc.runtime.plain import PlainError, decode, encode
 from moc.runtime.sealed_objects import SealError, functions
@@ -95,16 +98,36 @@ class Bomb:
         return open, (self.path, "w")
 
 
+def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
+    cpu = torch.device("cpu")
+    readers = {job: functions(TOKEN, lambda _, job=job: (job, 3, "group0")) for job in ("job", "another")}
+    groups = Groups(0, 1, "gloo", timedelta(seconds=60), cpu, TOKEN)
+    groups.install()
+    try:
+        groups.begin(dist.HashStore(), 3, "job")
+        sealed = c10d._object_to_tensor("an object", cpu, None)
+        assert readers["job"]["_tensor_to_object"](*sealed, None) == "an object"
+        with pytest.raises(SealError):
+            readers["another"]["_tensor_to_object"](*sealed, None)
+    finally:
+        groups.destroy()
+
+
 @pytest.mark.parametrize(
-    "token, generation, group",
-    [(OTHER_TOKEN, 1, "group0"), (TOKEN, 0, "group0"), (TOKEN, 1, "group1")],
-    ids=["another token", "another generation", "another group"],
+    "token, where",
+    [
+        (OTHER_TOKEN, ("job", 1, "group0")),
+        (TOKEN, ("another", 1, "group0")),
+        (TOKEN, ("job", 0, "group0")),
+        (TOKEN, ("job", 1, "group1")),
+    ],
+    ids=["another token", "another job", "another generation", "another group"],
 )
-def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, token, generation, group):
+def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, token, where):
     cpu, group0 = torch.device("cpu"), object()
-    mine = functions(TOKEN, lambda _: (1, "group0"))
+    mine = functions(TOKEN, lambda _: ("job", 1, "group0"))
     bomb = Bomb(str(tmp_path / "ran"))
-    tensor, size = functions(token, lambda _: (generation, group))["_object_to_tensor"](bomb, cpu, group0)
+    tensor, size = functions(token, lambda _: where)["_object_to_tensor"](bomb, cpu, group0)
     for sent, nbytes in ((tensor, size), c10d._object_to_tensor(bomb, cpu, group0), (tensor[:5], torch.tensor([5]))):
         with pytest.raises(SealError, match="not of a worker of this job in generation 1"):
             mine["_tensor_to_object"](sent, nbytes, group0)

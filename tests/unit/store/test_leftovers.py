@@ -12,7 +12,7 @@ from moc.store.leftovers import Leftover, give_back, leftover, leftovers, remove
 from moc.store.runs import Run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_home, memory_of_run, memory_place
+from moc.store.tiers import SOCKETS, memory_home, memory_of_run, memory_place
 from tests.unit.store.test_store import saved
 
 JOB = "/data/ckpt"
@@ -62,6 +62,7 @@ def test_nothing_else_is_removed(places, tmp_path):
 
 def test_what_jobs_have_left_is_listed(places, tmp_path):
     (memory_home(tmp_path) / "notes").write_text("no directory")
+    (memory_home(tmp_path) / SOCKETS / "of a job").mkdir(parents=True)
     found = {one.path: one for one in leftovers(tmp_path)}
     assert list(found) == sorted(places.values())
     for (run, _), path in places.items():
