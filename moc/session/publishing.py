@@ -40,7 +40,7 @@ class Publisher:
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()
         self._under_way: list[Future] = []
-        self._to_remove: set[int] = set()  # abandoned snapshots of which storage may have something
+        self._to_remove: set[int] = set()  # abandoned snapshots that may have files in storage
 
     def in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
         """Publishes the parts of this node's workers in its memory, at once; ``mine`` is this worker's.
@@ -74,7 +74,8 @@ class Publisher:
     def gives_up(self, iteration: int) -> Future:
         """Starts to remove the written parts of an abandoned snapshot from storage.
 
-        The result is done when they are removed; if that fails, each later operation of these tries it again.
+        The result is done when they are removed.  A failed removal is repeated with the next one, and after the next
+        publication.
         """
         return self._begin(self._remove, iteration)
 
@@ -97,10 +98,16 @@ class Publisher:
         self._remove_all()
 
     def _remove_all(self) -> None:
+        errors: list[OSError] = []
         for iteration in sorted(self._to_remove):
             self._unless_given_up()
-            self._tiers.storage.give_up(iteration)
-            self._to_remove.remove(iteration)
+            try:
+                self._tiers.storage.give_up(iteration)
+                self._to_remove.remove(iteration)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage

@@ -18,30 +18,30 @@ PER_VOTE = 2
 """Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
 delays all later ones by a vote."""
 BEYOND = 2
-"""Snapshots that may be outstanding beyond as many as there are buffers: each waits for its manifest or its removal."""
+"""Outstanding snapshots beyond the number of buffers; each waits for its manifest or its removal."""
 _LISTEN_S = 0.5
 
 
 def may_begin(outstanding: int, buffers: int) -> bool:
-    """Returns whether one more snapshot may begin on its way to storage.
+    """Returns whether another snapshot may begin without a memory tier.
 
-    With it, at most ``buffers`` + :data:`BEYOND` are outstanding: begun, and neither published nor given up.
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither published nor given up.
 
     Args:
-        outstanding: number of snapshots.
-        buffers: number of buffers that snapshots without a memory tier share.
+        outstanding: number of such snapshots.
+        buffers: number of buffers.
     """
     return outstanding < buffers + BEYOND
 
 
 def window_may_begin(writes: bool, ending: int) -> bool:
-    """Returns whether a snapshot or window beside a memory tier may begin on its way to storage; otherwise none of it.
+    """Returns whether a window, with a memory tier, may go to storage; otherwise it skips storage.
 
-    With it, at most one more than a window has are outstanding, which is less than the number of buffers.
+    At most one window and one snapshot are then outstanding, fewer than there are buffers.
 
     Args:
-        writes: a snapshot is on its way to storage that some worker may not have written.
-        ending: number of others that wait for their manifest or their removal.
+        writes: storage may lack a worker's part of an outstanding snapshot.
+        ending: number of snapshots that wait for their manifest or their removal.
     """
     return not writes and ending < BEYOND
 
@@ -56,8 +56,8 @@ class Taken:
         state: the non-tensor state.
         snapshot: this worker's part.
         copied: done when this node has its copies of other nodes' parts; None without peers.
-        published: done when the snapshot is published in storage, or what there is of one that could not be saved is
-            removed from there; at once on workers that do neither.
+        published: done when the snapshot is published in storage, or its files are removed if it could not be saved;
+            workers other than rank 0 have a finished one.
     """
 
     plan: SnapshotPlan
@@ -82,7 +82,7 @@ class Queues:
         replicating: some node may not have its copies yet.
         writing: some worker's part may not be in storage yet.
         publishing: all parts are in storage, but the manifest may not be.
-        removing: they could not be saved to storage, and what there is of them may still be there.
+        removing: they could not be saved to storage, and their files may still be there.
     """
 
     copying: deque[Taken] = field(default_factory=deque)
@@ -101,9 +101,9 @@ class Queues:
 
     @property
     def outstanding(self) -> list[Taken]:
-        """Snapshots begun on their way to storage, and neither published nor given up: storage may have parts of them.
+        """Snapshots for storage that have begun, and are neither published nor given up.
 
-        A snapshot is among them from its beginning on, while it is copied, too.
+        Storage may have files of them.  They count from their beginning, before their copies are done.
         """
         return [*self.removing, *self.to_storage]
 

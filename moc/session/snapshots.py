@@ -6,7 +6,7 @@
                     written by all: publish it in storage
                     gradients: wait until they are copied, since the next iteration clears them
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
-    given up        a snapshot that cannot be saved to storage: remove what there is of it
+    given up        a snapshot that cannot be saved to storage: remove its files
     flush           take what is not saved yet, and write it to storage
 
 Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
@@ -212,7 +212,7 @@ class Snapshots:
         return most is not None and any(self._position.iteration - one.plan.iteration >= most for one in not_safe)
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """Starts a snapshot, in a buffer that training waits for; if storage alone keeps it, also for storage."""
+        """Starts a snapshot, in a buffer that training waits for; without a memory tier, it also waits for storage."""
         self._stored.begins(plan)
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while not self._has_room:
@@ -224,7 +224,7 @@ class Snapshots:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a snapshot may begin now, in the tier in which it will be safe."""
+        """Whether a snapshot may begin now; with a memory tier, storage does not matter."""
         lags = self._memory is None and not may_begin(len(self._queues.outstanding), self._rotation.spare)
         return self._rotation.free() is not None and not lags
 
@@ -258,7 +258,8 @@ class Snapshots:
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """Returns the part of a new snapshot that goes to storage.
 
-        Beside a memory tier, one at a time: a snapshot being written keeps its buffers for as long as it takes.
+        With a memory tier, storage receives one snapshot or window at a time, which keeps its buffers until it is
+        written.
         """
         writing, outstanding = len(self._queues.writing), len(self._queues.outstanding)
         return self._stored.part_of(plan, has_room=window_may_begin(writing > 0, outstanding - writing))
@@ -404,7 +405,7 @@ class Snapshots:
         self._queues.removing.append(dataclasses.replace(taken, published=removed))
 
     def _on_rank0(self, start: Callable[[], Future]) -> Future:
-        """Starts an operation on rank 0; on all others it is done at once."""
+        """Starts an operation on rank 0; other ranks return a finished one."""
         if self._world.rank == 0:
             return start()
         done: Future = Future()

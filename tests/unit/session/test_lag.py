@@ -168,26 +168,27 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
 
 
 class Remover:
-    """Storage that fails to remove the first snapshot once."""
+    """Storage that cannot remove one snapshot."""
 
     def __init__(self):
-        self.fails, self.removed = True, []
+        self.keeps, self.removed = 3, []
 
     def give_up(self, iteration: int) -> None:
         """Removes a snapshot."""
-        if self.fails:
-            self.fails = False
+        if iteration == self.keeps:
             raise OSError(5, "input/output error")
         self.removed.append(iteration)
 
 
-def test_a_removal_that_fails_is_tried_again_with_the_next_one():
+def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
     storage = Remover()
     tiers = SimpleNamespace(storage=storage)
     publisher = Publisher(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
-    assert isinstance(publisher.gives_up(3).exception(), OSError)
-    assert publisher.gives_up(5).exception() is None
-    assert storage.removed == [3, 5]
+    assert [type(publisher.gives_up(one).exception()) for one in (3, 5)] == [OSError, OSError]
+    assert storage.removed == [5]
+    storage.keeps = None
+    assert publisher.gives_up(7).exception() is None
+    assert storage.removed == [5, 3, 7]
 
 
 @given(st.integers(0, 99), st.integers(1, 99))
