@@ -40,6 +40,7 @@ class Publisher:
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()
         self._under_way: list[Future] = []
+        self._to_remove: set[int] = set()  # abandoned snapshots that may have files in storage
 
     def in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
         """Publishes the parts of this node's workers in its memory, at once; ``mine`` is this worker's.
@@ -70,9 +71,13 @@ class Publisher:
         """
         return self._begin(self._publish_in_storage, plan, state, amount, write_s)
 
-    def gives_up(self, iteration: int) -> None:
-        """Starts to remove the written parts of an abandoned snapshot from storage."""
-        self._begin(self._tiers.storage.give_up, iteration)
+    def gives_up(self, iteration: int) -> Future:
+        """Starts to remove the written parts of an abandoned snapshot from storage.
+
+        The result is done when they are removed.  A failed removal is repeated with the next one, and after the next
+        publication.
+        """
+        return self._begin(self._remove, iteration)
 
     def beside(self, action: Callable[[], None]) -> Future:
         """Starts another storage operation once all earlier ones have ended, those of earlier generations included."""
@@ -87,6 +92,22 @@ class Publisher:
         begun = self._thread.submit(action, *args)
         self._under_way = [*(one for one in self._under_way if not one.done()), begun]
         return begun
+
+    def _remove(self, iteration: int) -> None:
+        self._to_remove.add(iteration)
+        self._remove_all()
+
+    def _remove_all(self) -> None:
+        errors: list[OSError] = []
+        for iteration in sorted(self._to_remove):
+            self._unless_given_up()
+            try:
+                self._tiers.storage.give_up(iteration)
+                self._to_remove.remove(iteration)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage
@@ -103,6 +124,7 @@ class Publisher:
         try:
             self._unless_given_up()
             retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
+            self._remove_all()
         except OSError as error:  # the snapshot is safe anyway; the next one retries
             self._log.message(
                 f"WARNING: old snapshots cannot be removed from {storage.place.name} ({error.strerror or error})"

@@ -17,7 +17,33 @@ from moc.snapshot.saver import Snapshot
 PER_VOTE = 2
 """Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
 delays all later ones by a vote."""
+BEYOND = 2
+"""Outstanding snapshots beyond the number of buffers; each waits for its manifest or its removal."""
 _LISTEN_S = 0.5
+
+
+def may_begin(outstanding: int, buffers: int) -> bool:
+    """Returns whether another snapshot may begin without a memory tier.
+
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither published nor given up.
+
+    Args:
+        outstanding: number of such snapshots.
+        buffers: number of buffers.
+    """
+    return outstanding < buffers + BEYOND
+
+
+def window_may_begin(writes: bool, ending: int) -> bool:
+    """Returns whether a window, with a memory tier, may go to storage; otherwise it skips storage.
+
+    At most one window and one snapshot are then outstanding, fewer than there are buffers.
+
+    Args:
+        writes: storage may lack a worker's part of an outstanding snapshot.
+        ending: number of snapshots that wait for their manifest or their removal.
+    """
+    return not writes and ending < BEYOND
 
 
 @dataclass(frozen=True)
@@ -30,7 +56,8 @@ class Taken:
         state: the non-tensor state.
         snapshot: this worker's part.
         copied: done when this node has its copies of other nodes' parts; None without peers.
-        published: done when the snapshot is published in storage; at once on workers that do not publish there.
+        published: done when the snapshot is published in storage, or its files are removed if it could not be saved;
+            workers other than rank 0 have a finished one.
     """
 
     plan: SnapshotPlan
@@ -55,24 +82,34 @@ class Queues:
         replicating: some node may not have its copies yet.
         writing: some worker's part may not be in storage yet.
         publishing: all parts are in storage, but the manifest may not be.
+        removing: they could not be saved to storage, and their files may still be there.
     """
 
     copying: deque[Taken] = field(default_factory=deque)
     replicating: deque[Taken] = field(default_factory=deque)
     writing: deque[Taken] = field(default_factory=deque)
     publishing: deque[Taken] = field(default_factory=deque)
+    removing: deque[Taken] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
-        return bool(self.copying or self.replicating or self.to_storage)
+        return bool(self.copying or self.replicating or self.outstanding)
 
     @property
     def to_storage(self) -> list[Taken]:
         """Snapshots on their way to storage, the oldest first; others may follow."""
         return [*self.publishing, *self.writing]
 
+    @property
+    def outstanding(self) -> list[Taken]:
+        """Snapshots for storage that have begun, and are neither published nor given up.
+
+        Storage may have files of them.  They count from their beginning, before their copies are done.
+        """
+        return [*self.removing, *self.to_storage]
+
     def not_safe(self, safe_in_memory: bool) -> list[Taken]:
         """Snapshots that may still be lost; if memory is safe, those that only wait for storage do not count."""
-        return [*self.copying, *self.replicating, *(() if safe_in_memory else self.writing)]
+        return [*self.copying, *self.replicating, *(() if safe_in_memory else self.to_storage)]
 
     def ballot(self) -> dict[str, float]:
         """Returns this worker's progress with the first snapshots of each queue; :func:`told_of` is the inverse."""
@@ -80,10 +117,11 @@ class Queues:
         written = _done(self.writing, lambda taken: taken.snapshot.persisted)
         replicated = _done(self.replicating, lambda taken: taken.copied)
         published = _done(self.publishing, lambda taken: taken.published)
+        removed = _done(self.removing, lambda taken: taken.published)
         told = {}
         for place in range(PER_VOTE):
             come = _come(_at(copied, place), _at(replicated, place), _at(written, place))
-            come |= _come_to_storage(_at(written, place), _at(published, place))
+            come |= _come_to_storage(_at(written, place), _at(published, place), _at(removed, place))
             told |= {f"{what}[{place}]": value for what, value in come.items()}
         return told
 
@@ -98,7 +136,7 @@ class Queues:
             wait([started(self.replicating[0].copied)], timeout=_LISTEN_S)
         elif for_storage:
             heads = [started(taken.snapshot.persisted) for taken in list(self.writing)[:1]]
-            heads += [started(taken.published) for taken in list(self.publishing)[:1]]
+            heads += [started(queue[0].published) for queue in (self.publishing, self.removing) if queue]
             wait([one for one in heads if not one.done()], timeout=_LISTEN_S, return_when=FIRST_COMPLETED)
 
     def failure(self) -> str | None:
@@ -106,7 +144,7 @@ class Queues:
         futures: list[Future] = [taken.snapshot.sealed for taken in self.copying]
         futures += [started(taken.copied) for taken in self.replicating]
         to_storage: list[Future] = [started(taken.snapshot.persisted) for taken in self.writing]
-        to_storage += [started(taken.published) for taken in self.publishing]
+        to_storage += [started(taken.published) for taken in (*self.publishing, *self.removing)]
         futures += [future for future in to_storage if not tolerable(future)]
         return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
 
@@ -147,11 +185,12 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
     }
 
 
-def _come_to_storage(written: Taken | None, published: Taken | None) -> dict[str, float]:
+def _come_to_storage(written: Taken | None, published: Taken | None, removed: Taken | None) -> dict[str, float]:
     return {
         "snapshot_unwritten": float(written is not None and tolerable(started(written.snapshot.persisted)) is not None),
         "snapshot_published": float(published is not None),
         "snapshot_unpublished": float(published is not None and tolerable(started(published.published)) is not None),
+        "snapshot_removed": float(removed is not None),
     }
 
 

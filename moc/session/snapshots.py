@@ -6,6 +6,7 @@
                     written by all: publish it in storage
                     gradients: wait until they are copied, since the next iteration clears them
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
+    given up        a snapshot that cannot be saved to storage: remove its files
     flush           take what is not saved yet, and write it to storage
 
 Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
@@ -25,7 +26,7 @@ from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
-from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
+from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, started, told_of, window_may_begin
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
@@ -211,15 +212,21 @@ class Snapshots:
         return most is not None and any(self._position.iteration - one.plan.iteration >= most for one in not_safe)
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """Starts a snapshot, in a buffer that training waits for."""
+        """Starts a snapshot, in a buffer that training waits for; without a memory tier, it also waits for storage."""
         self._stored.begins(plan)
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
-        while self._rotation.free() is None:
+        while not self._has_room:
             self._wait_and_vote(for_storage=self._memory is None)
         window = self._policy.window_length
         self._rotation = self._rotation.trimmed(window)
         self._saver.trim(max(len(self._rotation.slots), self._rotation.needs(window)))
         self._copy(plan, storage)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a snapshot may begin now; with a memory tier, storage does not matter."""
+        lags = self._memory is None and not may_begin(len(self._queues.outstanding), self._rotation.spare)
+        return self._rotation.free() is not None and not lags
 
     def _copy(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
         free, others = self._rotation.free(), self._rotation.all_free()
@@ -251,12 +258,11 @@ class Snapshots:
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """Returns the part of a new snapshot that goes to storage.
 
-        One at a time: a snapshot being written keeps its buffers for as long as it takes.  One more may wait for its
-        manifest.
+        With a memory tier, storage receives one snapshot or window at a time, which keeps its buffers until it is
+        written.
         """
-        on_its_way = self._rotation.persisting or len(self._queues.publishing) > 1
-        begun = any(taken.storage is not None for taken in self._queues.copying)
-        return self._stored.part_of(plan, has_buffer=not (on_its_way or begun))
+        writing, outstanding = len(self._queues.writing), len(self._queues.outstanding)
+        return self._stored.part_of(plan, has_room=window_may_begin(writing > 0, outstanding - writing))
 
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._policy.on_snapshot(plan, self._tokens and self._tokens.load)
@@ -281,7 +287,7 @@ class Snapshots:
 
     def _wait_until_safe(self) -> None:
         in_memory = self._memory is not None
-        while self._queues.not_safe(safe_in_memory=in_memory) or (self._queues.publishing and not in_memory):
+        while self._queues.not_safe(safe_in_memory=in_memory):
             self._wait_and_vote(for_storage=not in_memory)
         self._wait_and_vote()
 
@@ -309,6 +315,8 @@ class Snapshots:
                 self._all_written(self._queues.writing.popleft(), told)
             if self._all_have("published", told):
                 self._all_published(self._queues.publishing.popleft(), told)
+            if self._all_have("removed", told):
+                self._queues.removing.popleft()
 
     def _give_up_older(self) -> None:
         """Gives up older snapshots; a vote has passed since the newest was published, so all nodes have it."""
@@ -370,13 +378,10 @@ class Snapshots:
             self._give_up(taken, started(taken.snapshot.persisted))
             return
         self._meter.written(told)
-        published: Future = Future()
-        if self._world.rank == 0:
-            amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
-            assert taken.storage is not None  # it was written
-            published = self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
-        else:
-            published.set_result(None)
+        amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
+        storage = taken.storage
+        assert storage is not None  # it was written
+        published = self._on_rank0(lambda: self._publisher.in_storage(storage, taken.state, amount, seconds))
         self._queues.publishing.append(dataclasses.replace(taken, published=published))
 
     def _all_published(self, taken: Taken, told: dict[str, float]) -> None:
@@ -396,8 +401,16 @@ class Snapshots:
         if self._settings.stops:
             raise CheckpointError(self._stored.problem)
         self._stored.failed(taken)
+        removed = self._on_rank0(lambda: self._publisher.gives_up(taken.plan.iteration))
+        self._queues.removing.append(dataclasses.replace(taken, published=removed))
+
+    def _on_rank0(self, start: Callable[[], Future]) -> Future:
+        """Starts an operation on rank 0; other ranks return a finished one."""
         if self._world.rank == 0:
-            self._publisher.gives_up(taken.plan.iteration)
+            return start()
+        done: Future = Future()
+        done.set_result(None)
+        return done
 
     def _bring_everything(self) -> None:
         stored, iteration = self._stored, self._position.iteration

@@ -43,12 +43,12 @@ class Stored:
             self._policy.storage_lost()
             self._base_asked = True
 
-    def part_of(self, plan: SnapshotPlan, has_buffer: bool) -> SnapshotPlan | None:
+    def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
         """Returns the part of a new snapshot that goes to storage; a window goes there from its first one on."""
         if not self._beside:
             return plan
         wanted = plan.complete if self._lacks_base(plan.iteration) else self._health.is_due(plan.iteration)
-        may = has_buffer and not (self._health.rests or self._health.closed)
+        may = has_room and not (self._health.rests or self._health.closed)
         if plan.since == plan.iteration and wanted and may:
             self._health.begins(plan.iteration)
             self._goes_since = plan.since

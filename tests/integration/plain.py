@@ -26,6 +26,7 @@ _SETTINGS = dict(
     ckpt_memory_dir="memory_directory",
     node_of_rank="nodes",
     ckpt_blocking="blocking",
+    max_snapshot_lag="most_behind",
     ckpt_keep="keep",
     persist_interval="persist_interval",
     ckpt_step="begin_at",

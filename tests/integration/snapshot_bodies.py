@@ -7,16 +7,19 @@ import io
 import itertools
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from moc.files import tree
 from moc.session import snapshots
 from moc.snapshot import capture
 from moc.store import storage
 from moc.store.regions import FileLayout
+from moc.store.store import Store
 from tests.integration import bodies
 
 
@@ -32,6 +35,32 @@ def train_slowly(flags: dict, write_s: float) -> dict:
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         tree.Tree.write = slowly
     return bodies.train(flags)
+
+
+def train_with_slow_names(flags: dict, sync_s: float) -> dict:
+    """As ``bodies.train``; each sync of a directory takes so much longer.
+
+    Returns:
+        The same, and ``unpublished``: by iteration, snapshots that this run has begun and storage has no manifest of,
+        and how many directories of snapshots storage has.
+    """
+    sync, take, seen = os.fsync, snapshots.Snapshots.take, []
+    begun, store = set(), Store(storage.LocalPlace(flags["ckpt_dir"]))
+
+    def slowly(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            time.sleep(sync_s)
+        sync(descriptor)
+
+    def watched(self, position, record) -> None:
+        take(self, position, record)
+        begun.add(self._stored.begun)
+        published = set(store.iterations())
+        newest = max(published, default=0)
+        seen.append((sum(one > newest for one in begun), len(list(Path(flags["ckpt_dir"]).glob("iter_*")))))
+
+    os.fsync, snapshots.Snapshots.take = slowly, watched
+    return bodies.train(flags) | {"unpublished": seen}
 
 
 def train_beside_fast_storage(flags: dict) -> dict:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moc.session.queues import BEYOND
+from moc.session.snapshots import SPARE
 from moc.store.store import directory_of, file_of
 from tests.integration.snapshot_files import (
     EVERY,
@@ -107,6 +109,7 @@ def blocking(tmp_path):
     return once("blocking snapshots", take)
 
 
+SLOW_NAMES = "snapshot_bodies:train_with_slow_names"
 SLOW = {
     "copies": ("train_with_copies_that_wait", dict(copy_s=0.2), {}),
     "copies in memory": ("train_with_copies_that_wait", dict(copy_s=0.2), MEMORY),
@@ -126,6 +129,30 @@ def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
         assert contents(stores(flags)["storage"], iteration) == blocking[str(iteration)], iteration
     if "copy_s" in delays:  # training has waited for all but the last, which is waited for at the end of the run
         assert sum(event["seconds"] for event in events(flags, "stall")) > 3 * 0.2
+
+
+LAGGING = {  # flags, and how many snapshots are at most unpublished: the buffers and two more, or fewer by a flag
+    "disk": ({}, SPARE + BEYOND),
+    "disk, lag of 1": (dict(max_snapshot_lag=1), 2),
+    "memory": (MEMORY | dict(persist_interval=1), None),  # others are in memory alone
+}
+
+
+@pytest.mark.parametrize("case", LAGGING)
+def test_storage_that_publishes_slowly_lags_by_a_few_snapshots(case, flags):
+    """Syncs of directories are slow, which publication and removal wait for; the writes of files are not.
+
+    Storage has the two snapshots that are kept, and those that are unpublished, one of which may have just been
+    published, so that an older one is about to be removed.  Beside memory, one is written while one is published.
+    """
+    more, most = LAGGING[case]
+    trained = train("plain DP2", flags | more | dict(ckpt_keep=2, train_iters=30), SLOW_NAMES, sync_s=0.05)
+    unpublished, directories = zip(*trained.workers[0]["unpublished"], strict=True)
+    assert len(unpublished) == 30 and max(directories) <= 2 + (most or 2)
+    if most is not None:
+        assert max(unpublished) <= most
+        assert sum(event["seconds"] for event in events(flags, "stall")) > 20 * 0.05
+    assert whole(flags)["storage"][-1] == 30
 
 
 def test_blocking_means_that_training_waits(flags):

@@ -51,8 +51,10 @@ class _EveryPolicy(FlagGroup):
     )
     max_snapshot_lag: int | None = flag(
         None,
-        "Iterations that training may complete before an unfinished snapshot makes it wait; by default as many as "
-        "there are buffers for. With 1 and --ckpt-policy sparse, recovery replays at most two windows.",
+        "Iterations that training may complete while a snapshot is not safe; then it waits. By default only buffers "
+        "limit them. The number of unpublished snapshots never exceeds the number of buffers + 2, at any storage "
+        "speed: with --ckpt-tier disk (2 buffers) training waits, with memory or peers newer ones skip --ckpt-dir. "
+        "With 1 and --ckpt-policy sparse, recovery replays at most two windows.",
         limits=">= 1",
     )
     ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")

@@ -53,7 +53,7 @@ def stored(every=5, beside=True, policy=None):
 
 
 def test_without_memory_every_snapshot_goes_to_storage():
-    assert stored(None, beside=False).part_of(plan(3), has_buffer=False) == plan(3)
+    assert stored(None, beside=False).part_of(plan(3), has_room=False) == plan(3)
 
 
 def test_beside_memory_a_window_goes_there_from_its_first_snapshot_on_or_not_at_all():

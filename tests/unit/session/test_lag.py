@@ -1,0 +1,203 @@
+"""How far storage may lag behind: at any speed, with any failures, few snapshots are begun and not yet published.
+
+The queues, the rotation of buffers, the policies and what decides are real.  Copies, storage and the vote are a model:
+each of its threads does one thing after the other, as slowly as the test draws.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import POLICIES, Every, Policy, policy_named
+from moc.recovery.redundancy import Redundancy
+from moc.session import snapshots
+from moc.session.engine import Listener
+from moc.session.meter import Meter
+from moc.session.peers import Copied
+from moc.session.publishing import Publisher
+from moc.session.queues import BEYOND, Queues, may_begin, window_may_begin
+from moc.session.resume.point import ResumePoint
+from moc.session.settings import TIERS, Settings
+from moc.session.storage_health import StorageHealth
+from moc.state.record import Position
+from moc.state.shape import ModelShape, model_operators
+from moc.store.errors import CheckpointError
+
+OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
+OPTIONS = {"sparse": dict(window=3), "gradient": dict(window=3), "selective": dict(experts=1)}
+ITERATIONS = 24
+FASTER, SLOWER, HANGS = (st.integers(4, 9), st.integers(0, 3), st.just(0))  # operations that end, between two votes
+
+Speed = st.sampled_from([FASTER, SLOWER, HANGS]).flatmap(lambda speeds: st.lists(speeds, min_size=1, max_size=9))
+
+
+class Thread:
+    """Runs operations one after the other: as many as it is let to."""
+
+    def __init__(self, speed: list[int], fails: list[bool]):
+        self._speed, self._fails, self._turn = speed, fails, 0
+        self._waiting: deque[tuple[Future, object]] = deque()
+
+    def begin(self, result=None) -> Future:
+        """Starts an operation."""
+        self._waiting.append((Future(), result))
+        return self._waiting[-1][0]
+
+    def turn(self, least: int = 0) -> None:
+        """Time passes; at least so many operations end, if there are as many."""
+        for _ in range(max(least, self._speed[self._turn % len(self._speed)])):
+            if self._waiting:
+                done, result = self._waiting.popleft()
+                failed = self._fails[self._turn % len(self._fails)]
+                done.set_exception(CheckpointError("no room")) if failed else done.set_result(result)
+        self._turn += 1
+
+
+class Model:
+    """A worker's copies and its storage."""
+
+    def __init__(self, speeds: list[list[int]], fails: list[bool]):
+        self._copying, self._writing, self._publishing = (
+            Thread(speed, failed) for speed, failed in zip(speeds, ([False], fails, fails), strict=True)
+        )
+        self._begun: dict[int, Future | None] = {}  # by iteration, what publishes or removes the snapshot
+        self.most, self.was_waited_for = 0, False
+        self.trim = lambda slots: None
+
+    def take(self, slot, iteration, share, entries, others, in_memory, after) -> SimpleNamespace:
+        """Starts to copy a snapshot."""
+        figures = dict(seal_s=0.0, persist_s=0.0, persisted_bytes=0, layout=SimpleNamespace(nbytes=1), gradients=None)
+        capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
+        sealed = self._copying.begin()
+        return SimpleNamespace(iteration=iteration, sealed=sealed, capture=capture, in_memory=in_memory, **figures)
+
+    def persist(self, snapshot, operators) -> None:
+        """Starts to write it to storage."""
+        self._begun[snapshot.iteration] = None
+        snapshot.persisted = self._writing.begin()
+        self._count()
+
+    def in_storage(self, plan, state, amount, write_s) -> Future:
+        """Starts to publish it there."""
+        published = self._begun[plan.iteration] = self._publishing.begin()
+        return published
+
+    def gives_up(self, iteration) -> Future:
+        """Starts to remove it from there."""
+        removed = self._begun[iteration] = self._publishing.begin()
+        return removed
+
+    def replicate(self) -> Future:
+        """Starts to copy a snapshot to another node."""
+        return self._copying.begin(Copied())
+
+    def in_memory(self, plan, state, report) -> None:
+        """Publishes a snapshot in memory."""
+
+    def vote(self, ballot: dict, world) -> dict:
+        """All workers do as this one; time passes."""
+        for thread in (self._copying, self._writing, self._publishing):
+            thread.turn()
+        return ballot
+
+    def wait(self, queues: Queues, for_storage: bool) -> None:
+        """Something that is waited for ends, however slow it is."""
+        self._copying.turn(least=1)
+        if for_storage:
+            self.was_waited_for = True
+            self._writing.turn(least=1)
+            self._publishing.turn(least=1)
+
+    def _count(self) -> None:
+        there = [done for done in self._begun.values() if done is None or not done.done()]
+        self.most = max(self.most, len(there))
+
+
+def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> None:
+    """Trains, and takes the snapshots that a policy plans."""
+    world, nothing = SimpleNamespace(size=1, rank=0), Mock()
+    nothing.ballot.return_value, nothing.on_vote.return_value = {}, {}
+    nothing.processes, nothing.replicate = [], lambda *_: model.replicate()
+    memory = None if tier == "disk" else Mock()
+    tiers = SimpleNamespace(memory=memory, leads_node=False, node=(0,), nodes=("0",), before=None)
+    log = Mock(spec=Listener)
+    health = StorageHealth("there", None if tier == "disk" else 1, 100, None, log)
+    turns = iter(range(10**9))
+    health.ballot = lambda: {"storage_rests": float(rests[next(turns) % len(rests)]), "storage_closed": 0.0}
+    parts = SimpleNamespace(
+        world=world, policy=policy, tiers=tiers, saver=model, publisher=model, meter=Meter(1), folds=None,
+        peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
+        contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing,
+    )  # fmt: skip
+    flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
+    taking = snapshots.Snapshots(parts, flags, health, ResumePoint(Position()), lambda at, record: {})
+    for iteration in range(1, ITERATIONS + 1):
+        taking.on_vote(snapshots.sum_over_workers(taking.ballot(), world))
+        taking.wait_for_copies()
+        taking.take(Position(iteration), None)
+
+
+@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(
+    speeds=st.lists(Speed, min_size=3, max_size=3),
+    fails=st.lists(st.booleans(), min_size=1, max_size=9),
+    rests=st.lists(st.booleans(), max_size=9).map(lambda later: [False, *later]),
+    lag=st.none() | st.integers(1, 9),
+)
+def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, speeds, fails, rests, lag):
+    model, policy = Model(speeds, fails), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
+    with (
+        patch.object(snapshots, "sum_over_workers", model.vote),
+        patch.object(snapshots, "first_reported", lambda reason: reason),
+        patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
+    ):
+        train(policy, tier, model, rests, most_behind=lag)
+    assert model.most > 0
+    if tier == "disk":
+        assert model.most <= snapshots.SPARE + BEYOND
+    else:
+        assert model.most <= policy.window_length + 1
+        assert not model.was_waited_for
+
+
+class Remover:
+    """Storage that cannot remove one snapshot."""
+
+    def __init__(self):
+        self.keeps, self.removed = 3, []
+
+    def give_up(self, iteration: int) -> None:
+        """Removes a snapshot."""
+        if iteration == self.keeps:
+            raise OSError(5, "input/output error")
+        self.removed.append(iteration)
+
+
+def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
+    storage = Remover()
+    tiers = SimpleNamespace(storage=storage)
+    publisher = Publisher(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
+    assert [type(publisher.gives_up(one).exception()) for one in (3, 5)] == [OSError, OSError]
+    assert storage.removed == [5]
+    storage.keeps = None
+    assert publisher.gives_up(7).exception() is None
+    assert storage.removed == [5, 3, 7]
+
+
+@given(st.integers(0, 99), st.integers(1, 99))
+def test_one_more_may_begin_up_to_the_bound(outstanding, buffers):
+    assert may_begin(outstanding, buffers) == (outstanding + 1 <= buffers + 2)
+
+
+@pytest.mark.parametrize(
+    "writes, ending, may", [(False, 0, True), (False, 1, True), (False, 2, False), (True, 0, False)]
+)
+def test_a_window_goes_to_storage_if_no_other_is_written_and_few_end_there(writes, ending, may):
+    assert window_may_begin(writes, ending) is may
