@@ -184,7 +184,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
     def life(root, dies_after):
         store = Store(LocalPlace(root, in_memory=True), slack=True)
         carrier, left = Carrier(store, ONES), itertools.count()
-        real = {name: getattr(os, name) for name in ("replace", "unlink")}
+        real = {name: getattr(os, name) for name in ("rename", "unlink")}
 
         def dying(name):
             def call(*args, **kwargs):
