@@ -168,7 +168,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
 
         return call
 
-    for name in ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
+    for name in ("rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
         setattr(os, name, watched(name, getattr(os, name)))
 
     class WatchedFile(io.FileIO):

@@ -106,7 +106,7 @@ class Scene:
     def calls(self, rank: int) -> list[str]:
         """Which calls a worker makes from its start to its end after iteration 3, each once."""
         calls = self.die(rank, None, exit_interval=3)[rank].value
-        assert {"copies half", "header", "write half", "replace", "fsync"} <= {c.split(" < ")[0] for c in calls}
+        assert {"copies half", "header", "write half", "rename", "fsync"} <= {c.split(" < ")[0] for c in calls}
         self.put_back()
         return list(dict.fromkeys(calls))
 
