@@ -1,6 +1,6 @@
 """Files of unknown origin: the only code that opens, decodes, deletes and prints them.
 
-A checkpoint, a log or a model directory may come from anybody.  :mod:`moc.files.tree` opens and deletes its files
+A checkpoint, a log or a model directory can be a download.  :mod:`moc.files.tree` opens and deletes its files
 without leaving the directory, :mod:`moc.files.decode` turns their JSON into declared types, and
 :mod:`moc.files.text` makes their text safe to print (``docs/reference/security.md``).
 """

@@ -21,7 +21,7 @@ _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
 _DIGEST = "xxh3_128"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-"""A whole number of bytes, elements, iterations and the like."""
+"""An integer number of bytes, elements, iterations and the like."""
 
 Finite = Annotated[float, msgspec.Meta(ge=-1.7e308, le=1.7e308)]
 """A number that is neither infinite nor nan."""
@@ -57,7 +57,7 @@ def parse(text: str | bytes | bytearray | memoryview) -> Any:
 def convert[T](value: Any, to: type[T]) -> T:
     """Converts parsed JSON to a type: a dataclass, a union, a container or one of the types above.
 
-    Whole numbers count as floats, and keys of objects as numbers where the type has numbers.  Unknown fields of a
+    Integers count as floats, and keys of objects as numbers where the type has numbers.  Unknown fields of a
     dataclass are ignored.
 
     Raises:
@@ -99,7 +99,7 @@ def table(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {shown(value)}, and not an object")
     keys = "".join(value)
-    if len(keys) > _LONGEST or not keys.isprintable():  # all at once: reports have hundreds of objects
+    if len(keys) > _LONGEST or not keys.isprintable():  # one test per object: reports have hundreds
         for key in value:
             name(key, f"a key of {what}")
     return value

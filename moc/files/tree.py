@@ -44,7 +44,7 @@ class Tree:
 
     Args:
         root: the directory.
-        ours: this package has made the directory, and nobody else uses it: any name in it may be deleted.
+        ours: this package has made the directory for its own use: any name in it may be deleted.
     """
 
     def __init__(self, root: str | Path, ours: bool = False):
@@ -228,7 +228,7 @@ def empty(directory: int, first: str = "", last: str = "") -> None:
 
 
 def temporary_name(name: str, tag: str = "") -> str:
-    """A new name for a file before the rename, which nobody can foresee and plant a link at."""
+    """A new name for a file before the rename, which is random, so that an attacker cannot plant a link there."""
     own = f"{secrets.token_hex(8)}.tmp"
     return f".{name}.{tag}.{own}" if tag else f".{name}.{own}"
 
