@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from moc.files.text import printable
+
 
 class ToolError(Exception):
     """Ends a program with one sentence for the user and no traceback."""
@@ -16,7 +18,7 @@ class ToolError(Exception):
 def refused(program: str, error: Exception, path: object = "") -> int:
     """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
     said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else error
-    print(f"{program}: {said}", file=sys.stderr)
+    print(f"{program}: {printable(said)}", file=sys.stderr)
     return 1
 
 

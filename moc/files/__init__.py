@@ -1,4 +1,4 @@
-"""Files of unknown origin: the only code that opens, decodes, deletes and prints them.
+"""Files of unknown origin: code that opens, decodes, deletes and prints them safely.
 
 A checkpoint, a log or a model directory can be a download.  :mod:`moc.files.tree` opens and deletes its files
 without leaving the directory, :mod:`moc.files.decode` turns their JSON into declared types, and

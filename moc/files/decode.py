@@ -23,20 +23,11 @@ _DIGEST = "xxh3_128"
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """An integer number of bytes, elements, iterations and the like."""
 
-Finite = Annotated[float, msgspec.Meta(ge=-1.7e308, le=1.7e308)]
-"""A number that is neither infinite nor nan."""
-
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration, or a time since 1970."""
 
 Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z")]
 """Text without control characters."""
-
-FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
-"""Name of a file in the directory of a checkpoint itself."""
-
-Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-"""An xxh3-128 in hex."""
 
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """Name of a run (:mod:`moc.store.runs`)."""

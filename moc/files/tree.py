@@ -21,6 +21,7 @@ MANIFEST = 64 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_AS_IT_IS = {"follow_symlinks": False}
 _DEEPEST = 32  # levels of directories that are deleted
 _OURS = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
@@ -104,12 +105,12 @@ class Tree:
             return sorted(os.listdir(there))
         return []
 
-    def is_refused(self, name: str) -> bool:
-        """Whether an entry of the root is neither a directory nor a regular file."""
+    def refused(self) -> list[str]:
+        """Names of the root's entries that are neither directories nor regular files; empty if there is no root."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.directory() as root:
-            mode = os.stat(name, dir_fd=root, follow_symlinks=False).st_mode
-            return not (stat.S_ISDIR(mode) or stat.S_ISREG(mode))
-        return False
+            with os.scandir(root) as entries:
+                return sorted(one.name for one in entries if not (one.is_dir(**_AS_IT_IS) or one.is_file(**_AS_IT_IS)))
+        return []
 
     def write(
         self,
@@ -134,36 +135,12 @@ class Tree:
         """
         above, name = self._split(path)
         with self.directory(above, make=True) as directory:
-            temporary = temporary_name(name, tag)
-            try:
-                with open(os.open(temporary, _NEW, 0o666, dir_fd=directory), "wb", buffering=0) as file:
-                    for part in parts:
-                        data = memoryview(part)
-                        while data:
-                            data = data[file.write(data) :]
-                    os.fsync(file.fileno())
-                if check is not None:
-                    check()
-                if replace:
-                    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-                else:
-                    os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-                    os.unlink(temporary, dir_fd=directory)
-            except FileExistsError:  # of the temporary file: it is not this writer's; or of the file, see below
-                if not replace:
-                    os.unlink(temporary, dir_fd=directory)
-                raise
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=directory)
-                raise
-            if name_too:
-                os.fsync(directory)
+            write(directory, name, parts, name_too, tag, check, replace)
 
     def remove(self, path: str) -> None:
-        """Deletes a file, a link, or a directory with its contents, durably; a missing one is none of its errors.
+        """Deletes a file, a link, or a directory with its contents, durably; a missing one is no error.
 
-        The only function that deletes files of checkpoints.  It follows no link, enters no other mounted file system,
+        It follows no link, enters no other mounted file system,
         and of the root's entries deletes only those with a name that this package gives.
         """
         above, name = self._split(path)
@@ -214,6 +191,40 @@ class Tree:
                 raise RefusedFileError("it is not a regular file", self.root / path) from None
             error.filename = str(self.root / path)
             raise
+
+
+def write(
+    directory: int,
+    name: str,
+    parts: Iterable,
+    name_too: bool = True,
+    tag: str = "",
+    check: Callable[[], None] | None = None,
+    replace: bool = True,
+) -> None:
+    """As :meth:`Tree.write`, into an open directory, which is given by its descriptor."""
+    temporary = temporary_name(name, tag)
+    file = open(os.open(temporary, _NEW, 0o666, dir_fd=directory), "wb", buffering=0)
+    try:
+        with file:
+            for part in parts:
+                data = memoryview(part)
+                while data:
+                    data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        if check is not None:
+            check()
+        if replace:
+            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        else:
+            os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            os.unlink(temporary, dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+    if name_too:
+        os.fsync(directory)
 
 
 def empty(directory: int, first: str = "", last: str = "") -> None:
@@ -279,9 +290,7 @@ def _make_root(root: Path) -> None:
     _make_root(root.absolute().parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(root)
-    descriptor = os.open(root.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # such as a parent that this user may not read
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if not root.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
+    with contextlib.suppress(PermissionError):  # a directory that this user may not read cannot be synced
+        Tree(root.absolute().parent).sync()

@@ -37,7 +37,7 @@ def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a published checkpoint under ``root``, ascending."""
     root = Path(root)
     there = Tree(root)
-    names = [name for name in there.names() if not there.is_refused(name)]
+    names = set(there.names()).difference(there.refused())
     return sorted(iteration for iteration in map(store.iteration_of, names) if iteration is not None)
 
 
@@ -50,8 +50,10 @@ def latest_iteration(root: str | Path) -> int | None:
     tracker = Path(root) / TRACKER
     try:
         text = Tree(root).read(TRACKER, SMALL).decode(errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except RefusedFileError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error.strerror}): remove it") from None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(
             f"{tracker} holds {shown(text)} instead of an iteration: write the iteration to load into it"
@@ -197,7 +199,7 @@ def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
         size = path.stat().st_size
         if size != entry["bytes"]:
             return f"{path} has {size} bytes instead of {entry['bytes']}: it is truncated or overwritten"
-        with open(Tree(directory).open(name), "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0) as file:  # a link is one, too: model hubs keep files elsewhere
             if digest_of_file(file, size) != entry["xxh3_128"]:
                 return f"{path} does not match its hash: its content is damaged"
     return None

@@ -19,6 +19,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +35,8 @@ from moc.store.errors import CheckpointError, SupersededError, TakenError
 NAME = ".fence"
 _LOCK = ".lock"
 _HAS_FILES = re.compile(r"iter_\d{7,}")
-_UNFINISHED = (".tmp", ".incomplete")
+_GIVEN_UP = ".given-up"
+_UNFINISHED = (".tmp", ".incomplete", _GIVEN_UP)
 _POLL_S = 0.05
 _REMEMBERED = 200  # launches
 
@@ -142,7 +144,8 @@ class Fence:
             SupersededError: the claim has been superseded.
             OSError: the fence cannot be written.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
+        with self._tree.directory(make=True):
+            pass
         deadline = time.monotonic() + self._patience
         while not self._begins():
             if time.monotonic() > deadline:
@@ -211,14 +214,14 @@ class Fence:
 
         A directory is renamed first, so that no part of it is published.
         """
-        doomed = f"{name}.given-up"
-        try:
+        path = f"{directory}/{name}" if directory else name
+        with contextlib.suppress(FileNotFoundError):  # it was published
             with self._tree.directory(directory) as there:
-                os.rename(name, doomed, src_dir_fd=there, dst_dir_fd=there)
-        except FileNotFoundError:  # it was published
-            return
-        with contextlib.suppress(OSError):
-            self._tree.remove(f"{directory}/{doomed}" if directory else doomed)
+                if stat.S_ISDIR(os.stat(name, dir_fd=there, follow_symlinks=False).st_mode):
+                    os.rename(name, name + _GIVEN_UP, src_dir_fd=there, dst_dir_fd=there)
+                    path += _GIVEN_UP
+            with contextlib.suppress(OSError):
+                self._tree.remove(path)
 
     def _show_life(self) -> None:
         """Holds a lock for the lifetime of this process; forked children do not inherit it."""

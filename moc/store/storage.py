@@ -150,7 +150,7 @@ class LocalPlace(Storage):
 
     def refused(self) -> list[str]:
         """See :class:`Storage`."""
-        return [name for name in self._tree.names() if self._tree.is_refused(name)]
+        return self._tree.refused()
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`; the removal is durable."""
@@ -164,14 +164,14 @@ class LocalPlace(Storage):
     def discard(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`.
 
-        The mark is written like a publication.  Files are then removed through a descriptor opened before, so a
+        The mark is written like a publication.  Mark and removal go through one descriptor, so a
         directory recreated under the same name is not affected.
         """
         try:
             with self._tree.directory(directory) as descriptor:
                 with contextlib.suppress(FileNotFoundError):  # another worker has removed it
                     with self._noticing_losses():
-                        self._tree.write(f"{directory}/{mark}", [], tag=self._tag, check=self.check_owner)
+                        tree.write(descriptor, mark, [], tag=self._tag, check=self.check_owner)
                     tree.empty(descriptor, first, mark)
         except (FileNotFoundError, NotADirectoryError):
             return

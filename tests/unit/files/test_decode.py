@@ -13,7 +13,7 @@ from moc.files.text import printable
 @dataclass(frozen=True)
 class Example:
     count: decode.Count
-    rate: decode.Finite = 0.0
+    rate: decode.Seconds = 0.0
     name: decode.Name = ""
     run: decode.RunName = "0" * 16
     table: dict[int, tuple[decode.Count, ...]] | None = None

@@ -1,11 +1,17 @@
 """A checkpoint directory from a stranger can neither delete nor overwrite files elsewhere."""
 
+import contextlib
 import json
 import os
+import shutil
 
 import pytest
 
+from moc.files.tree import Tree
+from moc.output import refused
 from moc.recovery.inventory import look
+from moc.store import dense_files
+from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import NAME as FENCE
 from moc.store.runs import NAME as RUN
@@ -75,3 +81,50 @@ def test_a_special_file_does_not_stop_a_reader(place, name):
             run_of(place)
     else:
         assert look(store)[1] or name == FENCE
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("../victim/precious"), os.mkfifo, os.mkdir])
+def test_a_tracker_that_is_no_file_is_refused(place, make):
+    place.root.mkdir()
+    make(place.root / dense_files.TRACKER)
+    with pytest.raises(CheckpointError):
+        dense_files.latest_iteration(place.root)
+
+
+def test_a_removal_that_another_worker_has_finished_leaves_nothing(place, monkeypatch):
+    store = Store(place)
+    saved(store, 10)
+
+    opened = Tree.directory
+
+    @contextlib.contextmanager
+    def removed_elsewhere(self, path="", **how):
+        with opened(self, path, **how) as descriptor:
+            if path == "iter_0000010" and not how:  # the directory to remove, and not one to write into
+                shutil.rmtree(place.root / path)
+            yield descriptor
+
+    monkeypatch.setattr(Tree, "directory", removed_elsewhere)
+    store.remove(10)
+    monkeypatch.undo()
+    assert place.names() == []
+
+
+def test_a_directory_that_does_not_exist_behind_a_link_is_named(place):
+    os.symlink("nowhere", place.root)
+    with pytest.raises(NotADirectoryError, match="place"):
+        LocalPlace(place.root, claim=Claim("job")).lock()
+
+
+def test_an_unfinished_file_of_an_older_term_is_swept_wherever_the_sweep_ended(place):
+    place.write("iter_0000010/part", [b"x"])
+    names = [".manifest.json.job-0-1.0123456789abcdef.tmp", ".iter_0000020.job-0-1.incomplete.given-up"]
+    (place.root / "iter_0000010" / names[0]).write_bytes(b"")
+    (place.root / names[1]).mkdir()
+    LocalPlace(place.root, claim=Claim("job", (0, 2))).lock()
+    assert place.names("iter_0000010") == ["part"] and names[1] not in place.names()
+
+
+def test_an_error_message_sends_no_command_to_a_terminal(capsys):
+    assert refused("program", CheckpointError("\x1b[2J\x9b31m is damaged")) == 1
+    assert "\x1b" not in (said := capsys.readouterr().err) and "\x9b" not in said

@@ -113,7 +113,7 @@ def _index(directory: Path) -> dict[str, str] | None:
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
     try:
-        blob = LocalBlob(path)
+        blob = LocalBlob(path.resolve())
         length = int.from_bytes(blob.read(0, _LENGTH), "little")
         begin = _LENGTH + length
         if not 2 <= length <= min(blob.size - _LENGTH, _MOST_HEADER):

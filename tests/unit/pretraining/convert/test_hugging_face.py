@@ -214,6 +214,14 @@ def test_twice_a_weight_that_is_out_of_range_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_of_a_hub_cache_whose_files_are_links_is_read(tmp_path):
+    blobs, directory = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir(), directory.mkdir()
+    save_file({"weight": torch.arange(4.0)}, blobs / "0123abcd")
+    (directory / "model.safetensors").symlink_to("../blobs/0123abcd")
+    assert list(read_directory(directory)) == ["weight"]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2"])
 def test_the_norm_before_experts_has_two_names(name, tmp_path):
     contents, names, family, model = drawn(name)
