@@ -114,7 +114,7 @@ class Store:
     def refused(self) -> list[str]:
         """Reports entries with the name of a checkpoint that are no directories: they are neither read nor removed."""
         names = [name for name in self.place.refused() if iteration_of(name) is not None]
-        return [f"{self.place.path(name)} is a link or a special file, and is ignored" for name in names]
+        return [f"{self.place.path(name)} is a link or a special file, which is not read" for name in names]
 
     def manifest(self, iteration: int) -> Manifest:
         """The manifest of an iteration's checkpoint.
