@@ -1,13 +1,15 @@
 """Converts a window of sparse snapshots into a dense checkpoint by replaying it (MoEvement, section 3.3).
 
 The training program replays the window as a resuming run does (``moc/session/resume/replay.py``), with
-``--skip-train``, and with links to the window's snapshots as ``--ckpt-dir``, so that the snapshots are not touched.
+``--skip-train``, and with hard links to the window's files as ``--ckpt-dir``, so that the snapshots are not touched.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from moc.recovery.sources import recoveries
 from moc.runtime import children
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
+from moc.store.manifest import NAME as MANIFEST
 from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
@@ -77,7 +80,7 @@ def compute_again(
         window: the window.
         flags: the run's flags; those that say where and when to save, load or log are ignored.
         workers: number of processes; by default as many as the run had.
-        scratch: an empty directory, with room for a dense checkpoint.
+        scratch: an empty directory, with room for a dense checkpoint; in another file system, also for the window.
 
     Returns:
         The dense checkpoint, and whether it is bit-identical to the run's state.
@@ -89,21 +92,30 @@ def compute_again(
     config = _config(parse_config(list(flags)), window, scratch)
     directory, save, log_dir = config.snapshot.ckpt_dir, config.checkpoint.save, config.logging.log_dir
     assert directory is not None and save is not None and log_dir is not None  # set by _config()
-    links = Path(directory)
-    links.mkdir()
-    for iteration in window.manifests:
-        name = directory_of(iteration)
-        (links / name).symlink_to((window.root / name).resolve(), target_is_directory=True)
+    snapshots = Path(directory)
+    for iteration, manifest in window.manifests.items():
+        there, here = window.root / directory_of(iteration), snapshots / directory_of(iteration)
+        here.mkdir(parents=True)
+        for name in (MANIFEST, *manifest.files):
+            _link_or_copy(there / name, here / name)
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
     launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
-        raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(links), str(window.root))}")
+        raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(snapshots), str(window.root))}")
     told = (Path(log_dir) / "events.jsonl").read_text(encoding="utf-8")
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in map(json.loads, told.splitlines()):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
     return dense_files.directory_of(Path(save), window.end.iteration), not elsewhere
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file a second name, which a job removes without harm; copies it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _run(command: Sequence[str]) -> str | None:
