@@ -29,7 +29,7 @@ def train(env, directory, iterations, *more, code=0):
 def test_it_trains_is_killed_and_goes_on(tmp_path):
     (tmp_path / "site").mkdir()
     env, directory = install(tmp_path / "site"), tmp_path / "snapshots"
-    kill = "--log-dir", str(tmp_path / "log"), "--inject", "kill rank=0 iteration=7"
+    kill = "--max-snapshot-lag", "1", "--log-dir", str(tmp_path / "log"), "--inject", "kill rank=0 iteration=7"
     assert "loading snapshot" not in train(env, directory, 20, *kill, code=-signal.SIGKILL)
     store = Store(LocalPlace(str(directory)))
     assert store.manifest(4).policy == "busier"
