@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy
 import xxhash
 
@@ -19,6 +20,8 @@ from moc.elastic.migration import columns
 from moc.elastic.placement import EMPTY, holders, place_by_load
 from moc.elastic.settings import Settings
 from moc.elastic.split import split
+from moc.files import decode
+from moc.files.decode import MOST, Count
 
 Loads = Mapping[int, Sequence[int]]
 """Tokens of each expert by layer; layers have equally many experts."""
@@ -161,19 +164,58 @@ class Plan:
             ValueError: it is no plan.
         """
         try:
-            tables = {int(layer): numpy.array(rows, numpy.int64) for layer, rows in given["tables"].items()}
-            members, columns = tuple(given["members"]), tuple(given["columns"])
-            domains = tuple(map(int, given.get("domains", [len(members)])))
-            found = cls(members, columns, given["experts"], given["ranks"], tables, domains)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no plan of experts: {error!r}") from None
-        if any(table.ndim != 2 or len(table) != found.size for table in tables.values()):
-            raise ValueError(f"it is no plan of experts: a table has not one row for each of {found.size} ranks")
-        if sum(domains) != len(members) or min(domains, default=0) < 1:
-            raise ValueError(
-                f"it is no plan of experts: its domains {list(domains)} are no cut of {len(members)} nodes"
-            )
+            stored = decode.convert(given, _Stored)
+        except ValueError as error:
+            raise ValueError(f"it is no plan of experts: {error}") from None
+        if any(len({*map(len, rows)}) > 1 for rows in stored.tables.values()):
+            raise ValueError("it is no plan of experts: the rows of a table differ in length")
+        members = len(stored.members)
+        domains = (members,) if stored.domains is None else stored.domains
+        tables = {layer: numpy.array(rows, numpy.int64) for layer, rows in stored.tables.items()}
+        found = cls(stored.members, stored.columns, stored.experts, stored.ranks, tables, domains)
+        if problem := _problem(found):
+            raise ValueError(f"it is no plan of experts: {problem}")
         return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether each domain has every expert of every layer."""
+        return all(
+            numpy.setdiff1d(table[domain], EMPTY).size == self.experts
+            for table in self.tables.values()
+            for domain in spans(self._ranks_of_domains)
+        )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A plan as JSON: its tables by layer, rank and slot."""
+
+    members: tuple[Count, ...]
+    columns: tuple[Count, ...]
+    experts: Count
+    ranks: Count
+    tables: dict[Count, list[list[Annotated[int, msgspec.Meta(ge=EMPTY, le=MOST)]]]]
+    domains: tuple[Count, ...] | None = None
+
+
+def _problem(plan: Plan) -> str | None:
+    """What is wrong with a plan of unknown origin, as a clause; None if nothing is."""
+    members, domains = len(plan.members), plan.domains
+    if not plan.size or len(set(plan.members)) < members:
+        return f"its nodes are {list(plan.members)}, with {plan.ranks} workers each"
+    if sum(domains) != members or not all(domains):
+        return f"its domains {list(domains)} are no cut of {members} nodes"
+    if sorted(plan.columns) != list(range(members)):
+        return f"its columns are {list(plan.columns)}"
+    for layer, table in plan.tables.items():
+        if table.ndim != 2 or len(table) != plan.size:
+            return f"its table of layer {layer} has not one row for each of {plan.size} ranks"
+        numbers = numpy.where(table == EMPTY, plan.experts, table)
+        ascending = (numpy.diff(numbers, axis=1) > 0) | (numbers[:, 1:] == plan.experts)
+        if (numbers < 0).any() or (table >= plan.experts).any() or not ascending.all() or plan.experts > table.size:
+            return f"its table of layer {layer} has not {plan.experts} experts, ascending by rank"
+    return None
 
 
 def plan(members: Sequence[int], loads: Loads, settings: Settings, previous: Plan | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -26,8 +27,20 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration, or a time since 1970."""
 
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
+"""A finite quantity above 0."""
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+"""A finite quantity that is not negative, such as a rate or a mean number of bytes."""
+
 Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z")]
 """Text without control characters."""
+
+FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
+"""The name of a file in the directory of a checkpoint itself."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""An xxh3-128 in hex."""
 
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """Name of a run (:mod:`moc.store.runs`)."""
@@ -65,6 +78,27 @@ def convert[T](value: Any, to: type[T]) -> T:
 def decode[T](text: str | bytes | bytearray | memoryview, to: type[T]) -> T:
     """:func:`parse`, then :func:`convert`; raises ValueError as they do."""
     return convert(parse(text), to)
+
+
+def state[T](value: Any, to: type[T], of: str, whole: bool = False) -> T:
+    """:func:`convert` for the state that an object has saved; the object is called ``of`` in the message.
+
+    Args:
+        value: the state.
+        to: its type.
+        of: name of the object.
+        whole: fields of a dataclass must be there also if they have defaults.
+
+    Raises:
+        ValueError: as :func:`convert`.
+    """
+    try:
+        found = convert(value, to)
+        if whole and (missing := {field.name for field in dataclasses.fields(to)} - value.keys()):
+            raise ValueError(f"it lacks {min(missing)}")
+        return found
+    except ValueError as error:
+        raise ValueError(f"this is no state of {of} ({error}): start without it") from None
 
 
 def sealed(fields: Mapping[str, Any]) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_LONGEST = 80
+_SHORT = reprlib.Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlong=_LONGEST)
 _KEPT = "\n\t"
 
 
@@ -18,8 +22,8 @@ def printable(text: object) -> str:
 
 def shown(value: object) -> str:
     """A value in a message: short, in ASCII, and without control characters."""
-    text = ascii(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _escaped(character: str) -> str:

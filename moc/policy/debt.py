@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Table = tuple[tuple[int, ...], ...]
+from moc.files.decode import Count
+
+Table = tuple[tuple[Count, ...], ...]
 """Tokens by index of the layer among those with experts, and by expert."""
 
 
@@ -29,7 +31,7 @@ class Debt:
 
     tokens: Table
     made_up: Table
-    left: int
+    left: Count
 
     @classmethod
     def of(cls, lost: Sequence[Sequence[int]], iterations: int, before: Debt | None = None) -> Debt | None:
@@ -62,16 +64,6 @@ class Debt:
         """The debt after one more iteration, in which experts processed these tokens beyond their capacity."""
         now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
         return now if any(map(any, now.owed)) else replace(now, left=0)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Debt:
-        """Restores the result of :func:`dataclasses.asdict`, directly or through JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is of another class.
-        """
-        tables = (tuple(tuple(map(int, row)) for row in state[name]) for name in ("tokens", "made_up"))
-        return cls(*tables, left=int(state["left"]))
 
 
 def _summed(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Table:

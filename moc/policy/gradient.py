@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from moc.files import decode
+from moc.files.decode import Count
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
@@ -35,10 +37,10 @@ class GradientState:
         bases: iteration of the newest full save of each operator, in model order; empty before the first snapshot.
     """
 
-    window: int = 0
-    start: int = 0
-    last: int = 0
-    bases: list[int] = field(default_factory=list)
+    window: Count = 0
+    start: Count = 0
+    last: Count = 0
+    bases: list[Count] = field(default_factory=list)
 
 
 @policy("gradient")
@@ -215,16 +217,13 @@ class Gradient(Policy):
         """As :meth:`Policy.state_dict`."""
         return vars(self.told) | {"bases": list(self.told.bases)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        try:
-            bases = [int(base) for base in state["bases"]]
-            if len(bases) not in (0, len(self.operators)):
-                raise ValueError("of another model")
-            window, start, last = (int(state[name]) for name in ("window", "start", "last"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of gradient checkpoints: {state!r}; start without it") from error
-        vars(self.told).update(window=window, start=start, last=last, bases=bases)
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Policy.loading`."""
+        of = "gradient checkpoints"
+        told = decode.state(state, GradientState, of, whole=True)
+        if len(told.bases) not in (0, len(self.operators)):
+            raise ValueError(f"this is no state of {of} of this model: start without it")
+        return lambda: vars(self.told).update(vars(told))
 
     def _round_at(self, iteration: int) -> GradientState:
         """The round of an iteration; a new one if the last has ended."""
@@ -254,7 +253,7 @@ class Gradient(Policy):
             turns: dict[str, int] = {}
             for queue in self._queues:
                 turns |= {one.name: _ALWAYS for one in queue if one.kind == "router"}
-                filled = [0] * window
+                filled = [0] * min(window, len(queue))
                 for one in sorted(queue, key=lambda one: -one.parameters):  # ties: model order
                     if one.name not in turns:
                         turns[one.name] = turn = filled.index(min(filled))

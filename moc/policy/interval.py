@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_high
 from typing import Any
+
+from moc.files import decode
 
 WARM_UP = 5
 """Iterations at the start that are excluded from measurements: they allocate, compile and connect."""
@@ -81,14 +83,29 @@ class Interval(ABC):
         """What was learned, as JSON-compatible values; stored with each checkpoint."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what was learned, as if a snapshot had just been persisted.
 
         Called with the same state on all ranks: after a restart, and also by survivors when a rank was replaced.
 
         Raises:
-            ValueError: the state is not one of this interval.
+            ValueError: as :meth:`loading`.
         """
+        self.loading(state)()
+
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Decodes a :meth:`state_dict`, and changes nothing; returns the function that restores it.
+
+        The state may be of another interval: the common fields are used.
+
+        Raises:
+            ValueError: a field of the state is invalid.
+        """
+        return _nothing
+
+
+def _nothing() -> None:
+    """Restores the state of an interval without any."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,14 @@ class _Flight:
     def cost(self, iteration_s: float) -> float:
         """Seconds that training lost to stalls and to slower iterations while the snapshot was in progress."""
         return self.stall_s + max(0.0, self.seconds - self.iterations * iteration_s)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The state of an interval tuner."""
+
+    iteration_s: tuple[decode.Positive, ...] = ()
+    snapshots: tuple[tuple[decode.Count, decode.Seconds], ...] = ()
 
 
 class IntervalTuner(Interval):
@@ -257,18 +282,16 @@ class IntervalTuner(Interval):
         """The figures of T, and d and C of the last snapshots; without the budget, which is a flag."""
         return {"iteration_s": list(self._blocks), "snapshots": [list(snapshot) for snapshot in self._known()]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; the first iterations after it are skipped again."""
-        try:
-            blocks = [float(seconds) for seconds in state["iteration_s"]]
-            landed = [(int(iterations), float(cost)) for iterations, cost in state["snapshots"]]
-            if not all(seconds > 0 for seconds in blocks):
-                raise ValueError("an iteration takes more than 0 s")
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of an interval tuner: {state!r}; start without it") from error
-        self._blocks = deque(blocks, maxlen=BLOCKS)
-        self._landed = deque(landed, maxlen=SNAPSHOTS)
-        self._begin()
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Interval.loading`; the first iterations after it are skipped again."""
+        stored = decode.state(state, _Stored, "an interval tuner")
+
+        def load() -> None:
+            self._blocks = deque(stored.iteration_s, maxlen=BLOCKS)
+            self._landed = deque(stored.snapshots, maxlen=SNAPSHOTS)
+            self._begin()
+
+        return load
 
 
 def interval_named(text: str, budget: float = 0.03) -> Interval:

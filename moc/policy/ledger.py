@@ -17,14 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moc.files import decode
+from moc.files.decode import Count
 from moc.policy.debt import Debt, Table
 
 
 class Version(NamedTuple):
     """A saved state of one expert: the iteration at which it was saved, and the tokens that it has learned."""
 
-    iteration: int
-    learned: int
+    iteration: Count
+    learned: Count
 
 
 _TIERS = ("memory", "storage", "peers")
@@ -36,8 +38,8 @@ Versions = tuple[tuple[Version, ...], ...]
 class PendingSave(NamedTuple):
     """A save not known to be complete: its iteration, its experts by layer, and the tokens that they have learned."""
 
-    iteration: int
-    experts: tuple[tuple[int, tuple[int, ...]], ...]
+    iteration: Count
+    experts: tuple[tuple[Count, tuple[Count, ...]], ...]
     learned: Table
 
 
@@ -59,11 +61,11 @@ class Ledger:
         debt: lost tokens that experts make up by more capacity; None if there never were any.
     """
 
-    iteration: int
-    layers: tuple[int, ...]
+    iteration: Count
+    layers: tuple[Count, ...]
     given: Table
     learned: Table
-    routed: tuple[int, ...]
+    routed: tuple[Count, ...]
     memory: Versions
     storage: Versions
     peers: Versions
@@ -241,29 +243,27 @@ class Ledger:
         Raises:
             ValueError: the state does not come from :meth:`state_dict`, or contradicts itself.
         """
-        try:
-            ledger = cls(
-                iteration=int(state["iteration"]),
-                layers=tuple(map(int, state["layers"])),
-                given=_frozen(state["given"]),
-                learned=_frozen(state["learned"]),
-                routed=tuple(map(int, state["routed"])),
-                memory=_versions(state["memory"]),
-                storage=_versions(state["storage"]),
-                peers=_versions(state.get("peers", state["memory"])),
-                to_memory=tuple(map(_begun, state["to_memory"])),
-                to_storage=tuple(map(_begun, state["to_storage"])),
-                to_peers=tuple(map(_begun, state.get("to_peers", state["to_memory"]))),
-                debt=None if state.get("debt") is None else Debt.from_state(state["debt"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError("this is no state of a token ledger: start without it") from error
+        of = "a token ledger"
+        known = decode.state(state, dict, of)
+        earlier = {"peers": known.get("memory"), "to_peers": known.get("to_memory")}  # without peers, as memory
+        ledger = decode.state(earlier | known, cls, of)
         debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
         tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
         shapes = {tuple(map(len, table)) for table in tables}
-        if len(shapes) > 1 or len(ledger.given) != len(ledger.layers) or len(ledger.routed) != len(ledger.layers):
+        begun = (*ledger.to_memory, *ledger.to_storage, *ledger.to_peers)
+        fits = len(shapes) == 1 and len(ledger.given) == len(ledger.layers) == len(ledger.routed)
+        if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._has, begun)):
             raise ValueError("this state of a token ledger contradicts itself: start without it")
         return ledger
+
+    def _has(self, save: PendingSave) -> bool:
+        """Whether the experts of a save are of this ledger, and have a number of tokens each."""
+        return len(save.experts) == len(save.learned) and all(
+            place < len(self.given)
+            and len(experts) == len(tokens)
+            and max(experts, default=-1) < len(self.given[place])
+            for (place, experts), tokens in zip(save.experts, save.learned, strict=True)
+        )
 
     def _place(self, layer: int) -> int:
         if layer not in self.layers:
@@ -319,16 +319,6 @@ def _added(table: Table, rows: Iterable[Sequence[int]]) -> Table:
 
 def _frozen(rows: Iterable[Iterable]) -> tuple[tuple, ...]:
     return tuple(map(tuple, rows))
-
-
-def _versions(rows: Iterable[Iterable]) -> Versions:
-    return tuple(tuple(Version(int(i), int(learned)) for i, learned in row) for row in rows)
-
-
-def _begun(save: Sequence) -> PendingSave:
-    iteration, experts, learned = save
-    of_layers = tuple((int(place), tuple(map(int, numbers))) for place, numbers in experts)
-    return PendingSave(int(iteration), of_layers, _frozen(learned))
 
 
 def _saved(save: PendingSave, place: int, expert: int) -> Version | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from moc.files import decode
 from moc.policy.interval import BLOCK, BLOCKS, WARM_UP, Observed, Transfer
 
 UNDISTURBED_MTBF_S = 86400.0
@@ -86,13 +88,28 @@ class Measurements:
         Raises:
             ValueError: the state does not come from :meth:`state_dict`.
         """
-        try:
-            measured = cls(float(state["trained_s"]), int(state["faults"]))
-            measured._iteration_s.extend(map(float, state["iteration_s"]))
-            measured._forward_backward_s.extend(map(float, state["forward_backward_s"]))
-            measured._bubble_s.extend(map(float, state.get("bubble_s", ())))
-            for name, seen in measured._transfers.items():
-                seen.extend(Transfer(float(amount), float(seconds)) for amount, seconds in state[name])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"these are no measurements of a run: {state!r}; start without them") from error
+        stored = decode.state(state, _Stored, "the measurements of a run")
+        measured = cls(stored.trained_s, stored.faults)
+        measured._iteration_s.extend(stored.iteration_s)
+        measured._forward_backward_s.extend(stored.forward_backward_s)
+        measured._bubble_s.extend(stored.bubble_s)
+        for name, seen in measured._transfers.items():
+            seen.extend(Transfer(amount, seconds) for amount, seconds in getattr(stored, name))
         return measured
+
+
+_Transfers = tuple[tuple[decode.Positive, decode.Positive], ...]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The state of measurements: seconds, and by transfer its bytes and seconds."""
+
+    trained_s: decode.Seconds
+    faults: decode.Count
+    iteration_s: tuple[decode.Seconds, ...]
+    forward_backward_s: tuple[decode.Positive, ...]
+    copied: _Transfers
+    written: _Transfers
+    replicated: _Transfers
+    bubble_s: tuple[decode.Positive, ...] = ()

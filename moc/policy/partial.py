@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.files import decode
+from moc.files.decode import Count
+from moc.policy.plan import Load, Policy, SnapshotPlan, check_tables, experts_by_layer
 
-Table = dict[int, list[int]]
+Table = dict[Count, list[Count]]
 """Integers by layer and expert."""
 
 
@@ -39,28 +40,20 @@ class PartialState:
         tables = {name: value for name, value in vars(self).items() if isinstance(value, dict)}
         return vars(self) | {name: {key: copy(row) for key, row in table.items()} for name, table in tables.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of :meth:`state_dict`, also after it was JSON.
+    @classmethod
+    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
+        """The inverse of :meth:`state_dict`, also after it was JSON.
+
+        Args:
+            state: the state.
+            num_experts: number of experts by layer; tables without any layer are complete, too.
 
         Raises:
-            ValueError: the state is of another class.
+            ValueError: the state is of another class or of another model.
         """
-        try:
-            known = self._completed(state)
-            found = {one.name: self._read(one.name, known[one.name]) for one in fields(self)}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of {self.of}: {state!r}; start without it") from error
-        vars(self).update(found)
-
-    def _completed(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state with what it lacks if an earlier version saved it."""
-        return state
-
-    def _read(self, name: str, value: Any) -> Any:
-        kind = type(getattr(self, name))
-        if kind is dict:
-            return {int(layer): [int(one) for one in row] for layer, row in value.items()}
-        return kind(value)
+        found = decode.state(state, cls, cls.of, whole=True)
+        check_tables((value for value in vars(found).values() if isinstance(value, dict)), num_experts, cls.of)
+        return found
 
 
 @dataclass(frozen=True)
@@ -128,11 +121,12 @@ class Partial(Policy):
         """As :meth:`Policy.state_dict`."""
         return self.told.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        self.told.load_state_dict(state)
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Policy.loading`."""
+        told = self.told.read(state, self.num_experts)
+        return lambda: vars(self.told).update(vars(told))
 
     @cached_property
     def num_experts(self) -> dict[int, int]:
         """Number of experts by layer, ascending, of layers with experts."""
-        return dict(sorted(Counter(one.place[0] for one in self.operators if one.place is not None).items()))
+        return experts_by_layer(self.operators)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -266,10 +266,15 @@ class Pec(Partial):
         """As :meth:`Policy.reason`."""
         return None if self._choice is None else self._choice.reason
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        super().load_state_dict(state)
-        self._limit_choice()
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Policy.loading`."""
+        load_told = super().loading(state)
+
+        def load() -> None:
+            load_told()
+            self._limit_choice()
+
+        return load
 
     def _selected(self, load: Load | None) -> Table:
         if self.selection == "load_aware":

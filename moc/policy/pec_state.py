@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moc.files.decode import Amount, Count
 from moc.policy.partial import PartialState, Table
 
 
@@ -21,12 +22,12 @@ class PecState(PartialState):
         booked: PLT booked on ``k``; see :class:`moc.policy.dynamic_k.DynamicK`.
     """
 
-    partial: int = 0
-    persists: int = 0
+    partial: Count = 0
+    persists: Count = 0
     persisted: Table = field(default_factory=dict)
     saved: Table = field(default_factory=dict)
-    k: int = 0
-    booked: float = 0.0
+    k: Count = 0
+    booked: Amount = 0.0
 
     def note_saved(self, experts: Mapping[int, Sequence[int]], load: Mapping[int, Sequence[int]]) -> None:
         """Records the experts of a snapshot, and the tokens that they have been given."""

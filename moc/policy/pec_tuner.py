@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 from typing import Any
 
+from moc.files import decode
 from moc.policy.adaptive import Measured, TunedSettings, TuningLimits, choose
 from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observed, Transfer
 
@@ -83,19 +85,28 @@ class PecTuner(IntervalTuner):
             "written": [[one.bytes, one.seconds] for one in self._written],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; of another tuner's state, the common fields are used."""
-        try:
-            seconds = [float(one) for one in state.get("forward_backward_s", ())]
-            copied, written = (
-                [Transfer(float(amount), float(took)) for amount, took in state.get(name, ())]
-                for name in ("copied", "written")
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Interval.loading`."""
+        stored, load_others = decode.state(state, _Stored, "a tuner"), super().loading(state)
+
+        def load() -> None:
+            load_others()
+            self._forward_backward_s = deque(stored.forward_backward_s, maxlen=BLOCK)
+            self._copied, self._written = (
+                deque((Transfer(*one) for one in transfers), maxlen=SNAPSHOTS)
+                for transfers in (stored.copied, stored.written)
             )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of a tuner: {state!r}; start without it") from error
-        super().load_state_dict(state)
-        self._forward_backward_s = deque(seconds, maxlen=BLOCK)
-        self._copied, self._written = deque(copied, maxlen=SNAPSHOTS), deque(written, maxlen=SNAPSHOTS)
+
+        return load
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The state of the tuner besides that of :class:`IntervalTuner`: seconds, and bytes and seconds of transfers."""
+
+    forward_backward_s: tuple[decode.Positive, ...] = ()
+    copied: tuple[tuple[decode.Positive, decode.Positive], ...] = ()
+    written: tuple[tuple[decode.Positive, decode.Positive], ...] = ()
 
 
 _Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float, float]

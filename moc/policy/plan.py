@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -116,6 +117,25 @@ class SnapshotPlan:
     def details(self) -> tuple[Detail, ...]:
         """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
         return tuple(detail for detail in Detail if detail in self.operators.values())
+
+
+def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
+    """Number of experts by layer, ascending, of layers with experts."""
+    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
+
+
+def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
+    """Checks saved values by layer, and by layer and expert: they are of every layer and expert, or of none.
+
+    Raises:
+        ValueError: a layer or an expert is missing, or there are too many.
+    """
+    for table in filter(None, tables):
+        rows = {
+            layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
+        }
+        if rows != num_experts:
+            raise ValueError(f"this is no state of {of} of this model (its experts are others): start without it")
 
 
 @dataclass(frozen=True)
@@ -364,12 +384,23 @@ class Policy(ABC):
         """What the policy was told, as JSON-compatible values; the interval keeps its own state."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a :meth:`state_dict`.
+
+        Raises:
+            ValueError: as :meth:`loading`.
+        """
+        self.loading(state)()
+
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Decodes a :meth:`state_dict`, also from JSON, and changes nothing; returns the function that restores it.
+
+        The model must be the same, settings may differ.
 
         Raises:
             ValueError: the state does not come from :meth:`state_dict`.
         """
+        return lambda: None
 
     def check(self, plan: SnapshotPlan) -> None:
         """Refuses a snapshot that no recovery could use.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from moc.files import decode
+from moc.files.decode import Amount, Count
 from moc.policy.partial import PartialState, Table
 from moc.policy.plan import Load
 from moc.policy.risk import lost_by_layer
@@ -70,11 +72,11 @@ class SelectiveState(PartialState):
     copied_bases: Table = field(default_factory=dict)
     persisted: Table = field(default_factory=dict)
     persisted_at: Table = field(default_factory=dict)
-    due: int = 0
-    given: dict[int, int] = field(default_factory=dict)
-    iteration: int = 0
-    mlt: float = 0.0
-    mlt_peers: float = 0.0
+    due: Count = 0
+    given: dict[Count, Count] = field(default_factory=dict)
+    iteration: Count = 0
+    mlt: Amount = 0.0
+    mlt_peers: Amount = 0.0
 
     @property
     def in_memory(self) -> Saves:
@@ -122,15 +124,13 @@ class SelectiveState(PartialState):
         )
         return found / len(layers)
 
-    def _completed(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As :meth:`PartialState._completed`: copies had no experts, or chains, of their own."""
-        saves = {"copied": state["saved"], "copied_at": state["saved_at"], "mlt_peers": state["mlt"]}
-        return {"bases": {}, "copied_bases": state.get("bases", {}), **saves, **state}
-
-    def _read(self, name: str, value: Any) -> Any:
-        if name == "given":
-            return {int(layer): int(tokens) for layer, tokens in value.items()}
-        return super()._read(name, value)
+    @classmethod
+    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
+        """As :meth:`PartialState.read`; in states of earlier versions, copies have the same experts as memory."""
+        known = decode.state(state, dict, cls.of)
+        same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
+        earlier = {name: known[other] for name, other in same.items() if other in known}
+        return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
 
 
 def minus(now: Load, before: Load) -> Table:

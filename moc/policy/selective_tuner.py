@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from moc.files import decode
 from moc.policy.interval import Interval, Observed
 from moc.policy.measurements import Measurements
 
@@ -104,11 +105,14 @@ class SelectiveTuner(Interval):
         """The measurements, and those that budgets follow."""
         return self._seen.state_dict() | {"used": dict(self._used)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; another tuner's state is ignored."""
-        if not isinstance(state, Mapping):
-            raise ValueError(f"this is no state of a tuner: {state!r}; start without it")
-        known = _KEYS <= state.keys()
-        self._seen = Measurements.from_state(state) if known else Measurements()
-        self._used = {name: float(value) for name, value in state.get("used", {}).items()} if known else {}
-        self._started = self._busy = False
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Interval.loading`; another tuner's state is ignored."""
+        known = _KEYS <= decode.state(state, dict, "a tuner").keys()
+        seen = Measurements.from_state(state) if known else Measurements()
+        used = decode.state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
+
+        def load() -> None:
+            self._seen, self._used = seen, used
+            self._started = self._busy = False
+
+        return load

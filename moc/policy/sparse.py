@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from moc.files import decode
+from moc.files.decode import Amount, Count
 from moc.policy import popularity
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan, check_tables, experts_by_layer
 from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
 from moc.policy.window import (
@@ -75,6 +77,24 @@ class SparseState:
     mean: popularity.Scores = field(default_factory=dict)
     probabilities: popularity.Scores = field(default_factory=dict)
 
+
+@dataclass(frozen=True)
+class _Stored:
+    """The state in a snapshot: :class:`SparseState` with the fields of :class:`Current`, of its turns the number."""
+
+    iteration: Count
+    order: tuple[Count, ...]
+    shares: _Table
+    load: _Table
+    counts: _Table
+    mean: _Table
+    probabilities: _Table
+    start: Count = 0
+    length: Count = 0
+    turns: Count = 0
+
+
+_Table = dict[Count, list[Amount]]
 
 _TABLES = ("load", "counts", "mean", "probabilities")
 
@@ -270,22 +290,20 @@ class Sparse(Policy):
         window = {"start": current.start, "length": current.length, "turns": len(current.turns)}
         return plain | window | {name: _table(getattr(told, name)) for name in _TABLES}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ.
-
-        The next snapshot takes the next turn of an unfinished window.
-        """
-        try:
-            order, shares = tuple(map(int, state["order"])), _table(state["shares"])
-            start, length, number = (int(state.get(name, 0)) for name in ("start", "length", "turns"))
-            turns = self._turns(order, length) if length > 0 else ()
-            turns = turns if len(turns) == number else ()  # of another layout, with other queues
-            current = Current(start, length, turns, order, shares)
-            tables = {name: _table(state[name]) for name in _TABLES}
-            told = SparseState(current, int(state["iteration"]), **tables)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of sparse checkpoints: {state!r}; start without it") from error
-        vars(self.told).update(vars(told))
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Policy.loading`; the next snapshot takes the next turn of an unfinished window."""
+        of = "sparse checkpoints"
+        stored = decode.state(state, _Stored, of)
+        tables = {name: getattr(stored, name) for name in _TABLES}
+        check_tables([stored.shares, *tables.values()], experts_by_layer(self.operators), of)
+        if stored.order and sorted(stored.order) != list(range(len(self.operators))):
+            raise ValueError(f"this is no state of {of} of this model (its operators are others): start without it")
+        turns = self._turns(stored.order, stored.length) if stored.order and stored.length else ()
+        turns = turns if len(turns) == stored.turns else ()  # of another layout, with other queues
+        told = SparseState(
+            Current(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
+        )
+        return lambda: vars(self.told).update(vars(told))
 
     def _window_at(self, iteration: int, load: Load | None) -> Current:
         """The window of an iteration; a new one if the last has ended."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
+from moc.files import decode
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
 from moc.policy.popularity import Scores
 from moc.state.operators import Operator
@@ -142,6 +143,14 @@ def stage_of(operator: Operator, stages: Sequence[int]) -> int:
     return stages[-1 if operator.kind == "output" else 0]
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """The state of a window tuner: seconds, and bytes per second."""
+
+    forward_backward_s: tuple[decode.Positive, ...] = ()
+    bandwidths: tuple[decode.Positive, ...] = ()
+
+
 class WindowTuner(Interval):
     """Measures while training runs (the profiler of MoEvement's Algorithm 1, line 8).
 
@@ -183,11 +192,13 @@ class WindowTuner(Interval):
         """The measurements."""
         return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; of another tuner's state, the common fields are used."""
-        try:
-            seconds, bandwidths = ([float(x) for x in state.get(k, ())] for k in ("forward_backward_s", "bandwidths"))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of a tuner: {state!r}; start without it") from error
-        self._seconds, self._bandwidths = deque(seconds, maxlen=BLOCK), deque(bandwidths, maxlen=SNAPSHOTS)
-        self._passed_over = 0
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Interval.loading`."""
+        stored = decode.state(state, _Stored, "a tuner")
+
+        def load() -> None:
+            self._seconds = deque(stored.forward_backward_s, maxlen=BLOCK)
+            self._bandwidths = deque(stored.bandwidths, maxlen=SNAPSHOTS)
+            self._passed_over = 0
+
+        return load

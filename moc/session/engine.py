@@ -205,12 +205,14 @@ class Engine(Protocol):
         """
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Refuses the snapshot that ``where`` names, if of another model or optimizer.
+        """Refuses the snapshot that ``where`` names, if invalid, or of another model or optimizer; changes nothing.
 
-        If iterations are to be replayed from it (``window``), it refuses one of another precision, too.
+        If iterations are to be replayed from it (``window``), it refuses one of another precision, too.  An older
+        snapshot is used instead, if there is one.
 
         Raises:
             CheckpointError: model, optimizer or precision differs.
+            ValueError: a value of :meth:`scalars` is missing or invalid.
         """
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
+
+import msgspec
 
 
 class Detail(Enum):
@@ -34,3 +37,7 @@ class Detail(Enum):
         if self is Detail.MOMENTS:
             return slot not in ("master", "param", "grad")
         return slot in {Detail.MASTER: ("master", "param"), Detail.COMPUTE: ("param",), Detail.GRAD: ("grad",)}[self]
+
+
+DetailName = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(one.value for one in Detail)})\Z")]
+"""The value of a :class:`Detail`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from moc.files.decode import Amount, Count, Positive
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -25,15 +27,15 @@ class StepRecord:
         auxiliary: each router loss, averaged over layers and micro batches.
     """
 
-    iteration: int
+    iteration: Count
     loss: float
     grad_norm: float
-    loss_scale: float
+    loss_scale: Positive
     skipped: bool
-    tokens: int
-    learning_rate: float
-    samples: int
-    zeros: int | None = None
+    tokens: Count
+    learning_rate: Amount
+    samples: Count
+    zeros: Count | None = None
     params_norm: float | None = None
     stop: bool = False
     auxiliary: dict[str, float] = field(default_factory=dict)

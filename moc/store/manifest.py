@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moc.files import decode
+from moc.files.decode import Count, Digest, FileName, Name
 from moc.files.text import shown
-from moc.state.detail import Detail
+from moc.state.detail import Detail, DetailName
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
+from moc.store.saved_state import SavedState
 
 NAME = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
@@ -23,9 +25,9 @@ ALIKE = "alike"
 class FileEntry:
     """Expected size of a rank's file and of its header, which holds the hashes of the data, and the header's hash."""
 
-    bytes: int
-    header_bytes: int
-    header_xxh3_128: str
+    bytes: Count
+    header_bytes: Count
+    header_xxh3_128: Digest
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class OperatorEntry:
         elements: number of elements by slot.
     """
 
-    detail: str
-    step: int | None
-    elements: Mapping[str, int]
+    detail: DetailName
+    step: Count | None
+    elements: Mapping[Name, Count]
 
     def at(self, detail: Detail) -> OperatorEntry:
         """What a detail holds of it; the entry itself if that is everything."""
@@ -52,11 +54,11 @@ class OperatorEntry:
 class RankReport:
     """One rank's report: its file, the contents of that by operator, and launch and term of the writer, if any."""
 
-    name: str
+    name: FileName
     file: FileEntry
-    operators: Mapping[str, OperatorEntry]
-    job: str = ""
-    term: tuple[int, int] = (0, 0)
+    operators: Mapping[Name, OperatorEntry]
+    job: Name = ""
+    term: tuple[Count, Count] = (0, 0)
 
     def to_json(self) -> str:
         """JSON text."""
@@ -65,26 +67,26 @@ class RankReport:
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
-        plain = decode.table(decode.parse(text), "a report")
-        parts = decode.file_name(plain["name"]), _file(plain["file"], "its file"), _operators(plain["operators"])
-        return cls(*parts, decode.name(plain.get("job", ""), "its launch"), _term(plain))
+        """The inverse of :meth:`to_json`; raises ValueError on other text."""
+        report = decode.decode(text, cls)
+        _check_sizes({report.name: report.file})
+        return report
 
 
 @dataclass(frozen=True)
 class Manifest:
     """See ``docs/reference/format.md``."""
 
-    iteration: int
-    policy: str
-    writers: int
-    files: Mapping[str, FileEntry]
-    operators: Mapping[str, OperatorEntry]
-    layout: Mapping[str, int] = field(default_factory=dict)
+    iteration: Count
+    policy: Name
+    writers: Count
+    files: Mapping[FileName, FileEntry]
+    operators: Mapping[Name, OperatorEntry]
+    layout: Mapping[Name, Count] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-    run: str = ""
-    job: str = ""
-    term: tuple[int, int] = (0, 0)
+    run: Name = ""
+    job: Name = ""
+    term: tuple[Count, Count] = (0, 0)
 
     @property
     def complete(self) -> bool:
@@ -94,8 +96,8 @@ class Manifest:
     @property
     def alike(self) -> dict[str, int]:
         """By operator, how many nodes save each element alike, in their memory; only those that several save."""
-        told = self.state.get(ALIKE, {}).items()
-        return {name: int(number) for number, names in told for name in names if name in self.operators}
+        known = decode.convert(self.state.get(ALIKE, {}), dict[Count, list[Name]])
+        return {name: number for number, names in known.items() for name in names if name in self.operators}
 
     @property
     def bytes(self) -> int:
@@ -125,7 +127,10 @@ class Manifest:
                 raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
             if digest != _digest({"format": written, **plain}):
                 raise CheckpointError(f"{name} is damaged: it does not match its hash")
-            return cls(**_checked(plain))
+            manifest = decode.convert(plain, cls)
+            _check_sizes(manifest.files)
+            decode.convert(manifest.state, SavedState).check(manifest.iteration)
+            return manifest
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{name} is damaged ({error})") from None
 
@@ -156,57 +161,18 @@ def _add(name: str, one: OperatorEntry, other: OperatorEntry) -> OperatorEntry:
     return OperatorEntry(one.detail, steps.pop() if steps else None, elements)
 
 
+def _check_sizes(files: Mapping[str, FileEntry]) -> None:
+    for name, entry in files.items():
+        if entry.header_bytes > entry.bytes:
+            raise ValueError(f"the header of {name} has {entry.header_bytes} bytes, and the file {entry.bytes}")
+
+
 def _author(job: str, term: tuple[int, int]) -> dict:
     return {"job": job, "term": list(term)} if job else {}
 
 
-def _checked(plain: dict) -> dict:
-    """The fields of a manifest; raises ValueError, KeyError or TypeError if one cannot be."""
-    files = {
-        decode.file_name(file): _file(entry, file) for file, entry in decode.table(plain["files"], "files").items()
-    }
-    layout = {axis: decode.number(size, axis) for axis, size in decode.table(plain["layout"], "layout").items()}
-    return plain | {
-        "iteration": decode.number(plain["iteration"], "its iteration"),
-        "writers": decode.number(plain["writers"], "its number of writers"),
-        "policy": decode.name(plain["policy"], "its policy"),
-        "files": files,
-        "operators": _operators(plain["operators"]),
-        "layout": layout,
-        "state": decode.table(plain["state"], "its state"),
-        "run": decode.name(plain.get("run", ""), "its run"),
-        "job": decode.name(plain.get("job", ""), "its launch"),
-        "term": _term(plain),
-    }
-
-
-def _term(plain: Mapping) -> tuple[int, int]:
-    epoch, generation = plain.get("term", (0, 0))
-    return decode.number(epoch, "its epoch"), decode.number(generation, "its generation")
-
-
 def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
     return {name: vars(entry) for name, entry in entries.items()}
-
-
-def _file(plain: dict, file: str) -> FileEntry:
-    entry = FileEntry(**decode.table(plain, f"the entry of {file}"))
-    decode.digest(entry.header_xxh3_128, f"the hash of {file}")
-    decode.number(entry.header_bytes, f"the header of {file}", most=decode.number(entry.bytes, f"the size of {file}"))
-    return entry
-
-
-def _operators(plain: dict) -> dict[str, OperatorEntry]:
-    entries = {}
-    for name, described in decode.table(plain, "operators").items():
-        entry = OperatorEntry(**decode.table(described, name))
-        decode.name(entry.detail, f"the detail of {name}")
-        if entry.step is not None:
-            decode.number(entry.step, f"the number of updates of {name}")
-        for slot, count in decode.table(entry.elements, f"the slots of {name}").items():
-            decode.number(count, f"the number of elements of {slot} of {name}")
-        entries[name] = entry
-    return entries
 
 
 def _canonical(plain: dict) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -20,6 +22,9 @@ from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
+from moc.files import decode
+from moc.files.decode import Amount, Count, Name, Positive
+from moc.files.text import shown
 from moc.runtime.agreement import first_line
 from moc.runtime.world import World
 from moc.state.record import Position
@@ -84,6 +89,55 @@ def training_state(
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "sample_order": sample_order(config, world),
     } | described
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """State of megatron-core's scheduler of learning rate and weight decay; it counts steps in samples."""
+
+    num_steps: Count
+    max_lr: Amount
+    min_lr: Amount
+    lr_warmup_steps: Count
+    lr_decay_steps: Count
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] | None
+    start_wd: Amount
+    end_wd: Amount
+    wd_incr_style: Literal["constant", "linear", "cosine"]
+    wd_incr_steps: Count
+
+
+@dataclass(frozen=True)
+class _GradScaler:
+    """State of fp16's dynamic loss scale."""
+
+    scale: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=1)]
+    growth_tracker: Count
+    hysteresis_tracker: int
+
+
+@dataclass(frozen=True)
+class _StoredState:
+    """The part of a checkpoint's state that this package reads; see :func:`training_state`."""
+
+    optimizer: Name | None
+    scheduler: _Schedule
+    grad_scaler: _GradScaler | None
+    sample_order: dict[str, Any]
+    shape: dict[str, Any]
+    iteration: Count
+    consumed_samples: Count
+    skipped_iterations: Count
+    optimizer_step: Count | None = None
+    params_dtype: Name | None = None
+    fp8: Name | None = None
+    main_params_dtype: Name | None = None
+    moments: tuple[Name, Name] | None = None
+
+
+def check_types(saved: Mapping) -> None:
+    """Raises ValueError if a value of :func:`training_state` is missing or invalid."""
+    decode.convert({**saved, "grad_scaler": saved.get("grad_scaler") or None}, _StoredState)
 
 
 def describe(config: Config, tokens: int) -> dict:
@@ -163,7 +217,7 @@ def check_shape(config: Config, saved: dict, where: object) -> None:
     """
     for name, value in shape(config).items():
         if (there := saved.get(name, all_flags()[name].default)) != value:
-            raise CheckpointError(f"{where} holds another model: {dashed(name)} is {there} there and {value} here")
+            raise CheckpointError(f"{where} holds another model: {dashed(name)} is {shown(there)} there, {value} here")
 
 
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
@@ -171,8 +225,8 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
-                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: the order of samples changes "
-                "from here on, and some may be read twice or never"
+                f"WARNING: {name.replace('_', ' ')} was {shown(saved[name])} and is {value}: the order of samples "
+                "changes from here on, and some may be read twice or never"
             )
 
 

@@ -15,6 +15,8 @@ from megatron.pretraining.elastic.layer import ElasticLayer
 from megatron.pretraining.process.nodes import goes_by_copies, numbers_of_nodes, per_node, stages_here
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, plan
+from moc.files import decode
+from moc.files.decode import Count
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -114,8 +116,11 @@ def plans_to_json(plans: Plans) -> dict[str, Any]:
 
 
 def plans_from_json(told: Mapping[str, Any]) -> Plans:
-    """The inverse of :func:`plans_to_json`; raises ValueError for what is no plan."""
-    return {int(stage): Plan.from_json(one) for stage, one in told.items()}
+    """The inverse of :func:`plans_to_json`; raises ValueError if a plan is none, or lacks an expert."""
+    plans = {stage: Plan.from_json(one) for stage, one in decode.convert(told, dict[Count, dict[str, Any]]).items()}
+    if lacking := [stage for stage, one in plans.items() if not one.complete]:
+        raise ValueError(f"the plan of stage {lacking[0]} lacks an expert")
+    return plans
 
 
 def fit(plans: Plans, others: Plans) -> bool:

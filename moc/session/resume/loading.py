@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from moc.files import decode
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.live import live_states
@@ -367,4 +368,4 @@ class SnapshotLoader:
 
 
 def _record(saved: Mapping) -> StepRecord | None:
-    return StepRecord(**saved["record"]) if saved.get("record") else None
+    return decode.convert(saved["record"], StepRecord) if saved.get("record") else None

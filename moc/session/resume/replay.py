@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moc.faults import reach
+from moc.files import decode
 from moc.recovery.scope import Replayed
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.groups import settled
@@ -212,10 +213,9 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
     Raises:
         CheckpointError: there is none.
     """
-    try:
-        return StepRecord(**saved["record"])
-    except (KeyError, TypeError):
-        raise CheckpointError(f"{where} has no step record, so its iteration cannot be replayed") from None
+    if not saved.get("record"):
+        raise CheckpointError(f"{where} has no step record, so its iteration cannot be replayed")
+    return decode.convert(saved["record"], StepRecord)
 
 
 def is_repeated(loss: float, rate: float, record: StepRecord) -> bool:

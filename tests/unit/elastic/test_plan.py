@@ -51,8 +51,59 @@ def test_json_and_digest():
     assert made(seed=1, ranks=2)[0].digest == one.digest
     with pytest.raises(ValueError, match="no plan of experts"):
         Plan.from_json({"members": [1]})
-    with pytest.raises(ValueError, match="one row for each of 8 ranks"):
-        Plan.from_json(one.to_json() | {"tables": {"0": [[1, 2]]}})
+
+
+def _tables(change):
+    tables = json.loads(json.dumps(made(seed=1, ranks=2)[0].to_json()["tables"]))
+    change(tables["0"])
+    return {"tables": tables}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tables": {"0": [[1, 2]]}},
+        {"tables": {"x": []}},
+        {"tables": {"-1": []}},
+        {"members": [0, 1, 2, 2]},
+        {"members": [0, 1, 2, -3]},
+        {"members": [0, 1, 2]},
+        {"members": [], "columns": [], "tables": {}},
+        {"columns": [0, 1, 2, 4]},
+        {"columns": [0, 1, 1, 2]},
+        {"columns": [0, 1, 2, 3.0]},
+        {"experts": 7},
+        {"experts": 10**9},
+        {"experts": "8"},
+        {"experts": True},
+        {"ranks": 0},
+        {"ranks": 10**18},
+        {"domains": [4, 0]},
+        {"domains": [3]},
+        {"domains": [5, -1]},
+        _tables(lambda table: table[0].reverse()),
+        _tables(lambda table: table[0].__setitem__(0, 8)),
+        _tables(lambda table: table[0].__setitem__(0, -2)),
+        _tables(lambda table: table[0].__setitem__(1, table[0][0])),
+        _tables(lambda table: table[0].__setitem__(0, -1)),
+        _tables(lambda table: table[0].pop()),
+        _tables(lambda table: table.pop()),
+        _tables(lambda table: table[0].__setitem__(0, 1.5)),
+        _tables(lambda table: table[0].__setitem__(0, 2**70)),
+    ],
+    ids=repr,
+)
+def test_an_invalid_plan_is_refused(wrong):
+    with pytest.raises(ValueError, match="no plan of experts"):
+        Plan.from_json(made(seed=1, ranks=2)[0].to_json() | wrong)
+
+
+def test_a_plan_without_an_expert_is_not_complete():
+    one = made(seed=1)[0]
+    assert one.complete
+    least = min(range(one.experts), key=lambda expert: len(one.holders(0, expert)))
+    stays = [rank not in one.holders(0, least) for rank in range(one.size)]
+    assert not one.among(one.members, stays).complete
 
 
 @settings(deadline=None, max_examples=40)

@@ -247,7 +247,7 @@ def test_impossible_times_are_refused(iteration_s, stall_s):
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"iteration_s": [1.0]}, {"iteration_s": [0.0], "snapshots": []}, {"iteration_s": [1.0], "snapshots": [3]}],
+    [[], {"iteration_s": 1.0}, {"iteration_s": [0.0], "snapshots": []}, {"iteration_s": [1.0], "snapshots": [3]}],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     clock = settled(stall_s=1.5)

@@ -73,5 +73,5 @@ def test_it_goes_on_from_what_is_stored():
     for _ in range(WARM_UP):
         again.observe(Observed(99.0, forward_backward_s=98.0))
     assert again.figures == found.figures
-    with pytest.raises(ValueError, match="no measurements of a run"):
+    with pytest.raises(ValueError, match="no state of the measurements"):
         Measurements.from_state({"trained_s": 1.0})

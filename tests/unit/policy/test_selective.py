@@ -190,7 +190,7 @@ def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, rem
     for iteration, row in enumerate(rows, start=2):
         load = {layer: [*map(sum, zip(load[layer], row[4 * layer : 4 * layer + 4], strict=True))] for layer in load}
         as_copied = {"saved": policy.told.copied, "saved_at": policy.told.copied_at}
-        alone.told.load_state_dict(json.loads(json.dumps(policy.state_dict() | as_copied)))
+        alone.load_state_dict(json.loads(json.dumps(policy.state_dict() | as_copied)))
         apart = saved(alone.plan(iteration, load).copied)
         plan = take(policy, iteration, load)
         assert saved(plan.copied) == apart

@@ -57,7 +57,7 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=fil
         for entry in entries:
             elements[operator_of(entry.name)][entry.slot] += entry.region.numel
     entries = {name: OperatorEntry(operators[name].value, iteration, dict(its)) for name, its in elements.items()}
-    store.publish(Manifest(iteration, "pec", ranks, files, entries, {}, {"ledger": iteration}))
+    store.publish(Manifest(iteration, "pec", ranks, files, entries, {}, {"ledger": {"iteration": iteration}}))
 
 
 def held_of(iteration, operators):

@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge
 
 COUNT = st.integers(0, 2**62)
 NAME = st.text(max_size=12).filter(str.isprintable)
 FILE_NAME = st.from_regex(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,20}", fullmatch=True)
+DETAIL = st.sampled_from([one.value for one in Detail])
 DIGEST = st.text("0123456789abcdef", min_size=32, max_size=32)
 FILE = st.builds(lambda one, other, digest: FileEntry(max(one, other), min(one, other), digest), COUNT, COUNT, DIGEST)
 FILES = st.dictionaries(FILE_NAME, FILE, max_size=3)
 OPERATORS = st.dictionaries(
-    NAME, st.builds(OperatorEntry, NAME, st.none() | COUNT, st.dictionaries(NAME, COUNT, max_size=3)), max_size=3
+    NAME, st.builds(OperatorEntry, DETAIL, st.none() | COUNT, st.dictionaries(NAME, COUNT, max_size=3)), max_size=3
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | NAME,

@@ -1,0 +1,55 @@
+"""``state`` in a manifest: all of a snapshot that is not a tensor, as far as every engine and policy has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moc.files.decode import Count, Name
+from moc.state.record import StepRecord
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The fields that this package defines; engines add others, such as ``scheduler``, and check them themselves.
+
+    Attributes:
+        iteration: iterations completed.
+        consumed_samples: samples consumed.
+        skipped_iterations: of the completed iterations, those without an update.
+        record: step record of the iteration that led here; None at the start of a run.
+        interval: state of the policy's interval.
+        policy_state: state of the policy.
+        ledger: state of the token ledger; None if nobody counts tokens.
+        auto: what ``--ckpt-policy auto`` has measured and chosen.
+        shape: the flags of the model that must be equal when a run resumes.
+        model: all flags of network and experts.
+        tokenizer: kind, name and revision of the tokenizer.
+        alike: of a snapshot in memory, by number of nodes that save each element, the names of such operators.
+        copied: of a snapshot in memory, the operators that other nodes receive copies of; None for all.
+    """
+
+    iteration: Count | None = None
+    consumed_samples: Count = 0
+    skipped_iterations: Count = 0
+    record: StepRecord | None = None
+    interval: dict[str, Any] | None = None
+    policy_state: dict[str, Any] | None = None
+    ledger: dict[str, Any] | None = None
+    auto: dict[str, Any] | None = None
+    shape: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    tokenizer: dict[str, str | None] | None = None
+    alike: Mapping[Count, list[Name]] = field(default_factory=dict)
+    copied: list[Name] | None = None
+
+    def check(self, iteration: int) -> None:
+        """Compares the iterations of state and record with the iteration of the manifest.
+
+        Raises:
+            ValueError: they differ.
+        """
+        for what, found in (("state", self.iteration), ("record", self.record and self.record.iteration)):
+            if found is not None and found != iteration:
+                raise ValueError(f"its {what} is of iteration {found}, not of {iteration}")
