@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -94,7 +93,7 @@ def state[T](value: Any, to: type[T], of: str, whole: bool = False) -> T:
     """
     try:
         found = convert(value, to)
-        if whole and (missing := {field.name for field in dataclasses.fields(to)} - value.keys()):
+        if whole and (missing := vars(found).keys() - value.keys()):
             raise ValueError(f"it lacks {min(missing)}")
         return found
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
@@ -13,7 +13,7 @@ from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.publish import joined
-from moc.store.store import Store, is_of_rank
+from moc.store.store import Store, directory_of, is_of_rank
 
 COPIED = "copied"
 """In the state of a snapshot in memory, the names of the operators that other nodes receive copies of, if not all."""
@@ -65,6 +65,10 @@ class Summary(NamedTuple):
         return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) >= parameters
 
 
+def _accepts(manifest: Manifest, path: str) -> None:
+    """Accepts every checkpoint."""
+
+
 def summary(manifest: Manifest) -> Summary:
     """Returns the summary of a manifest."""
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
@@ -74,14 +78,24 @@ def summary(manifest: Manifest) -> Summary:
     return Summary(one.iteration, one.writers, files, operators, one.job, one.policy, copied, one.alike)
 
 
-def look(store: Store) -> tuple[list[Summary], list[str]]:
-    """Returns the checkpoints in a store, and the problems of those whose manifest cannot be read."""
+def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tuple[list[Summary], list[str]]:
+    """Returns the checkpoints in a store, and the problems of those that cannot be used.
+
+    Args:
+        store: the store.
+        check: receives the manifest and the path of a checkpoint; raises ValueError or CheckpointError if invalid.
+    """
     summaries, problems = [], store.refused()
     for iteration in store.iterations():
+        path = store.place.path(directory_of(iteration))
         try:
-            summaries.append(summary(store.manifest(iteration)))
+            manifest = store.manifest(iteration)
+            check(manifest, path)
+            summaries.append(summary(manifest))
         except CheckpointError as error:
             problems.append(str(error))
+        except ValueError as error:
+            problems.append(f"{path} has an invalid state: {error}")
     return summaries, problems
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from moc.files import decode
+from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, Observed
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
@@ -83,6 +85,26 @@ class AutoLimits:
     has_experts: bool
     gradients: bool = False
     lasting: Lasting | None = None
+
+
+@dataclass(frozen=True)
+class AutoState:
+    """State of :class:`AutoPolicy` in a snapshot; see its attributes of the same names."""
+
+    measured: dict[str, Any]
+    flags: dict[str, bool | int | float | str | None]
+    basis: dict[str, Positive]
+    looked: Count
+    machine: list[int]
+    limits: list[Any]
+    orderly: bool
+
+    @classmethod
+    def read(cls, state: Any) -> AutoState:
+        """Decodes a state; raises ValueError for anything else."""
+        stored = decode.state(state, cls, "--ckpt-policy auto")
+        Measurements.from_state(stored.measured)
+        return stored
 
 
 class Choices(Protocol):
@@ -213,13 +235,13 @@ class AutoPolicy:
         """Restores a state; if there are more workers than before, nodes have come, which is no failure."""
         self._forget()
         if state is not None:
-            self._measured = Measurements.from_state(state["measured"])
-            self._measured.faults += not (state["orderly"] or more)
-            if state["machine"] != self._machine:
+            stored = AutoState.read(state)
+            self._measured = Measurements.from_state(stored.measured)
+            self._measured.faults += not (stored.orderly or more)
+            if stored.machine != self._machine:
                 self._measured = Measurements(self._measured.trained_s, self._measured.faults)
-            elif state["limits"] == self._limits_given:
-                self._flags, self._basis = dict(state["flags"]), dict(state["basis"])
-                self._looked = int(state["looked"])
+            elif stored.limits == self._limits_given:
+                self._flags, self._basis, self._looked = stored.flags, stored.basis, stored.looked
         self._orderly = False
 
     @property
@@ -336,6 +358,8 @@ def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, 
 
 def _newest_in(store: Store) -> tuple[int, Any] | None:
     for iteration in reversed(store.iterations()):
-        with contextlib.suppress(CheckpointError):
-            return iteration, store.manifest(iteration).state.get("auto")
+        with contextlib.suppress(CheckpointError, ValueError):
+            if state := store.manifest(iteration).state.get("auto"):
+                AutoState.read(state)
+            return iteration, state
     return None

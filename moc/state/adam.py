@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from moc.files import decode
+from moc.files.decode import Amount
+
 MASTER, MEAN, SQUARE = "master", "exp_avg", "exp_avg_sq"
 SLOTS = frozenset({MASTER, MEAN, SQUARE})
 
@@ -31,11 +34,11 @@ class Rule:
         decoupled: weights decay by themselves (AdamW), not through the gradient.
     """
 
-    lr: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
+    lr: Amount
+    weight_decay: Amount
+    beta1: Amount
+    beta2: Amount
+    eps: Amount
     decoupled: bool
 
 
@@ -48,7 +51,7 @@ class Rules:
         by_kind: rules by :func:`kind_of`; a kind whose parameters differ is absent.
     """
 
-    clip_grad: float
+    clip_grad: Amount
     by_kind: Mapping[str, Rule]
 
     def to_plain(self) -> dict[str, Any]:
@@ -57,8 +60,8 @@ class Rules:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
-        """The inverse of :meth:`to_plain`."""
-        return cls(plain["clip_grad"], {kind: Rule(**rule) for kind, rule in plain["by_kind"].items()})
+        """The inverse of :meth:`to_plain`; raises ValueError for other values."""
+        return decode.convert(plain, cls)
 
     @classmethod
     def of(cls, clip_grad: float, rules: Iterable[tuple[str, Rule]]) -> Rules:

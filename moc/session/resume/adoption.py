@@ -5,7 +5,7 @@ Usually each rank finds what it loads in the memory of its own node, which it ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from moc.policy import Policy
 from moc.recovery.adoption import adopters, to_fetch
@@ -17,6 +17,7 @@ from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError
+from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, is_by_rank, rank_of
 
@@ -46,9 +47,10 @@ class AdoptedParts:
         for of, holder in sorted(adopted.items()):
             self._log.message(f"node {of} is not there: node {holder} has a copy of its part of the snapshots")
 
-    def look(self) -> list[Summary]:
-        """The parts that this node has adopted; communicates with no other worker."""
-        return [part for of in sorted(self._adopted) for part in look(self._store(of))[0]]
+    def look(self, check: Callable[[Manifest, str], None]) -> tuple[list[Summary], list[str]]:
+        """As :func:`moc.recovery.inventory.look`, for the parts that this node has adopted."""
+        found = [look(self._store(of), check) for of in sorted(self._adopted)]
+        return [part for parts, _ in found for part in parts], [one for _, problems in found for one in problems]
 
     def fetch(self, wanted: Mapping[int, Collection[str]]) -> None:
         """Fetches what ranks of this node load of snapshots in memory that other members wrote.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
+from moc.session.resume.valid import check_state
 from moc.session.tiers import LOOKING_S
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
@@ -68,41 +69,45 @@ class SnapshotLoader:
         self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
         self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
         self._damage: str | None = None
+        self._noted: set[str] = set()
         self._unseen = False  # storage has not been listed
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
-        """Finds the available checkpoints; reports those in storage that cannot be read.
+        """Finds the available checkpoints; reports those that cannot be used.
 
         If what workers still have and memory suffice to resume, nothing waits for a hanging storage.
         """
-        held, problems = self._look(left)
-        for problem in problems:
-            self._note(problem)
-        return held
+        return self._look(left)
 
     def find_again(self) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
-        return self._in_memory() if self._unseen else self._look()[0]
+        return self._in_memory() if self._unseen else self._look()
 
-    def _look(self, left: Survivors | None = None) -> tuple[list[AvailableCheckpoint], list[str]]:
+    def _look(self, left: Survivors | None = None) -> list[AvailableCheckpoint]:
         kept = self._in_memory()
         goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
-        stored, problems = self._in_storage(patient=not goes_on)
-        return stored + kept, problems
+        return self._in_storage(patient=not goes_on) + kept
 
     def has_memory_of(self, left: Survivors) -> bool:
         """Whether the job has trained before, with a memory tier that holds its last snapshots."""
         return left.again and self._memory is not None
 
     def _in_memory(self) -> list[AvailableCheckpoint]:
-        there = []
+        there, check = [], self._check
         for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
-            here = look(store)[0] if store is not None and self._leads_node else []
-            here += self.adopted.look() if tier == MEMORY and self._leads_node else []
-            there += in_memory(gather(here), self._policy.operators, tier)
+            here, problems = look(store, check) if store is not None and self._leads_node else ([], [])
+            if tier == MEMORY and self._leads_node:
+                more = self.adopted.look(check)
+                here, problems = here + more[0], problems + more[1]
+            told = gather((here, problems))
+            self._note_all(problem for _, of_node in told for problem in of_node)
+            there += in_memory([of_node for of_node, _ in told], self._policy.operators, tier)
         return there
 
-    def _in_storage(self, patient: bool) -> tuple[list[AvailableCheckpoint], list[str]]:
+    def _check(self, manifest: Manifest, where: str) -> None:
+        check_state(manifest, where, self._engine, self._policy)
+
+    def _in_storage(self, patient: bool) -> list[AvailableCheckpoint]:
         name = self._storage.place.name
         seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
         seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
@@ -111,14 +116,18 @@ class SnapshotLoader:
             self._log.message(
                 f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it"
             )
-            return [], []
+            return []
         stored, problems = seen
-        return in_storage(stored), problems
+        self._note_all(problems)
+        return in_storage(stored)
 
     def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
         """Takes ownership of storage, so that no older generation can publish, and lists it.
 
         If it cannot be used, but memory can, the list is empty.
+
+        Raises:
+            CheckpointError: all snapshots are of another model or optimizer.
         """
         try:
             self._storage.take()
@@ -126,7 +135,19 @@ class SnapshotLoader:
             if self._memory is None:
                 raise
             return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
-        return look(self._storage)
+        others: list[CheckpointError] = []
+
+        def check(manifest: Manifest, where: str) -> None:
+            try:
+                self._check(manifest, where)
+            except CheckpointError as error:
+                others.append(error)
+                raise
+
+        found, problems = look(self._storage, check)
+        if others and not found:
+            raise others[-1]  # of the newest
+        return found, problems
 
     def load(
         self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
@@ -146,8 +167,6 @@ class SnapshotLoader:
         found = bool(held)
         if left.again:
             self._rebuilder.tell(cut_off=True)
-        if not self.has_memory_of(left):
-            self._check_newest(held)
         while plan := next(self._plans(held, left), None):
             if oldest is not None and plan.iteration < oldest:
                 break
@@ -170,7 +189,7 @@ class SnapshotLoader:
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
             left = left.only(plan.keep)
         if self._unseen:
-            return self.load(self._in_storage(patient=True)[0] + held, oldest, left, mine)
+            return self.load(self._in_storage(patient=True) + held, oldest, left, mine)
         if oldest is None and (found or self._damage):
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
@@ -286,11 +305,11 @@ class SnapshotLoader:
         for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
             fragment.view.zero_()
 
-    def _check_newest(self, held: list[AvailableCheckpoint]) -> None:
-        """Refuses another model by name, before missing parts of it are noticed."""
-        newest = max((one for one in held if one.tier == STORAGE), key=lambda one: one.iteration, default=None)
-        if newest is not None:
-            self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
+    def _note_all(self, problems: Iterable[str]) -> None:
+        for problem in problems:
+            if problem not in self._noted:
+                self._noted.add(problem)
+                self._note(problem)
 
     def _note(self, problem: str) -> None:
         self._damage = self._damage or problem

@@ -146,7 +146,7 @@ def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
     plain = json.loads(manifest().to_json())
     plain["files"] = {name: plain["files"].popitem()[1]}
     store.place.write("iter_0000003/manifest.json", [signed(plain).encode()])
-    with pytest.raises(CheckpointError, match="is no name of a file of a checkpoint|no name"):
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
         store.manifest(3)
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "a" / "b" / "iter_0000003")
