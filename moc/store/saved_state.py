@@ -12,7 +12,7 @@ from moc.state.record import StepRecord
 
 @dataclass(frozen=True)
 class SavedState:
-    """The fields that this package defines; engines add others, such as ``scheduler``, and check them themselves.
+    """The fields that this package defines; engines add others, such as ``shape``, and check them themselves.
 
     Attributes:
         iteration: iterations completed.
@@ -23,9 +23,6 @@ class SavedState:
         policy_state: state of the policy.
         ledger: state of the token ledger; None if nobody counts tokens.
         auto: what ``--ckpt-policy auto`` has measured and chosen.
-        shape: the flags of the model that must be equal when a run resumes.
-        model: all flags of network and experts.
-        tokenizer: kind, name and revision of the tokenizer.
         alike: of a snapshot in memory, by number of nodes that save each element, the names of such operators.
         copied: of a snapshot in memory, the operators that other nodes receive copies of; None for all.
     """
@@ -38,9 +35,6 @@ class SavedState:
     policy_state: dict[str, Any] | None = None
     ledger: dict[str, Any] | None = None
     auto: dict[str, Any] | None = None
-    shape: dict[str, Any] | None = None
-    model: dict[str, Any] | None = None
-    tokenizer: dict[str, str | None] | None = None
     alike: Mapping[Count, list[Name]] = field(default_factory=dict)
     copied: list[Name] | None = None
 
