@@ -1,6 +1,5 @@
 """Whatever is in a manifest or in the header of a file, reading it ends in a value as expected or in a known error."""
 
-import copy
 import json
 import os
 import random
@@ -13,36 +12,13 @@ from moc.store.boxes import INDEX, read_boxes
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence, Holder
-from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport, _digest
+from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
+from tests.mutations import changed, signed
 
-NUMBERS = [None, True, -1, 0, 1 << 62, 1 << 70, 0.5, float("nan")]
-NAMES = ["", "a", "../../outside", "/etc/passwd", "a\n\x1b[2J", "..", ".", "a/b", "\0", "x" * 5000]
-HOSTILE = [*NUMBERS, *NAMES, [], [[]], {}, {"": 0}, {"bytes": 1}, [1, 2], [-1, 2], ["a"]]
 ROUNDS = 10_000 if os.environ.get("MOC_TESTS_ALL") == "1" else 2_000
-
-
-def changed(rng, value):
-    """A copy in which one place of a JSON value has something else, or lost or gained a key."""
-    root = copy.deepcopy(value)
-    at, parents = root, []
-    while isinstance(at, (dict, list)) and at and (not parents or rng.random() < 0.8):
-        key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
-        parents.append((at, key))
-        at = at[key]
-    if not parents:
-        return root
-    where, key = parents[-1]
-    choice = rng.random()
-    if choice < 0.1:
-        del where[key]
-    elif choice < 0.25 and isinstance(where, dict):
-        where[str(rng.choice(HOSTILE))] = where.pop(key)
-    else:
-        where[key] = copy.deepcopy(rng.choice(HOSTILE))
-    return root
 
 
 def manifest():
@@ -50,12 +26,6 @@ def manifest():
     operators = {"layers.0.mlp": OperatorEntry("full", 3, {"master": 4, "exp_avg": 4})}
     state = {"shape": {"num_layers": 1}, "consumed_samples": 4}
     return Manifest(3, "full", 1, {"rank_00000.safetensors": entry}, operators, {"dp": 1}, state, "run", "job", (1, 2))
-
-
-def signed(plain):
-    """A manifest whose hash is right: the one who changes it can compute that, too."""
-    plain.pop("xxh3_128", None)
-    return json.dumps({**plain, "xxh3_128": _digest(plain)})
 
 
 def test_manifests(tmp_path):

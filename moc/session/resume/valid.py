@@ -1,0 +1,57 @@
+"""Checks everything in a snapshot that is not a tensor, before any of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moc.files import decode
+from moc.policy import Policy
+from moc.policy.interval import Interval
+from moc.policy.ledger import Ledger
+from moc.policy.plan import experts_by_layer
+from moc.recovery.folds import RULES
+from moc.session.auto import AutoState
+from moc.session.engine import Engine
+from moc.state.adam import Rules
+from moc.state.record import Position
+from moc.store.manifest import Manifest
+
+
+def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
+    """Checks the state in a manifest, whose own fields are valid; changes nothing.
+
+    Args:
+        manifest: manifest of a snapshot, or of the part that a node has of it.
+        where: name of the snapshot, for messages.
+        engine: engine that would load the snapshot.
+        policy: policy of the run, which loads only the state of a policy of the same name.
+
+    Raises:
+        ValueError: a value is missing, is of another type or cannot be.
+        CheckpointError: the snapshot is of another model or optimizer.
+    """
+    state = manifest.state
+    decode.state(state, Position, "a run", whole=True)
+    if state.get("ledger"):
+        _check_ledger(Ledger.from_state(state["ledger"]), manifest.iteration, policy)
+    if state.get("auto"):
+        AutoState.read(state["auto"])
+    if RULES in state:
+        Rules.from_plain(state[RULES])
+    if manifest.policy == policy.name:
+        for owner, stored in _policy_states(policy, state):
+            owner.loading(stored)
+    engine.check(state, where)
+
+
+def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
+    """The interval and the policy, each with its saved state, as far as there is one."""
+    both = ((policy.interval, state.get("interval")), (policy, state.get("policy_state")))
+    return [(owner, stored) for owner, stored in both if stored]
+
+
+def _check_ledger(ledger: Ledger, iteration: int, policy: Policy) -> None:
+    experts = {layer: len(row) for layer, row in ledger.load.items()}
+    if ledger.iteration != iteration or experts != experts_by_layer(policy.operators):
+        raise ValueError("its token ledger is of another iteration or model")
