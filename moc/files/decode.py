@@ -79,21 +79,21 @@ def decode[T](text: str | bytes | bytearray | memoryview, to: type[T]) -> T:
     return convert(parse(text), to)
 
 
-def state[T](value: Any, to: type[T], of: str, whole: bool = False) -> T:
+def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
     """:func:`convert` for the state that an object has saved; the object is called ``of`` in the message.
 
     Args:
         value: the state.
         to: its type.
         of: name of the object.
-        whole: fields of a dataclass must be there also if they have defaults.
+        every_field: require also the fields of a dataclass that have defaults.
 
     Raises:
         ValueError: as :func:`convert`.
     """
     try:
         found = convert(value, to)
-        if whole and (missing := vars(found).keys() - value.keys()):
+        if every_field and (missing := vars(found).keys() - value.keys()):
             raise ValueError(f"it lacks {min(missing)}")
         return found
     except ValueError as error:

@@ -220,7 +220,7 @@ class Gradient(Policy):
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
         of = "gradient checkpoints"
-        told = decode.state(state, GradientState, of, whole=True)
+        told = decode.state(state, GradientState, of, every_field=True)
         if len(told.bases) not in (0, len(self.operators)):
             raise ValueError(f"this is no state of {of} of this model: start without it")
         return lambda: vars(self.told).update(vars(told))

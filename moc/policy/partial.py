@@ -51,7 +51,7 @@ class PartialState:
         Raises:
             ValueError: the state is of another class or of another model.
         """
-        found = decode.state(state, cls, cls.of, whole=True)
+        found = decode.state(state, cls, cls.of, every_field=True)
         check_tables((value for value in vars(found).values() if isinstance(value, dict)), num_experts, cls.of)
         return found
 

@@ -102,7 +102,7 @@ class PecTuner(IntervalTuner):
 
 @dataclass(frozen=True)
 class _Stored:
-    """The state of the tuner besides that of :class:`IntervalTuner`: seconds, and bytes and seconds of transfers."""
+    """The fields that this tuner adds to :class:`IntervalTuner`: seconds, and bytes and seconds of transfers."""
 
     forward_backward_s: tuple[decode.Positive, ...] = ()
     copied: tuple[tuple[decode.Positive, decode.Positive], ...] = ()

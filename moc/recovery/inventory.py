@@ -79,7 +79,7 @@ def summary(manifest: Manifest) -> Summary:
 
 
 def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tuple[list[Summary], list[str]]:
-    """Returns the checkpoints in a store, and the problems of those that cannot be used.
+    """Returns the valid checkpoints in a store, and the problems of the others.
 
     Args:
         store: the store.

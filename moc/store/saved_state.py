@@ -1,4 +1,4 @@
-"""``state`` in a manifest: all of a snapshot that is not a tensor, as far as every engine and policy has it."""
+"""``state`` in a manifest: the types of the fields that this package defines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moc.state.record import StepRecord
 
 @dataclass(frozen=True)
 class SavedState:
-    """The fields that this package defines; engines add others, such as ``shape``, and check them themselves.
+    """Everything in a snapshot that is not a tensor; engines add fields, such as ``shape``, and check them.
 
     Attributes:
         iteration: iterations completed.
@@ -21,9 +21,9 @@ class SavedState:
         record: step record of the iteration that led here; None at the start of a run.
         interval: state of the policy's interval.
         policy_state: state of the policy.
-        ledger: state of the token ledger; None if nobody counts tokens.
+        ledger: state of the token ledger; None if tokens are not counted.
         auto: what ``--ckpt-policy auto`` has measured and chosen.
-        alike: of a snapshot in memory, by number of nodes that save each element, the names of such operators.
+        alike: of a snapshot in memory, names of operators that several nodes save, by the number of nodes.
         copied: of a snapshot in memory, the operators that other nodes receive copies of; None for all.
     """
 

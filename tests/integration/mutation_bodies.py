@@ -36,7 +36,7 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
     config, rng, starts, failed = compose(flags), random.Random(seed), Counter(), []
     stop, phases = stopping.StopRequests(config), Phases()
     parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
-    newest = {max(Path(one).glob("iter_*")): Path(directory) for directory, one in kept.items()}
+    newest = {max(Path(one).glob(f"iter_*/{MANIFEST}")).parent: Path(directory) for directory, one in kept.items()}
     plain = [json.loads((path / MANIFEST).read_text()) for path in newest]
     for _ in range(number):
         of_state, each = rng.random() < 0.8, rng.random()

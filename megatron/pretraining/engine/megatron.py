@@ -91,7 +91,7 @@ class MegatronEngine:
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Rejects invalid state, that of another model or optimizer, and a window of another precision."""
+        """Rejects an invalid state, another model or optimizer, and a window of another precision."""
         contents.check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])

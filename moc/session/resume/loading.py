@@ -73,7 +73,7 @@ class SnapshotLoader:
         self._unseen = False  # storage has not been listed
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
-        """Finds the available checkpoints; reports those that cannot be used.
+        """Finds the available checkpoints; reports invalid ones.
 
         If what workers still have and memory suffice to resume, nothing waits for a hanging storage.
         """

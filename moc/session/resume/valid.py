@@ -32,7 +32,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
         CheckpointError: the snapshot is of another model or optimizer.
     """
     state = manifest.state
-    decode.state(state, Position, "a run", whole=True)
+    decode.state(state, Position, "a run", every_field=True)
     if state.get("ledger"):
         _check_ledger(Ledger.from_state(state["ledger"]), manifest.iteration, policy)
     if state.get("auto"):
@@ -46,7 +46,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
-    """The interval and the policy, each with its saved state, as far as there is one."""
+    """Returns the interval and the policy with their saved states; without a saved state, they are left out."""
     both = ((policy.interval, state.get("interval")), (policy, state.get("policy_state")))
     return [(owner, stored) for owner, stored in both if stored]
 

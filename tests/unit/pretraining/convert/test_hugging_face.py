@@ -399,7 +399,7 @@ def test_a_checkpoint_that_does_not_record_its_model_takes_flags(tmp_path, capsy
     convert(tmp_path / "old", tmp_path / "hf", "--to", "hf", "--verify", "--", "--config", tmp_path / "run.json")
     (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(ffn_hidden_size=41)))
     said = refused(capsys, tmp_path / "old", tmp_path / "other", "--to", "hf", "--", "--config", tmp_path / "run.json")
-    assert "--ffn-hidden-size is 40 there and 41 here" in said
+    assert "--ffn-hidden-size is 40 there, 41 here" in said
 
 
 def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
