@@ -12,7 +12,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.integration.snapshot_files import EVERY, damage, events, node_memory, start, stores, train, whole
 from tests.integration.test_atomic_save import wait_for
-from tests.integration.tiny import known
+from tests.integration.tiny import Trained, known
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,8 @@ def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
 
 
 @pytest.mark.recovery
-def test_damaged_memory_is_passed_over_for_storage(data, flags):
+@pytest.mark.parametrize("name", [file_of(0), MANIFEST])
+def test_damaged_memory_is_passed_over_for_storage(name, data, flags):
     flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
     world = start("plain DP2", flags)
     wait_for(lambda: world.ended() or (stores(flags)["storage"].iterations() and iteration_in_memory(flags) > 2))
@@ -134,10 +135,13 @@ def test_damaged_memory_is_passed_over_for_storage(data, flags):
     assert {result.exit for result in world.wait()} == {-9}
     memory, stored = stores(flags)["memory"], stores(flags)["storage"].iterations()[-1]
     for iteration in memory.iterations():
-        spoil = Path(memory.place.path(directory_of(iteration)), file_of(0))
+        spoil = Path(memory.place.path(directory_of(iteration)), name)
         middle(spoil)
     stop = dict(train_iters=1000, exit_interval=stored + 5)
-    rest, straight = train("plain DP2", flags | stop), train("plain DP2", data | stop)
+    world, straight = start("plain DP2", flags | stop), train("plain DP2", data | stop)
+    results = world.wait()
+    rest = Trained([result.value for result in results])
+    assert any("WARNING" in line and str(spoil) in line for line in results[0].output.splitlines())
     assert rest.start == stored and events(flags, "resume")[-1]["tier"] == "storage"
     assert rest.records == straight.records[stored:]
     assert rest.weights == straight.weights
