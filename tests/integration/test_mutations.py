@@ -11,7 +11,7 @@ from tests.integration.tiny import FLAGS
 from tests.shared import ALL
 from tests.worlds import run_world
 
-EACH = 2000 if ALL else 500
+EACH = 2000 if ALL else 200
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120)  # until several snapshots are taken
 MEMORY = dict(snapshot_interval=1, ckpt_tier="memory", persist_interval=2)
