@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+
 _KEPT = "\n\t"
 
 
@@ -14,6 +18,13 @@ def printable(text: object) -> str:
     if string.isprintable():
         return string
     return "".join(one if one.isprintable() or one in _KEPT else _escaped(one) for one in string)
+
+
+@functools.cache
+def print_once(text: str) -> None:
+    """Prints a sentence to stderr, once, and for the first worker of a node only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def shown(value: object) -> str:
