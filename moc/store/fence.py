@@ -18,6 +18,7 @@ So a damaged fence does not admit a second owner: the lock files show which laun
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -28,7 +29,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
@@ -51,7 +52,7 @@ _FLOCK = "hhqqi4x"  # struct flock of Linux
 class _Lock:
     """A lock file of this process; closing it releases the locks, and forked children do not inherit them."""
 
-    def __init__(self, file: TextIO):
+    def __init__(self, file: BinaryIO):
         self.file, self.owns = file, False
 
 
@@ -278,9 +279,14 @@ class Fence:
         if _is_current(path):
             self._lock = _held[path]
             return
-        lock = _Lock(open(path, "a+", opener=_without_links))
+        try:
+            lock = _Lock(open(path, "rb+", buffering=0, opener=_without_links))
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path) from None
         if not stat.S_ISREG(os.fstat(lock.file.fileno()).st_mode):
-            raise RefusedFileError("it is not a regular file", path)
+            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path)
         if _try_lock(lock.file, _LIFE):
             self._lock = _held[path] = lock
             if self.claim.run:
@@ -345,10 +351,11 @@ def _is_current(path: Path) -> bool:
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    """Opens a file, or makes it; neither follows a link, nor waits for the other end of a FIFO."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def _try_lock(lock_file: TextIO, byte: int) -> bool:
+def _try_lock(lock_file: BinaryIO, byte: int) -> bool:
     try:
         fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):  # systems differ in the error
