@@ -7,8 +7,10 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from moc.files.text import printable
+from moc.files.tree import remove_own
 
 
 class ToolError(Exception):
@@ -35,8 +37,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         yield partial
         os.replace(partial, path)
     finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+        remove_own(Path(partial))
 
 
 def human(size: float) -> str:

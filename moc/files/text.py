@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import reprlib
+import sys
 
 _LONGEST = 80
 _SHORT = reprlib.Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlong=_LONGEST)
@@ -18,6 +21,13 @@ def printable(text: object) -> str:
     if string.isprintable():
         return string
     return "".join(one if one.isprintable() or one in _KEPT else _escaped(one) for one in string)
+
+
+@functools.cache
+def print_once(text: str) -> None:
+    """Prints a sentence to stderr, once, and for the first worker of a node only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def shown(value: object) -> str:

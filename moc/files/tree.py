@@ -155,6 +155,18 @@ class Tree:
                 _delete(directory, name, _mount_of(directory), _DEEPEST)
                 os.fsync(directory)
 
+    def link(self, source: str, path: str) -> None:
+        """Gives a file of this directory another name, in place of what has that name; its directory is made.
+
+        The second name is not synced.
+        """
+        above, name = self._split(path)
+        with self.directory(self._split(source)[0]) as origin, self.directory(above, make=True) as target:
+            with contextlib.suppress(FileNotFoundError):
+                _delete(target, name, _mount_of(target), _DEEPEST)
+            old = self._split(source)[1]
+            os.link(old, name, src_dir_fd=origin, dst_dir_fd=target, follow_symlinks=False)
+
     def remove_if_empty(self, path: str) -> None:
         """Deletes a directory without contents; one that another process still writes into stays."""
         above, name = self._split(path)
@@ -225,6 +237,11 @@ def write(
         raise
     if name_too:
         os.fsync(directory)
+
+
+def remove_own(path: Path) -> None:
+    """As :meth:`Tree.remove`, for an entry that this program has made, in a directory that the caller trusts."""
+    Tree(path.parent, ours=True).remove(path.name)
 
 
 def empty(directory: int, first: str = "", last: str = "") -> None:

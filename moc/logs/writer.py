@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from moc.files.tree import Tree, remove_own
 from moc.logs.files import LogEntry, iterations_in, layout_of, path_of
 from moc.store.buffers import Buffer
 from moc.store.digest import digest_of
@@ -189,10 +189,10 @@ class LogWriter:
     def delete(self) -> None:
         """Removes all logs: there is nothing left to recover."""
         self.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
         with contextlib.suppress(OSError):  # other logs remain
-            self._directory.parent.rmdir()
-            self._directory.parent.parent.rmdir()
+            remove_own(self._directory)
+            for above in list(self._directory.parents)[:2]:
+                Tree(above.parent).remove_if_empty(above.name)
 
     @property
     def _slots(self) -> int:
@@ -200,13 +200,14 @@ class LogWriter:
 
     def _find(self) -> None:
         """Adopts the logs of the previous process, and removes incomplete ones, and those of another layout."""
-        shutil.rmtree(self._directory / "slots", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_own(self._directory / "slots")
         for iteration in reversed(iterations_in(self._directory)):
             path = path_of(self._directory, iteration)
-            if path.stat().st_size == self.slot_bytes and len(self._used) + _FEWEST < self._most:
+            if path.lstat().st_size == self.slot_bytes and len(self._used) + _FEWEST < self._most:
                 self._used[iteration] = None
             else:
-                path.unlink()
+                remove_own(path)
 
     def _slot(self) -> Buffer:
         taken = {one.path.name for one in (*self._free, *self._used.values()) if one is not None and one.path}
@@ -228,7 +229,7 @@ class LogWriter:
     def _drop(self, iteration: int) -> None:
         """Removes a log: first its name, so that no partial log counts as whole; then its slot is free."""
         self.wait()
-        path_of(self._directory, iteration).unlink(missing_ok=True)
+        remove_own(path_of(self._directory, iteration))
         buffer = self._used.pop(iteration)
         if buffer is not None:
             self._free.append(buffer)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moc.files.tree import Tree
 from moc.runtime import async_connections as wire
 from moc.runtime.held_alike import HeldAlike, Missing, held_alike
 from moc.runtime.message import Message
@@ -214,10 +215,8 @@ async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> N
             raise DamagedRegionError(f"{remote.name(file)} is damaged: its header does not match its hash")
     finally:
         os.close(descriptor)
-    target = into / directory_of(remote.wanted.iteration) / piece.name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)  # of a copy that was not finished
-    os.link(slot, target)
+    name = f"{directory_of(remote.wanted.iteration)}/{piece.name}"  # it may be of a copy that was not finished
+    Tree(into, ours=True).link(slot.relative_to(into).as_posix(), name)
 
 
 async def _missing(remote: _Remote, file: str, piece: _Piece, descriptor: int) -> list[Missing]:

@@ -12,11 +12,11 @@ import argparse
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from moc.files.tree import Tree, remove_own
 from moc.store.errors import CheckpointError
 from moc.store.tiers import SOCKETS, memory_home
 
@@ -45,11 +45,12 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_own(path)
         os.close(lock)
-        if path.parent.name == SOCKETS:
-            with contextlib.suppress(OSError):  # other jobs have directories there
-                path.parent.rmdir()
+        if path.parent.name == SOCKETS:  # other jobs may have directories there
+            with contextlib.suppress(OSError):
+                Tree(path.parent.parent).remove_if_empty(SOCKETS)
 
 
 def _make(memory_dir: str) -> tuple[Path, int]:
@@ -81,8 +82,10 @@ def _sweep(parent: Path, prefix: str) -> None:
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if (lock := _lock(path)) is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+                try:
+                    remove_own(path)
+                finally:
+                    os.close(lock)
 
 
 def _lock(path: Path) -> int | None:

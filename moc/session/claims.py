@@ -54,7 +54,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
     def take() -> None:
         nonlocal problem
         if world.rank == 0 and begins:
-            problem = _take_storage(tiers)
+            problem = _take_storage(tiers, settings.directory)
         if tiers.memory is not None and tiers.leads_node:
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
@@ -67,10 +67,11 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
     return tiers.memory is not None and (not begins or problem is not None)
 
 
-def _take_storage(tiers: Tiers) -> str | None:
+def _take_storage(tiers: Tiers, address: str) -> str | None:
     """Returns why storage cannot be used, if the job can run on memory alone."""
     try:
         tiers.storage.take()
+        record_run(tiers.storage.place, Run(tiers.storage.place.run, address, 0.0))
     except OSError as error:
         why = error.strerror or error
         what = f"{tiers.storage.place.name} cannot be used for snapshots ({why})"

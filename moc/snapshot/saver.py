@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import threading
 import time
 from collections import defaultdict
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from moc.faults import reach
+from moc.files.tree import Tree, remove_own
 from moc.snapshot.background import background
 from moc.snapshot.capture import Capture, Captures, Gate, capturer
 from moc.snapshot.contents import Share
@@ -159,7 +159,7 @@ class Saver:
             here = {_slot_of(rank) for rank in node}
             gone += [path for path in self._directory.iterdir() if path.stem not in here]
         for path in gone:
-            path.unlink(missing_ok=True)
+            remove_own(path)
 
     def beside(self) -> Saver:
         """Another saver to the same places, which shares the kept buffers."""
@@ -358,11 +358,10 @@ class Saver:
 
     def _link(self, snapshot: Snapshot) -> None:
         """Names the buffer as the rank's file of the checkpoint: the same memory, no copy."""
-        target = self._published(snapshot.iteration)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
         assert snapshot.buffer.path is not None  # _new_path() gave it one
-        os.link(snapshot.buffer.path, target)
+        root = self._memory_place().root
+        source = snapshot.buffer.path.relative_to(root).as_posix()
+        Tree(root, ours=True).link(source, f"{directory_of(snapshot.iteration)}/{file_of(self._rank)}")
 
     def _published(self, iteration: int) -> Path:
         return self._memory_place().root / directory_of(iteration) / file_of(self._rank)
@@ -379,7 +378,7 @@ class Saver:
         taken = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
         names = (directory / f"{_slot_of(self._rank)}.{number}" for number in range(len(taken) + 1))
         path = next(name for name in names if name not in taken)
-        path.unlink(missing_ok=True)
+        remove_own(path)
         return path
 
     def _memory_place(self) -> LocalPlace:

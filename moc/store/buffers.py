@@ -13,6 +13,7 @@ import numpy
 import psutil
 import torch
 
+from moc.files.tree import remove_own
 from moc.store.errors import CheckpointError
 from moc.store.slots import reserve
 
@@ -69,7 +70,7 @@ class Buffer:
             _check(_cudart().cudaHostUnregister(self.values.data_ptr()))
             self._pinned = False
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            remove_own(self.path)
         # use after close raises
         self.values = self.memory = self._map = None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -86,7 +87,7 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
         return mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError:
         if path is not None:
-            path.unlink()
+            remove_own(path)
         raise
     finally:
         os.close(descriptor)

@@ -10,27 +10,33 @@ with a consistent view:
 A publisher that reads the fence before the new one is written has already created its temporary file.  So either it
 renames the file before its removal, and the new term sees what was published when it looks afterwards, or the file is
 gone and the rename fails.
+
+The first byte of a launch's lock file is locked while the launch is alive, and the second while it owns the directory.
+So a damaged fence does not admit a second owner: the lock files show which launch owns the directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
+from moc.files.text import print_once
 from moc.files.tree import SMALL, RefusedFileError, Tree
-from moc.store.claims import Claim
-from moc.store.errors import CheckpointError, SupersededError, TakenError
+from moc.store.claims import Claim, term_in
+from moc.store.errors import SupersededError, TakenError
 
 NAME = ".fence"
 _LOCK = ".lock"
@@ -39,11 +45,21 @@ _GIVEN_UP = ".given-up"
 _UNFINISHED = (".tmp", ".incomplete", _GIVEN_UP)
 _POLL_S = 0.05
 _REMEMBERED = 200  # launches
+_LIFE, _OWNERSHIP = 0, 1  # bytes of a lock file; earlier versions lock all of it
+_FLOCK = "hhqqi4x"  # struct flock of Linux
 
-_held: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
-"""Lock files of this process by real path, held as long as a fence uses them; closing one releases the lock."""
 
-_newest: dict[Path, TextIO] = {}
+class _Lock:
+    """A lock file of this process; closing it releases the locks, and forked children do not inherit them."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.owns = file, False
+
+
+_held: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
+"""Lock files of this process by real path, held as long as a fence uses them."""
+
+_newest: dict[Path, _Lock] = {}
 """Lock file of a job's newest term by directory: shows that the job is alive between generations too."""
 
 
@@ -119,7 +135,7 @@ def successors(claim: Claim, now: Holder | None, name: str) -> tuple[str, ...]:
 
 
 class _AliveError(Exception):
-    """Another launch owns the directory and is alive."""
+    """Another launch owns the directory and is alive; the argument describes its process."""
 
 
 class Fence:
@@ -133,16 +149,16 @@ class Fence:
 
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
         self._root, self.claim, self._patience, self._tree = root, claim, patience, Tree(root)
-        self._lock_file: TextIO | None = None
+        self._lock: _Lock | None = None
+        self._other = ""
 
     def take(self) -> None:
         """Begins the term of the claim; from then on, older terms cannot publish.
 
         Raises:
             TakenError: another launch owns the directory and is alive.
-            CheckpointError: the fence cannot be read.
             SupersededError: the claim has been superseded.
-            OSError: the fence cannot be written.
+            OSError: the fence cannot be read or written.
         """
         with self._tree.directory(make=True):
             pass
@@ -150,8 +166,8 @@ class Fence:
         while not self._begins():
             if time.monotonic() > deadline:
                 raise TakenError(
-                    f"another job is using {self._root}: stop it, or give this one another directory (--ckpt-dir, "
-                    "--save)"
+                    f"another job is using {self._root}{self._other}: stop it, or give this one another directory "
+                    "(--ckpt-dir, --save)"
                 )
             time.sleep(_POLL_S)
 
@@ -164,41 +180,75 @@ class Fence:
         refuse_superseded(self.claim, self.read(), str(self._root))
 
     def read(self) -> Holder | None:
-        """The owner of the directory; None if it never had one.
-
-        Raises:
-            CheckpointError: the fence is unreadable.
-        """
+        """The owner of the directory; None if it never had one.  If the fence is damaged, the lock files name it."""
         try:
             return Holder.from_json(self._tree.read(NAME, SMALL))
         except FileNotFoundError:
             return None
         except (RefusedFileError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._root / NAME} does not say whose {self._root} is ({error}): remove it, and start this job again"
-            ) from None
+            print_once(f"{self._root / NAME} is damaged ({error}): the lock files there show who owns {self._root}")
+            return self._shown_by_locks()
+
+    def _shown_by_locks(self) -> Holder | None:
+        """The launch that owns the directory and is alive, or else the one with the newest lock file."""
+        found: list[tuple[bool, int, Holder]] = []
+        for name in self._tree.names():
+            tag = term_in(name)
+            if tag is None or not name.startswith(f"{_LOCK}."):
+                continue
+            owner, job = self._locker(name, _OWNERSHIP), self.claim.job if self.claim.made(name) else tag[0]
+            with contextlib.suppress(FileNotFoundError), self._tree.directory() as there:
+                made = os.stat(name, dir_fd=there, follow_symlinks=False).st_mtime_ns
+                holder = Holder(Claim(job, tag[1]), socket.gethostname(), owner or 0)
+                found.append((owner is not None, made, holder))
+        return max(found, key=lambda one: one[:2])[2] if found else None
 
     def _begins(self) -> bool:
         """Tries to begin the term; False if another launch is alive or was faster."""
         self._show_life()
+        begun = False
+        try:
+            if self._writes():
+                self._sweep()
+                self._show_life()  # the previous owner may have swept the lock away
+                self._show_ownership(True)
+                now = self.read()
+                begun = now is not None and now.claim == self.claim
+        finally:
+            if not begun:
+                self._show_ownership(False)
+        return begun
+
+    def _writes(self) -> bool:
+        """Writes the fence, unless another launch is alive or faster."""
         try:
             self._tree.write(NAME, self._successor(), tag=self.claim.tag)
+            return True
         except FileNotFoundError:  # another term has begun meanwhile
-            return False
-        except _AliveError:
-            return False
-        self._sweep()
-        self._show_life()  # the previous owner may have swept the lock away
-        now = self.read()
-        return now is not None and now.claim == self.claim
+            pass
+        except _AliveError as error:
+            self._other = f" ({error})"
+        except IsADirectoryError:
+            self._move_aside()
+        return False
 
     def _successor(self) -> Iterator[bytes]:
         """The fence of the claim; reads the present one only after the temporary file is there: see above."""
         now = self.read()
         before = successors(self.claim, now, str(self._root))
-        if now is not None and now.claim.job != self.claim.job and self._lives(now):
-            raise _AliveError
+        if now is not None and now.claim.job != self.claim.job:
+            process = self._life_of(now)
+            if process is not None:
+                raise _AliveError(_described(now, process))
+        self._show_ownership(True)
         yield Holder.this(self.claim, before).to_json().encode()
+
+    def _move_aside(self) -> None:
+        """Removes a directory that has the fence's name, and never a fence."""
+        aside = f"{NAME}.{self.claim.tag}{_GIVEN_UP}"
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._tree.directory() as there:
+            os.rename(f"{NAME}/", aside, src_dir_fd=there, dst_dir_fd=there)  # the slash admits only a directory
+        self._tree.remove(aside)
 
     def _sweep(self) -> None:
         for directory in ("", *filter(_HAS_FILES.fullmatch, self._tree.names())):
@@ -224,26 +274,55 @@ class Fence:
                 self._tree.remove(path)
 
     def _show_life(self) -> None:
-        """Holds a lock for the lifetime of this process; forked children do not inherit it."""
+        """Locks the launch's file for the lifetime of this process."""
         path = self._lock_path(self.claim)
         if _is_current(path):
-            self._lock_file = _held[path]
+            self._lock = _held[path]
             return
-        lock_file = open(path, "a+", opener=_without_links)
-        if _try_lock(lock_file):
-            self._lock_file = _held[path] = lock_file
-            if self.claim.run:
-                _newest[path.parent] = lock_file
-
-    def _lives(self, holder: Holder) -> bool:
-        path = self._lock_path(holder.claim)
-        if _is_current(path):
-            return True
         try:
-            with open(path, "r+", opener=_without_links) as lock_file:
-                return not _try_lock(lock_file)
-        except FileNotFoundError:
-            return False
+            lock = _Lock(open(path, "rb+", buffering=0, opener=_without_links))
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path) from None
+        if not stat.S_ISREG(os.fstat(lock.file.fileno()).st_mode):
+            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path)
+        if _try_lock(lock.file, _LIFE):
+            self._lock = _held[path] = lock
+            if self.claim.run:
+                _newest[path.parent] = lock
+
+    def _show_ownership(self, owns: bool) -> None:
+        if self._lock is None or self._lock.owns == owns:
+            return
+        if owns:
+            self._lock.owns = _try_lock(self._lock.file, _OWNERSHIP)
+        else:
+            fcntl.lockf(self._lock.file, fcntl.LOCK_UN, 1, _OWNERSHIP)
+            self._lock.owns = False
+
+    def _life_of(self, holder: Holder) -> int | None:
+        """The process that shows that an owner is alive, 0 if it is not of this machine; None if none does."""
+        return self._locker(f"{_LOCK}.{holder.claim.tag}", _LIFE)
+
+    def _locker(self, name: str, byte: int) -> int | None:
+        """The process that has locked a byte of a lock file for writing, 0 if it cannot be seen; None without one.
+
+        A lock for reading does not count, which every user could take who may read the file.
+        """
+        path = self._root.resolve() / name
+        if _is_current(path):  # opening and closing it would release the locks
+            return os.getpid() if byte == _LIFE or _held[path].owns else None
+        try:
+            descriptor = self._tree.open(name)
+        except (FileNotFoundError, RefusedFileError):
+            return None
+        try:
+            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
+            kind, *_, process = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            os.close(descriptor)
+        return None if kind == fcntl.F_UNLCK else process
 
     def _lock_path(self, claim: Claim) -> Path:
         return self._root.resolve() / f"{_LOCK}.{claim.tag}"  # never what a link there leads to
@@ -253,24 +332,32 @@ def lives(root: Path) -> Holder | None:
     """The live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())
     now = fence.read()
-    return now if now is not None and fence._lives(now) else None
+    return now if now is not None and fence._life_of(now) is not None else None
+
+
+def _described(holder: Holder, process: int) -> str:
+    """An owner, or the process of this machine that holds the owner's lock instead of it."""
+    if process in (0, holder.pid) or holder.host != socket.gethostname():
+        return f"process {holder.pid} on {holder.host}"
+    return f"process {process} of this machine, which holds its lock"
 
 
 def _is_current(path: Path) -> bool:
     """Whether this process holds the existing lock file, rather than a removed one."""
     held = _held.get(path)
     with contextlib.suppress(FileNotFoundError):
-        return held is not None and os.path.samestat(os.fstat(held.fileno()), path.stat())
+        return held is not None and os.path.samestat(os.fstat(held.file.fileno()), path.lstat())
     return False
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    """Opens a file, or makes it; neither follows a link, nor waits for the other end of a FIFO."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def _try_lock(lock_file: TextIO) -> bool:
+def _try_lock(lock_file: BinaryIO, byte: int) -> bool:
     try:
-        fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):  # systems differ in the error
         return False
     return True

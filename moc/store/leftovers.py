@@ -57,10 +57,10 @@ def leftover(path: Path) -> Leftover:
     place = LocalPlace(path, in_memory=True)
     try:
         run = run_of(place)
-    except (CheckpointError, OSError):
+    except OSError:
         run = None
     newest = max(Store(place, slack=True).iterations(), default=None)
-    return Leftover(path, run and run.run, run and run.address, newest, _bytes(path), tuple(_users(path)))
+    return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
 
 
 def remove_leftover(one: Leftover) -> None:
@@ -112,10 +112,7 @@ def _users(path: Path) -> Iterator[int]:
 
     The owner may just have died while its job continues; in another container, only its lock is visible.
     """
-    try:
-        owner = lives(path)
-    except CheckpointError:
-        owner = None
+    owner = lives(path)
     if owner is not None:
         yield owner.pid
     inside = f" {os.path.realpath(path)}/"

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import fsspec.asyn
 
+from moc.files.tree import MANIFEST, RefusedFileError
 from moc.store.blobs import Blob
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError, TakenError
@@ -93,12 +94,14 @@ class ObjectPlace(Storage):
             return True
         return False
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, most: int = MANIFEST) -> bytes:
         """See :class:`Storage`."""
         with self._explained(path):
             content = self._fs.cat_file(self._key(path))
             assert isinstance(content, bytes)
-            return content
+        if len(content) > most:
+            raise RefusedFileError(f"it has {len(content)} bytes, more than {most}", self.path(path))
+        return content
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""

@@ -5,9 +5,11 @@ import time
 from dataclasses import dataclass
 
 from moc.files import decode
-from moc.files.tree import RefusedFileError
+from moc.files.text import print_once
+from moc.files.tree import SMALL, RefusedFileError
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
+from moc.store.store import Store
 
 NAME = ".run.json"
 
@@ -18,8 +20,8 @@ class Run:
 
     Attributes:
         run: name of the run, 16 hex digits.
-        address: address of its checkpoints, as seen by the job that made the name.
-        made: creation time in Unix seconds.
+        address: address of its checkpoints, as seen by the job that made the name; empty if nothing records it.
+        made: creation time in Unix seconds; 0 if nothing records it.
     """
 
     run: decode.RunName
@@ -30,32 +32,60 @@ class Run:
 def run_of(place: Storage) -> Run | None:
     """The run whose checkpoints, on storage or in memory, are in a place; None if no run has begun there.
 
+    If the record of the run is damaged or lost, the newest checkpoint names the run.
+
     Raises:
-        CheckpointError: the place does not say.
-        OSError: it cannot be read.
+        OSError: the place cannot be read.
     """
-    try:
-        return decode.unsealed(place.read(NAME), Run)
-    except FileNotFoundError:
-        return None
-    except (RefusedFileError, ValueError) as error:
-        raise CheckpointError(
-            f"{place.path(NAME)} does not say which run this is ({error}): restore it, or remove it; then snapshots in "
-            "memory are not found"
-        ) from None
+    return _recorded(place) or _published(place)
 
 
 def begin_run(place: Storage, address: str) -> Run:
     """The run of a place, begun if there is none, with the address that the flags give.
 
+    A damaged record stays until the owner of the place replaces it (:func:`record_run`).
+
     Raises:
-        CheckpointError: the place does not say.
-        OSError: it cannot be read or written.
+        OSError: the place cannot be read or written.
     """
-    return run_of(place) or record_run(place, Run(secrets.token_hex(8), address, round(time.time(), 3)))
+    if (found := run_of(place)) is not None:
+        return found
+    new = Run(secrets.token_hex(8), address, round(time.time(), 3))
+    place.create(NAME, _parts(new))
+    return _recorded(place) or new
 
 
-def record_run(place: Storage, run: Run) -> Run:
-    """Records the run of a place unless one is recorded, and returns the recorded one."""
-    place.create(NAME, [decode.sealed(vars(run)).encode()])
-    return run_of(place) or run
+def record_run(place: Storage, run: Run) -> None:
+    """Records the run of a place that this process owns, unless there is a valid record.
+
+    Raises:
+        OSError: the place cannot be read or written.
+    """
+    if _recorded(place) is None and not place.create(NAME, _parts(run)):
+        place.remove(NAME)
+        place.create(NAME, _parts(run))
+
+
+def _parts(run: Run) -> list[bytes]:
+    return [decode.sealed(vars(run)).encode()]
+
+
+def _recorded(place: Storage) -> Run | None:
+    try:
+        return decode.unsealed(place.read(NAME, SMALL), Run)
+    except FileNotFoundError:
+        return None
+    except (RefusedFileError, ValueError) as error:
+        print_once(f"{place.path(NAME)} is damaged ({error}): if a checkpoint there names the run, it continues")
+        return None
+
+
+def _published(place: Storage) -> Run | None:
+    """The run that the newest valid manifest names, if one does."""
+    store = Store(place, slack=True)
+    for iteration in reversed(store.iterations()):
+        try:
+            return decode.convert({"run": store.manifest(iteration).run, "address": "", "made": 0.0}, Run)
+        except (CheckpointError, ValueError):  # it is damaged, or no job has published it
+            continue
+    return None

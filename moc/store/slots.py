@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+
+from moc.files.tree import remove_own
 
 
 def reserve(path: Path, nbytes: int) -> int:
@@ -18,7 +21,7 @@ def reserve(path: Path, nbytes: int) -> int:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError:
         os.close(descriptor)
-        path.unlink()
+        remove_own(path)
         raise
     return descriptor
 
@@ -34,13 +37,13 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     """
     taken = set()
     for path in sorted(directory.glob(f"{name}.*")):
-        status = path.stat()
+        status = path.lstat()
         if status.st_nlink > 1:
             taken.add(path)
-        elif status.st_size >= nbytes:
+        elif status.st_size >= nbytes and stat.S_ISREG(status.st_mode):
             return path
         else:
-            path.unlink()
+            remove_own(path)
     number = next(number for number in range(len(taken) + 1) if directory / f"{name}.{number}" not in taken)
     os.close(reserve(path := directory / f"{name}.{number}", nbytes))
     return path

@@ -46,8 +46,13 @@ class Storage(ABC):
         """Like :meth:`write`, unless the file exists; returns whether it was created."""
 
     @abstractmethod
-    def read(self, path: str) -> bytes:
-        """The contents of a file; raises FileNotFoundError if it does not exist."""
+    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
+        """The contents of a file.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            RefusedFileError: it has more than ``most`` bytes, or is not a regular file.
+        """
 
     @abstractmethod
     def blob(self, path: str) -> Blob:
@@ -136,9 +141,9 @@ class LocalPlace(Storage):
             return False
         return True
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
         """See :class:`Storage`."""
-        return self._tree.read(path, tree.MANIFEST)
+        return self._tree.read(path, most)
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from moc.files.text import print_once
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
@@ -105,8 +104,8 @@ def memory_home(memory_dir: str | Path) -> Path:
             f"{homes[0]} is not a directory that only its owner, this user, can use, nor are {homes[1].name} to "
             f"{homes[-1].name}: remove it, or name another memory file system with --ckpt-memory-dir"
         )
-    if home != homes[0] and os.environ.get("LOCAL_RANK", "0") == "0":
-        _print_choice(homes[0], home)
+    if home != homes[0]:
+        print_once(f"{homes[0]} is not a directory that only this user can use: its jobs use {home}")
     return home
 
 
@@ -138,11 +137,6 @@ def _can_be_made(home: Path) -> bool:
     with suppress(FileExistsError):
         home.mkdir(mode=0o700)
     return _is_own(home)
-
-
-@functools.cache
-def _print_choice(default: Path, home: Path) -> None:
-    print(f"{default} is not a directory that only this user can use: its jobs use {home}", file=sys.stderr, flush=True)
 
 
 def _common_name(job: str) -> str:

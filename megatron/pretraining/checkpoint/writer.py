@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
+from moc.files.tree import Tree
 from moc.runtime.children import serve_host
 from moc.store import dense_files
 from moc.store.durable import write_durably
@@ -74,7 +75,7 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
                 f"earlier ones are untouched: make room or repair {root}, and start again"
             )
         described |= report["files"]
-        path.unlink()
+        Tree(root).remove(path.relative_to(root).as_posix())
     for path in staging.iterdir():
         if path.is_file():
             described.setdefault(path.name, dense_files.describe(path))

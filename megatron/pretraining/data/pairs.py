@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.data.documents import sync
+from moc.files.tree import remove_own
 from moc.output import ToolError
 from moc.store.durable import new_file
 
@@ -69,8 +69,7 @@ class PairWriter:
 
     def _discard(self) -> None:
         for path in (self._bin, self._idx):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            remove_own(Path(path))
         self._lock.close()
 
     def add(self, tokens) -> None:
@@ -97,8 +96,7 @@ class PairWriter:
 
     def complete(self) -> None:
         """Writes the index and flushes both files to disk, still under their temporary names."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._idx)
+        remove_own(Path(self._idx))
         with open(new_file(Path(self._idx)), "wb") as index:
             self._builder.finalize(_again(index.fileno()))
         sync(self._bin)
@@ -106,10 +104,10 @@ class PairWriter:
 
     def publish(self) -> None:
         """Renames both files to their final names; an .idx is never visible beside another pair's .bin."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.prefix}.idx")
+        remove_own(Path(f"{self.prefix}.idx"))
         # megatron-core caches sample indices of the old pair there by path; they are invalid for the new pair
-        shutil.rmtree(os.path.join(self.prefix, "cache"), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_own(Path(self.prefix, "cache"))
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")
         sync(os.path.dirname(os.path.abspath(self.prefix)))

@@ -1,8 +1,14 @@
 """Nothing outside of a directory is read, written or deleted, whatever the directory contains."""
 
+import contextlib
+import ctypes
 import os
+import shutil
 import socket
 import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +16,8 @@ from moc.files import tree as trees
 from moc.files.tree import RefusedFileError, Tree, empty
 
 OURS = "iter_0000100"
+ROOT = Path(__file__).parents[3]
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 @pytest.fixture
@@ -107,18 +115,133 @@ def test_a_directory_that_is_replaced_by_a_link_is_not_followed(tree, outside, m
     assert (outside / "precious").read_text() == "precious"
 
 
+MOUNTS = """
+import subprocess, sys
+from moc.files.tree import RefusedFileError, Tree, empty, remove_own
+root, outside = sys.argv[1:]
+tree, refused = Tree(root), []
+for target in ("iter_0000100", "iter_0000200/inner", "iter_0000300/a/b", "iter_0000400/file"):
+    source = f"{outside}/precious" if target.endswith("file") else outside
+    subprocess.run(["mount", "--bind", source, f"{root}/{target}"], check=True)
+with tree.directory("iter_0000200") as opened:
+    actions = [lambda name=name: tree.remove(name) for name in sorted(tree.names())]
+    for action in (*actions, lambda: empty(opened), lambda: remove_own(tree.root / "iter_0000300")):
+        try:
+            action()
+        except OSError as error:
+            refused.append(type(error).__name__)
+print(len(refused))
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_another_mount_is_not_entered(tree, outside):
-    (tree.root / OURS / "mounted").mkdir(parents=True)
-    mounted = subprocess.run(["mount", "--bind", outside, tree.root / OURS / "mounted"], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"this machine cannot bind-mount: {mounted.stderr}")
-    try:
-        with pytest.raises(RefusedFileError):
+    """Bind mounts of the same file system: of a directory, of one below it, and of a file."""
+    for name in (OURS, "iter_0000200/inner", "iter_0000300/a/b", "iter_0000400"):
+        (tree.root / name).mkdir(parents=True)
+    (tree.root / "iter_0000400" / "file").touch()
+    if subprocess.run(["unshare", "--mount", "mount", "--bind", outside, tree.root / OURS]).returncode:
+        pytest.skip("this machine cannot bind-mount")
+    command = ["unshare", "--mount", sys.executable, "-c", MOUNTS, tree.root, outside]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout == "6\n"
+    assert (outside / "precious").read_text() == "precious"
+
+
+def exchange(one, other):
+    """Swaps two names atomically; leaves them if one is missing."""
+    ctypes.CDLL(None).renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+
+
+@pytest.mark.parametrize("swapped", [OURS, f"{OURS}/inner", f"{OURS}/inner/deeper"])
+@pytest.mark.parametrize("action", ["remove", "empty", "write", "link"])
+def test_nothing_outside_changes_while_a_directory_is_swapped_for_a_link(tree, outside, swapped, action):
+    (outside / "inner" / "deeper").mkdir(parents=True)
+    for directory in (outside / "inner", outside / "inner" / "deeper"):
+        (directory / "precious").write_text("precious")
+    tree.write("source", [b"x"])
+    before = {path: path.lstat().st_ctime_ns for path in (outside, *outside.rglob("*"))}
+    path, aside, over = tree.root / swapped, tree.root / "aside", threading.Event()
+    leads_to = outside / os.path.relpath(path, tree.root / OURS)
+
+    def swaps():
+        while not over.is_set():
+            exchange(path, aside)
+
+    def acts():
+        if action == "remove":
             tree.remove(OURS)
-        assert (outside / "precious").read_text() == "precious"
+        elif action == "empty":
+            with tree.directory(OURS) as directory:
+                empty(directory)
+        elif action == "write":
+            tree.write(f"{OURS}/inner/deeper/precious", [b"overwritten"])
+        else:
+            tree.link("source", f"{OURS}/inner/deeper/precious")
+
+    thread = threading.Thread(target=swaps)
+    thread.start()
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                (tree.root / OURS / "inner" / "deeper").mkdir(parents=True)
+            if not aside.is_symlink():
+                shutil.rmtree(aside, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    aside.symlink_to(leads_to)
+            with contextlib.suppress(OSError):
+                acts()
     finally:
-        subprocess.run(["umount", tree.root / OURS / "mounted"], check=True)
+        over.set()
+        thread.join()
+    assert {path: path.lstat().st_ctime_ns for path in (outside, *outside.rglob("*"))} == before
+
+
+def test_a_second_name_replaces_what_has_it_and_follows_no_link(tree, outside):
+    tree.write("slots/0", [b"new"])
+    for kind in ("nothing", "file", "link", "hard link", "directory"):
+        path = tree.root / OURS / kind
+        path.parent.mkdir(exist_ok=True)
+        if kind == "file":
+            path.write_text("old")
+        elif kind == "link":
+            path.symlink_to(outside / "precious")
+        elif kind == "hard link":
+            os.link(outside / "precious", path)
+        elif kind == "directory":
+            (path / "inner").mkdir(parents=True)
+        tree.link("slots/0", f"{OURS}/{kind}")
+        assert path.samefile(tree.root / "slots" / "0")
+    (tree.root / "iter_0000200").symlink_to(outside)
+    with pytest.raises(RefusedFileError):
+        tree.link("slots/0", "iter_0000200/precious")
+    (tree.root / "slots" / "link").symlink_to(outside / "precious")
+    tree.link("slots/link", f"{OURS}/linked")  # the link itself
+    assert (outside / "precious").read_text() == "precious" and (tree.root / OURS / "linked").is_symlink()
+
+
+def test_a_foreign_file_with_a_hard_link_here_is_never_changed(tree, outside):
+    """Its content, mode and times stay, whatever is written under its name here, or deleted."""
+    precious = outside / "precious"
+    precious.chmod(0o4751)
+    before = precious.stat()
+    os.link(precious, tree.root / "file")
+    tree.write("file", [b"overwritten"])
+    (tree.root / OURS).mkdir()
+    os.link(precious, tree.root / OURS / "file")
+    tree.remove(OURS)
+    after = precious.stat()
+    assert precious.read_text() == "precious"
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+    assert not (tree.root / "file").stat().st_mode & 0o7000  # a new file inherits no setuid bit
+
+
+def test_a_root_that_is_replaced_while_it_is_open_is_not_left(tree, outside):
+    with tree.directory(OURS, make=True) as opened:
+        tree.root.rename(tree.root.with_name("moved"))
+        tree.root.symlink_to(outside)
+        trees.write(opened, "file", [b"x"])
+        empty(opened)
+    assert os.listdir(outside) == ["precious"]
 
 
 def test_deep_directories_are_refused(tree):

@@ -98,10 +98,8 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
         dense_files.read_manifest(tmp_path / "iter_0000003")
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "iter_0000003")
-    with pytest.raises(CheckpointError):
-        run_of(LocalPlace(tmp_path))
-    with pytest.raises(CheckpointError):
-        Fence(tmp_path, Claim("job")).read()
+    assert run_of(LocalPlace(tmp_path)) is None
+    assert Fence(tmp_path, Claim("job")).read() is None
     with pytest.raises((KeyError, ValueError), match="nested too deeply|job"):  # Python 3.12 reads 990 levels
         Holder.from_json(deep)
     header = deep.encode()

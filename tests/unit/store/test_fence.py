@@ -245,7 +245,7 @@ def end(process):
 
 def test_another_launch_is_refused_while_the_owner_lives_and_never_a_newer_term(tmp_path, lives):
     root, first = tmp_path / "place", lives("first", 3)
-    with pytest.raises(CheckpointError, match=f"^another job is using {root}: stop it, or .*--ckpt-dir"):
+    with pytest.raises(CheckpointError, match=f"^another job is using {root} .*{first.pid}.*--ckpt-dir"):
         LocalPlace(root, patience=0.0, claim=Claim("second", (0, 9))).lock()
     os.kill(first.pid, signal.SIGSTOP)  # on a machine that was cut off, say: its lock stays
     newer = LocalPlace(root, patience=0.0, claim=Claim("first", (0, 4)))
@@ -273,16 +273,9 @@ def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
     root = tmp_path / "place"
     root.mkdir()
     (root / f".lock.{OLD.tag}").symlink_to(tmp_path / "outside")
-    with pytest.raises(OSError, match="symbolic link"):
+    with pytest.raises(OSError, match=OLD.tag):
         LocalPlace(root, patience=0.0, claim=OLD).lock()
     assert not (tmp_path / "outside").exists()
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"host": "elsewhere"}', '{"job": "a", "term": "b"}'])
-def test_a_fence_that_cannot_be_read_is_named(tmp_path, text):
-    (tmp_path / ".fence").write_text(text)
-    with pytest.raises(CheckpointError, match=r"\.fence does not say whose .*: remove it, and start this job again"):
-        LocalPlace(tmp_path, claim=OLD).lock()
 
 
 def test_what_is_published_tells_by_whom(tmp_path):

@@ -31,16 +31,14 @@ def place(tmp_path):
 @pytest.mark.parametrize("run", ["x/../../../../elsewhere", "..", "/etc", "0123456789ABCDEF", "0" * 15, "", 7, None])
 def test_a_run_cannot_name_a_path(place, run):
     place.write(RUN, [json.dumps({"run": run, "address": "/data", "made": 1.0}).encode()])
-    with pytest.raises(CheckpointError):
-        run_of(place)
+    assert run_of(place) is None
 
 
 def test_a_changed_name_of_a_run_is_refused(place):
     run = begin_run(place, "/data")
     text = place.read(RUN)
     place.write(RUN, [text.replace(run.run.encode(), b"0123456789abcdef")])
-    with pytest.raises(CheckpointError):
-        run_of(place)
+    assert run_of(place) is None
 
 
 def test_a_run_of_an_earlier_version_is_read(place):
@@ -76,11 +74,8 @@ def test_a_special_file_does_not_stop_a_reader(place, name):
     saved(store, 10)
     (place.root / name).unlink(missing_ok=True)
     os.mkfifo(place.root / name)
-    if name == RUN:
-        with pytest.raises(CheckpointError):
-            run_of(place)
-    else:
-        assert look(store)[1] or name == FENCE
+    assert run_of(place) is None
+    assert look(store)[1] or name != "iter_0000010/manifest.json"
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("../victim/precious"), os.mkfifo, os.mkdir])

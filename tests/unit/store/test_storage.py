@@ -114,7 +114,7 @@ def test_writing_killed_anywhere_leaves_one_or_the_other(place):
 
 def test_a_second_process_is_refused_until_the_first_is_killed(place, owner):
     process = owner()
-    with pytest.raises(CheckpointError, match=f"^another job is using {place.name}: stop it, or .*--ckpt-dir"):
+    with pytest.raises(CheckpointError, match=f"^another job is using {place.name} .*{process.pid}.*--ckpt-dir"):
         place.lock()
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -57,12 +57,6 @@ def test_of_two_that_begin_a_run_at_once_one_does(tmp_path):
         shutil.rmtree(tmp_path / "ckpt")
 
 
-def test_a_run_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / ".run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"\.run\.json does not say which run this is .*: restore it, or remove"):
-        begin_run(LocalPlace(tmp_path), "ckpt")
-
-
 def refused(tmp_path):
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(home(tmp_path)))} .*--ckpt-memory-dir"):
         memory_place(tmp_path, "job", "run")

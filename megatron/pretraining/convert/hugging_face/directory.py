@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,14 @@ from megatron.pretraining.convert.hugging_face.files import (
 )
 from megatron.pretraining.convert.hugging_face.tensors import Exported
 from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
+from moc.files import tree
 from moc.store import dense_files
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
 
 CONVERSION = "conversion.json"
 FORMAT = "moc-megatron conversion 1"
+_MOST_STAGING = 100  # names that are tried, since other users can make directories under them
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # as config.json has them
 
 
@@ -151,22 +152,43 @@ def _write(path: Path, content: Mapping) -> None:
 
 @contextlib.contextmanager
 def _staged(output: Path) -> Iterator[Path]:
-    """An empty directory beside the output, without what a killed conversion left; removed on failure."""
+    """An empty directory beside the output, below one that only this user can change; removes it in the end.
+
+    It also removes what a killed conversion left.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.parent / f".{output.resolve().name}.incomplete"
-    staging.mkdir(exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    private, descriptor = _private(output)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"another conversion writes {output}: wait for it, or name another one") from None
-        for path in staging.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        try:
-            yield staging
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+        tree.empty(descriptor)
+        staging = private / output.resolve().name
+        staging.mkdir()
+        yield staging
     finally:
+        with contextlib.suppress(OSError):
+            tree.remove_own(private)
         os.close(descriptor)
+
+
+def _private(output: Path) -> tuple[Path, int]:
+    """A locked directory of this user beside the output, and its descriptor; another user may have the first names."""
+    for number in range(_MOST_STAGING):
+        path = output.parent / f".{output.resolve().name}.incomplete{f'-{number}' * bool(number)}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        gone_or_theirs = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
+        with contextlib.ExitStack() as opened, gone_or_theirs:
+            if path.is_symlink():
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, descriptor)
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"another conversion writes {output}: wait for it, or name another one") from None
+            if os.path.samestat(status, path.lstat()):  # otherwise a conversion that ended has removed it
+                opened.pop_all()
+                return path, descriptor
+    raise CheckpointError(f"{output.parent} has no room for a directory of this user: name another output directory")

@@ -328,6 +328,42 @@ def test_a_conversion_that_was_killed_leaves_nothing_in_the_way(dense, tmp_path)
     assert names == {"model.safetensors", "config.json", "conversion.json"}
 
 
+def of_another_user(path):
+    path.mkdir()
+    os.chown(path, 12345, 12345)
+
+
+def for_all_users(path):
+    path.mkdir()
+    path.chmod(0o777)
+
+
+OTHERS = {
+    "a link": lambda path: path.symlink_to(path.parent / "victim"),
+    "a file": lambda path: path.touch(),
+    "a FIFO": os.mkfifo,
+    "for all users": for_all_users,
+    "of another user": pytest.param(
+        of_another_user, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can change an owner")
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_nothing_is_staged_where_another_user_could_change_it(dense, tmp_path, make):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/precious").write_text("precious")
+    left = tmp_path / ".hf.incomplete"
+    make(left)
+    before = left.lstat()
+    with directory._staged(tmp_path / "hf") as staging:
+        assert staging.parent.lstat().st_mode & 0o777 == 0o700 and staging.parent != left
+    convert(dense[0], tmp_path / "hf", "--to", "hf")
+    assert left.lstat() == before and (tmp_path / "victim/precious").read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} - {"checkpoints"} == {".hf.incomplete", "hf", "victim"}
+    assert (tmp_path / "hf").stat().st_mode == (tmp_path / "victim").stat().st_mode  # as any new directory
+
+
 def test_what_is_there_is_never_replaced(dense, tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/mine").write_text("mine")

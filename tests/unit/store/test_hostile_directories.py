@@ -1,0 +1,205 @@
+"""Whatever is in a checkpoint directory: no operation uses a path outside of it and of the run's memory."""
+
+import contextlib
+import functools
+import os
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+
+from moc.inspect import summary, verify
+from moc.recovery.inventory import look
+from moc.store import dense_files
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.fence import Fence
+from moc.store.leftovers import leftovers, remove_leftover
+from moc.store.runs import Run, begin_run, record_run
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from moc.store.tiers import memory_found, memory_home, memory_place
+from tests.hostile import Uses, add_victims, make_hostile, outside, state_of
+from tests.shared import ALL
+from tests.unit.inspect import checkpoints
+from tests.unit.store.test_store import saved
+
+DIRECTORIES = 10_000 if ALL else 200
+SEED = 46
+RUN = "0123456789abcdef"
+ROOT = Path(__file__).parents[3]
+BESIDE = (Path(sys.prefix), Path(sys.base_prefix), ROOT, Path("/proc"))  # modules, and what the kernel says
+TAKES = Claim("job", (0, 1), RUN)
+EXPECTED = (CheckpointError, OSError)
+
+
+def looks(ckpt, memory):
+    store = Store(LocalPlace(ckpt))
+    store.refused()
+    look(store)
+    dense_files.saved_iterations(ckpt)
+    dense_files.latest_iteration(ckpt)
+
+
+def takes(ckpt, memory):
+    run = begin_run(LocalPlace(ckpt), str(ckpt))
+    place = LocalPlace(ckpt, patience=0.0, claim=TAKES)
+    place.lock()
+    record_run(place, run)
+
+
+def publishes(ckpt, memory):
+    store = Store(LocalPlace(ckpt, patience=0.0, claim=TAKES))
+    store.take()
+    store.clear_unpublished()
+    saved(store, 500)
+
+
+def retains(ckpt, memory):
+    store = Store(LocalPlace(ckpt, patience=0.0, claim=TAKES))
+    for iteration in store.iterations()[:-1]:
+        each(lambda iteration=iteration: store.remove(iteration))
+    each(lambda: store.set_aside(max(store.iterations(), default=0)))
+
+
+def saves_densely(ckpt, memory):
+    fence = Fence(ckpt, TAKES, 0.0)
+    for iteration in (100, 500):
+        staging = dense_files.start(ckpt, iteration, fence)
+        (staging / "part").write_text("x")
+        dense_files.publish(ckpt, iteration, {"part": dense_files.describe(staging / "part")}, fence)
+    for iteration in dense_files.saved_iterations(ckpt)[:-1]:
+        each(lambda iteration=iteration: dense_files.remove(ckpt, iteration))
+
+
+def uses_memory(ckpt, memory):
+    memory_found(memory, str(ckpt))
+    place = memory_place(memory, str(ckpt), RUN, claim=TAKES)
+    store = Store(place, slack=True)
+    look(store)
+    store.take()
+    record_run(place, Run(RUN, str(ckpt), 0.0))
+    store.clear_unpublished()
+    saved(store, 500)
+    store.clear()
+
+
+def cleans(ckpt, memory):
+    for one in leftovers(memory):
+        each(functools.partial(remove_leftover, one))
+
+
+def inspects(ckpt, memory):
+    for directory in [ckpt, *sorted(ckpt.glob("iter_0000*"))[:2]]:
+        each(lambda directory=directory: summary.main([str(directory), "--json"]))
+
+
+def verifies(ckpt, memory):
+    verify.main([str(ckpt), "--all", "--json"])
+
+
+# what a run removes from a directory changes what the next operation finds, so the order is part of the case
+OPERATIONS = [looks, inspects, verifies, takes, publishes, retains, uses_memory, saves_densely, cleans, looks]
+
+
+def each(action):
+    """Does one of several things, of which any may be refused."""
+    try:
+        action()
+    except (*EXPECTED, SystemExit):
+        pass
+
+
+@pytest.fixture(scope="module")
+def pristine():
+    """A world with valid checkpoints of both kinds, and a run's memory."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as directory:
+        world = Path(directory) / "pristine"
+        ckpt = Path(directory) / "world" / "ckpt"  # the memory's name depends on its path
+        for place in (LocalPlace(ckpt, claim=TAKES), memory_place(directory, str(ckpt), RUN, claim=TAKES)):
+            saved(Store(place, slack=True), 10, 20)
+            record_run(place, Run(RUN, str(ckpt), 0.0))
+        checkpoints.save(ckpt, 100)
+        ckpt.rename(world_of(world))
+        (world / "memory").mkdir()
+        memory_home(directory).rename(world / "memory" / memory_home(world / "memory").name)
+        shutil.rmtree(Path(directory) / "world")
+        add_victims(world)
+        yield world
+
+
+def world_of(world):
+    world.mkdir()
+    return world / "ckpt"
+
+
+@contextlib.contextmanager
+def copy_of(pristine):
+    world = pristine.parent / "world"
+    shutil.copytree(pristine, world)
+    try:
+        yield world, world / "ckpt", next(path for path in (world / "memory").glob("moc-*/*"))
+    finally:
+        shutil.rmtree(world)
+
+
+def used(operation, world):
+    """What an operation uses, and the traceback of an error that is not expected."""
+    uses, problem = Uses(), ""
+    with uses.recorded():
+        try:
+            operation(world / "ckpt", world / "memory")
+        except (*EXPECTED, SystemExit):
+            pass
+        except Exception:
+            problem = traceback.format_exc()
+    return uses.found, problem
+
+
+def test_no_operation_leaves_the_directory(pristine, capsys):
+    known, problems = {}, []
+    for _ in range(2):  # the first imports modules
+        with copy_of(pristine) as (world, *_):
+            for operation in OPERATIONS:
+                known.setdefault(operation, set()).update(used(operation, world)[0])
+    for number in range(DIRECTORIES):
+        rng = random.Random(SEED * 1_000_003 + number)
+        with copy_of(pristine) as (world, ckpt, run):
+            told = make_hostile(rng, world, (ckpt, run))
+            before = state_of(world, ("ckpt", "memory"))
+            for operation in OPERATIONS:
+                found, problem = used(operation, world)
+                left = outside(found, (ckpt, run, *BESIDE), known[operation])
+                if left or problem:
+                    problems.append(f"{number} {told} {operation.__name__}: {left} {problem}")
+            if state_of(world, ("ckpt", "memory")) != before:
+                problems.append(f"{number} {told}: files outside have changed")
+        capsys.readouterr()
+    assert not problems, f"{len(problems)} problems:\n" + "\n".join(problem[:2000] for problem in problems[:20])
+
+
+def test_the_record_finds_what_leaves(tmp_path):
+    """The fuzzer itself: a use of each kind outside is found."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "victims").mkdir()
+    (tmp_path / "ckpt" / "link").symlink_to("../victims")
+    uses = Uses()
+    with uses.recorded():
+        (tmp_path / "ckpt" / "link" / "new").write_text("x")
+        descriptor = os.open(tmp_path / "ckpt" / "link", os.O_RDONLY)
+        os.mkdir("made", dir_fd=descriptor)
+        os.rename("made", "moved", src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        os.rmdir("moved", dir_fd=descriptor)
+        os.link("new", "linked", src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        os.symlink("new", "soft", dir_fd=descriptor)
+        os.unlink("soft", dir_fd=descriptor)
+        os.close(descriptor)
+        shutil.rmtree(tmp_path / "victims")
+        (tmp_path / "ckpt" / "inside").write_text("x")
+    kinds = {one.partition(" ")[0] for one in outside(uses.found, (tmp_path / "ckpt",), set())}
+    assert kinds == {"read", "write", "mkdir", "rename", "rmdir", "link", "symlink", "unlink"}
