@@ -62,7 +62,8 @@ class Saved:
 
     def with_experts(self, k: int) -> float:
         """Bytes with K experts of each layer; a K between two candidates is interpolated."""
-        return float(numpy.interp(k, *zip(*sorted(self.by_k.items()), strict=True)))
+        known = sorted(self.by_k)
+        return float(numpy.interp(k, known, [self.by_k[one] for one in known]))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc import faults
-from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY
+from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, reach
 from moc.runtime.inject import ACTIONS, Fault, InjectedError, Injector, faults_of, random_faults
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,7 +153,7 @@ def test_it_happens_as_often_as_it_says(tmp_path, told):
 DIES = """
 import sys
 from pathlib import Path
-from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY
+from moc.faults import on_reach, reach
 from moc.runtime.inject import Injector, faults_of
 
 on_reach(Injector(faults_of("kill rank=0 iteration=2"), 0, 0, Path(sys.argv[1]), lambda what: print(what)).reached)
