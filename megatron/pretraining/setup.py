@@ -37,13 +37,14 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.initialize import world_of
-from megatron.pretraining.process.nodes import fewest_nodes, goes_on_in_process, per_node
+from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
+from moc.runtime.environment import fewest_nodes
 from moc.runtime.job import Interruption
 from moc.runtime.world import World
 from moc.session.auto import AutoPolicy
