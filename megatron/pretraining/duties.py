@@ -33,12 +33,14 @@ class Done:
         saved: the last iteration that ``--save`` has; 0 if there is none.
         by_run: this run completed the last iteration, and not the one that left the dense checkpoint of ``--load``.
         by_job: this launch completed it: what ended an earlier launch does not end this one.
+        by_workers: workers that completed it are still there.  A launch may start others after a stop, on more nodes.
     """
 
     evaluated: int = 0
     saved: int = 0
     by_run: bool = False
     by_job: bool = False
+    by_workers: bool = False
 
 
 def due(interval: int | None, iteration: int) -> bool:
@@ -66,5 +68,5 @@ def missed(config: Config, iteration: int, stops: bool, done: Done) -> Duties:
         evaluates=done.by_run and after.evaluates and done.evaluated < iteration,
         saves=done.by_run and bool(interval) and done.saved // interval < iteration // interval,
         ends=done.by_job and after.ends,
-        stops=done.by_job and after.stops,
+        stops=done.by_workers and after.stops,
     )

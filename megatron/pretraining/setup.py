@@ -325,8 +325,9 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, save
     if not at:
         return Duties()
     evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for what was done")
-    by_job = any(gather((parts.began is not None and parts.began < at) or saved_by == job.id))
-    done = Done(evaluated=at if evaluated else 0, saved=saved, by_run=by_run, by_job=by_job)
+    here = any(gather(parts.began is not None and parts.began < at))
+    by_job = here or any(gather(saved_by == job.id))
+    done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)
     return missed(parts.config, at, stops, done)
 
 

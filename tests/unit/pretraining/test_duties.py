@@ -23,8 +23,8 @@ def test_duties_of_an_iteration():
 @pytest.mark.parametrize(
     ("done", "duties"),
     [
-        (Done(by_run=True, by_job=True), Duties(True, True, True, True)),
-        (Done(evaluated=12, saved=12, by_run=True, by_job=True), Duties(ends=True, stops=True)),
+        (Done(by_run=True, by_job=True, by_workers=True), Duties(True, True, True, True)),
+        (Done(evaluated=12, saved=12, by_run=True, by_job=True), Duties(ends=True)),
         (Done(evaluated=9, saved=8, by_run=True), Duties(evaluates=True, saves=True)),
         (Done(saved=16, evaluated=15, by_run=True), Duties()),
         (Done(), Duties()),
