@@ -15,6 +15,11 @@ STEP = {
     "after_vote": "the vote is known, and nothing is updated",
     "after_apply": "the update is done; with ZeRO-1, weights are not gathered yet",
 }
+AFTER = {
+    "completed": "the iteration is committed, and nothing that follows it has happened",
+    "evaluating": "a batch of an evaluation is about to be computed",
+    "saving": "a dense checkpoint is about to be saved",
+}
 SNAPSHOT = {
     "gradient_staged": "the gradients of a snapshot are copied, and perhaps nothing else of it",
     "snapshot_copying": "a snapshot is being copied, in a thread beside training",
@@ -39,7 +44,7 @@ ELASTIC = {
     "passing_on": "state moves: workers have got parts of it, and are about to pass them on to one another",
     "landed": "state moves: all workers have what they will hold, and this one is about to take it into use",
 }
-POINTS = STEP | SNAPSHOT | RECOVERY | ELASTIC
+POINTS = STEP | AFTER | SNAPSHOT | RECOVERY | ELASTIC
 """What happens at each point, by name."""
 
 Listener = Callable[[str, "int | None"], None]

@@ -362,6 +362,9 @@ _MEGATRON = (
          "resets attributes of", f"{_OURS}/engine/reset.py"),
         (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
          "reads attributes of", _OWNED),
+        (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(_words("""init_lr wsd_decay_steps
+            lr_wsd_decay_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler""")),
+         "derives a class from", f"{_OURS}/engine/rates.py"),
     ),
     *_entries(
         "16-bit weights",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.process.stopping import StopRequests
+from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
 
@@ -23,6 +24,7 @@ def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: 
             total = tokens = 0.0
             for micro_batches in batches:
                 progress("evaluation")
+                reach("evaluating")
                 reports = stepper.schedule.forward(micro_batches)
                 ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
                 sums = sum_over_workers(ballot, stepper.world)

@@ -7,6 +7,7 @@ import gc
 import time
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.duties import Duties, due, duties_after
 from megatron.pretraining.elastic.guests import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.evaluation import evaluate
@@ -15,6 +16,7 @@ from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
+from moc.faults import reach
 from moc.runtime.member import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
@@ -85,21 +87,25 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
     if run.stops and run.position.iteration < last:
         save(run)
         return leave(run, stop)
-    while run.position.iteration < last:
+    ends = False if run.config.training.skip_train else follow(run, stop, run.missed)
+    while not ends and run.position.iteration < last:
         record = iterate(run, stop)
-        stopping = record.stop
-        if due(run.config.validation.eval_interval, run) and not stopping:
-            stopping = not validate(run, stop)
-        exiting = due(run.config.training.exit_interval, run)
-        if stopping or exiting or due(run.config.checkpoint.save_interval, run) or run.checkpoints.tries_again():
-            save(run)
-        if stopping or exiting:
-            return leave(run, stop)
-        if run.position.iteration < run.train_iters:
+        ends = follow(run, stop, duties_after(run.config, record.iteration, record.stop))
+        if not ends and run.position.iteration < run.train_iters:
             meet_guests(run)
             rebalance(run)
             plan_anew(run)
-    return finish(run, stop)
+    return leave(run, stop) if ends else finish(run, stop)
+
+
+def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
+    """Does what is due after the last completed iteration; returns whether training ends with it."""
+    stopping = duties.stops
+    if duties.evaluates and not stopping:
+        stopping = not validate(run, stop)
+    if stopping or duties.ends or duties.saves or run.checkpoints.tries_again():
+        save(run)
+    return stopping or duties.ends
 
 
 def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
@@ -109,12 +115,13 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.session.completed(record, begun)  # the commit: from here on a lost worker cannot undo the iteration
+    reach("completed")
     run.stepper.gather_weights()
     progress("save")
     run.session.take()
     run.log.iteration(record, run.position.consumed_samples, run.session.gauges)
     run.checkpoints.poll()
-    if due(run.config.training.manual_gc_interval, run):
+    if due(run.config.training.manual_gc_interval, record.iteration):
         gc.collect()
     return record
 
@@ -176,11 +183,6 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def due(interval: int | None, run: TrainingRun) -> bool:
-    """Whether an action with period ``interval`` iterations is due now."""
-    return bool(interval) and run.position.iteration % interval == 0
-
-
 def validate(run: TrainingRun, stop: StopRequests) -> bool:
     """Reports the validation loss; returns False if a stop was requested meanwhile."""
     eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
@@ -207,6 +209,7 @@ def save(run: TrainingRun) -> None:
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
     progress("save")
+    reach("saving")
     begun, iteration = time.perf_counter(), run.position.iteration
     run.checkpoints.save(run.position)
     if run.checkpoints.last_saved == iteration:

@@ -14,6 +14,7 @@ from megatron.pretraining.config import Config, ConfigError, global_batch_size, 
 from megatron.pretraining.config.deterministic import may_differ
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import Vocabulary, build_tokenizer, padded_vocab_size
+from megatron.pretraining.duties import Done, Duties, missed
 from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.layer import elastic_layers
 from megatron.pretraining.elastic.members import is_settled, migrate, settle
@@ -36,18 +37,20 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.initialize import world_of
-from megatron.pretraining.process.nodes import fewest_nodes, goes_on_in_process, per_node
+from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
+from moc.runtime.environment import fewest_nodes
 from moc.runtime.job import Interruption
 from moc.runtime.world import World
 from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
+from moc.session.tiers import LOOKING_S
 from moc.state.record import Position
 
 
@@ -82,6 +85,7 @@ class WorkerParts:
         replicas: with ``--elastic``, of experts.
         shards: with ``--elastic``, of the dense optimizer state, if that is sharded.
         rebalancer: of the current generation; None without ``--elastic``.
+        began: the iteration at which this worker began to train; None before.
     """
 
     config: Config
@@ -103,6 +107,7 @@ class WorkerParts:
     replicas: Replicas | None = None
     shards: Shards | None = None
     rebalancer: Rebalancer | None = None
+    began: int | None = None
 
     def met(self, loss: Interruption | None) -> None:
         """Takes the place of the generation in which all workers have met; logs it, if a worker was lost."""
@@ -138,6 +143,7 @@ class TrainingRun:
         rebalancer: as in :class:`WorkerParts`.
         guests: nodes that come; None where their number does not vary, or workers are started anew.
         stops: a worker was asked to stop in set-up, and there is state to save.
+        missed: what was due after the last completed iteration, and has not happened.
     """
 
     config: Config
@@ -154,6 +160,7 @@ class TrainingRun:
     rebalancer: Rebalancer | None = None
     guests: Guests | None = None
     stops: bool = False
+    missed: Duties = Duties()
 
     @property
     def position(self) -> Position:
@@ -301,8 +308,27 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
     )
     parts.remains.trained = True
+    lacks = _missed(parts, session, checkpoints, engine.saved_by)
+    parts.began = position.iteration if parts.began is None else parts.began
     data = parts.streams, splits, parts.train_iters, parts.vocabulary, parts.rebalancer, guests
-    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data, stops=stops)
+    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data, stops=stops, missed=lacks)
+
+
+def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, saved_by: str | None) -> Duties:
+    """What was due after the last completed iteration, and has not happened; a collective call."""
+    at, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
+
+    def known() -> list:
+        by_run = record is not None or log.has(at)
+        return [log.was_evaluated(at), checkpoints.newest_saved(LOOKING_S), by_run, record is not None and record.stop]
+
+    if not at:
+        return Duties()
+    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for what was done")
+    here = any(gather(parts.began is not None and parts.began < at))
+    by_job = here or any(gather(saved_by == job.id))
+    done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)
+    return missed(parts.config, at, stops, done)
 
 
 def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:

@@ -27,6 +27,20 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
     return min(wanted, nodes, nodes * slots // max(experts, 1))
 
 
+def most_everywhere(wanted: int, experts: int, nodes: int, slots: int) -> int:
+    """The most experts that every node can hold while the slots that are left keep f for the others.
+
+    All arguments, and what is raised, are those of :func:`least_replicas`.
+    """
+    kept = least_replicas(wanted, experts, nodes, slots)
+
+    def keep(hot: int) -> bool:
+        others, left = experts - hot, slots - hot
+        return nodes * left >= others and (not others or least_replicas(wanted, others, nodes, left) >= kept)
+
+    return max(hot for hot in range(min(slots, experts) + 1) if keep(hot))
+
+
 def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
     """Replicas of each expert in proportion to its tokens, and at least ``least`` (equation 1).
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from moc.elastic.allocation import least_replicas
+from moc.elastic.allocation import least_replicas, most_everywhere
 from moc.elastic.dispatch import work
 from moc.elastic.placement import holders, place_by_load
 
@@ -34,12 +34,8 @@ def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: in
     Raises:
         ValueError: the slots do not suffice for all experts.
     """
-    experts = len(loads[0])
-    kept, found = least_replicas(least, experts, nodes, slots), []
-    for count in range(min(slots, experts)):
-        others, left = experts - count, slots - count
-        if nodes * left < others or least_replicas(least, others, nodes, left) < kept:
-            break
+    experts, found = len(loads[0]), []
+    for count in range(min(most_everywhere(least, experts, nodes, slots), experts - 1) + 1):
         tables = [place_by_load(row, nodes, slots, least, count, alike) for row in loads]
         found.append(float(numpy.mean([imbalance(row, table) for row, table in zip(loads, tables, strict=True)])))
         if found[-1] <= TOLERATED:

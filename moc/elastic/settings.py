@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from moc.elastic.domains import MOST_RANKS, cut
+from moc.elastic.allocation import least_replicas, most_everywhere
+from moc.elastic.domains import MOST_RANKS, cut, least_in_each
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,18 @@ class Settings:
         """The nodes of each domain, of so many nodes in all."""
         hot = self.everywhere or 0
         return cut(nodes, self.ranks, self.slots * self.ranks - hot, experts - hot, self.domain)
+
+    def most_everywhere(self, nodes: int, experts: int) -> int:
+        """The largest h with which every expert has a place, and as many replicas as without h.
+
+        Raises:
+            ValueError: the slots do not suffice for one replica of each expert.
+        """
+        room = self.slots * self.ranks
+
+        def fits(hot: int) -> bool:
+            domains = dataclasses.replace(self, everywhere=hot).domains(nodes, experts)
+            each = least_in_each(self.least, [least_replicas(self.least, experts, size, room) for size in domains])
+            return all(hot <= most_everywhere(each, experts, size, room) for size in domains)
+
+        return next(hot for hot in range(min(room, experts), -1, -1) if fits(hot))

@@ -30,7 +30,7 @@ class Machine:
     Attributes:
         ranks: ranks of the job.
         everything: sizes of a full snapshot.
-        with_experts: sizes of a snapshot of everything dense and K experts of each layer, for each K in ``ks``.
+        with_experts: sizes of a snapshot of everything dense and K experts of each layer, for any K from 1 to all.
         stages: operators by pipeline stage, in the order in which sparse snapshots save them.
         hidden_s: seconds of an iteration that a copy can overlap at no cost.
         rate: bytes per second of an overlapped copy.

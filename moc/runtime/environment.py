@@ -1,5 +1,7 @@
 """Environment variables by which a job's processes find each other, in addition to torchrun's."""
 
+import os
+
 AGENT = "MOC_AGENT"
 """Address of this node's agent, for its workers."""
 
@@ -47,3 +49,14 @@ SET = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """Environment of workers in any case."""
+
+
+def numbers_of_nodes() -> tuple[int, int]:
+    """MIN and MAX of the job's nodes, for its workers; equal if their number does not vary."""
+    return int(os.environ.get(LEAST_PLACES, "1")), int(os.environ.get(PLACES, "1"))
+
+
+def fewest_nodes() -> int | None:
+    """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
+    least, most = numbers_of_nodes()
+    return least if least < most else None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.faults import ELASTIC, POINTS, RECOVERY, STEP
+from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
 
 ACTIONS = {
     "kill": "SIGKILL",
@@ -153,7 +153,7 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
     """
     chance, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
     while (at := at + chance.expovariate(1 / mean)) < iterations:
-        point, ranks = chance.choice([name for name in POINTS if name not in ELASTIC]), _some(chance, size)
+        point, ranks = chance.choice([name for name in POINTS if name not in ELASTIC | AFTER]), _some(chance, size)
         if point == "published":
             ranks = (0,)  # only rank 0 publishes in storage
         if point in RECOVERY:

@@ -119,15 +119,26 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
             "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
             "torchrun."
         )
-    return copies_wanted(settings.replicas, len(set(nodes)))
+    return copies_wanted(settings.replicas, len(set(nodes)), environment.fewest_nodes())
 
 
-def copies_wanted(told: int | None, nodes: int) -> int:
+def copies_wanted(told: int | None, nodes: int, fewest: int | None = None) -> int:
     """Returns how many other nodes keep copies of each node's snapshots: ``--replicas``, or the default.
 
+    Args:
+        told: ``--replicas``; None for the default.
+        nodes: of the job now.
+        fewest: nodes with which the job goes on if it loses others; None if it needs all.
+
     Raises:
-        SettingsError: there are not that many other nodes.
+        SettingsError: there are not that many other nodes, or there may be fewer later.
     """
+    if told is not None and fewest is not None and told > fewest - 1:
+        fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
+        raise SettingsError(
+            f"--replicas {told} needs {told + 1} nodes, and --nnodes {fewest}:... goes on with {fewest}: {fewer}leave "
+            f"it out for as many as there are, up to {DEFAULT_REPLICAS}, or raise MIN to {told + 1}."
+        )
     if told is None:
         return min(DEFAULT_REPLICAS, nodes - 1)
     if told > nodes - 1:

@@ -94,13 +94,15 @@ class Snapshots:
         run_on_all(allocate, "cannot allocate memory for snapshots")
 
     def take_again(self) -> None:
-        """Takes the lost snapshot of the resumed position again, if there was one: the policy counts it as taken."""
-        plan = self._start.again
-        if plan is not None:
+        """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""
+        plan, start = self._start.again, self._start
+        if plan is not None:  # the policy counts it as taken
             self._stored.begins(plan)
             self._copy(plan, self._for_storage(plan))
             if self._settings.blocking:
                 self._wait_until_safe()
+        elif start.record is not None and start.position.iteration > (start.newest or 0):
+            self.take(start.position, start.record)
 
     def take(self, position: Position, record: StepRecord | None) -> None:
         """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered."""

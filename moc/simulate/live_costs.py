@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy
+
 from moc.policy import POLICIES, owners
 from moc.policy.adaptive import candidates
 from moc.policy.plan import Load
@@ -47,7 +49,8 @@ class Saved:
 
     Attributes:
         full: of everything.
-        by_k: with K experts of each layer, by K; the largest K is all experts; empty without experts.
+        by_k: with K experts of each layer, for the candidates of K; the largest K is all experts; empty without
+            experts.
         stages: of each operator, by pipeline stage, in the order in which sparse snapshots save them.
         gradient: of an expert's gradients, relative to its state; None where no snapshot may have gradients.
     """
@@ -56,6 +59,11 @@ class Saved:
     by_k: Mapping[int, float]
     stages: Sequence[Sequence[OperatorBytes]]
     gradient: float | None = None
+
+    def with_experts(self, k: int) -> float:
+        """Bytes with K experts of each layer; a K between two candidates is interpolated."""
+        known = sorted(self.by_k)
+        return float(numpy.interp(k, known, [self.by_k[one] for one in known]))
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Running:
         return Machine(
             ranks=ranks,
             everything=Sizes(self.saved.full, ranks * self.saved.full),
-            with_experts=lambda k: Sizes(self.saved.by_k[k], ranks * self.saved.by_k[k]),
+            with_experts=lambda k: Sizes(one := self.saved.with_experts(k), ranks * one),
             stages=self.saved.stages,
             hidden_s=self.forward_backward_s,
             rate=rate,
@@ -277,7 +285,7 @@ def _carried(run: Running, price: Price) -> float:
     most = run.machine.num_experts
     if run.tier == "disk" or price.k is None or price.k >= most:
         return 0.0
-    return (run.saved.full - run.saved.by_k[1]) * most / (most - 1)
+    return (run.saved.full - run.saved.with_experts(1)) * most / (most - 1)
 
 
 def _load_s(run: Running, nbytes: float) -> float:

@@ -54,7 +54,7 @@ def test_the_others_have_in_memory_what_a_lost_node_had(data, tmp_path, layout, 
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
         own = ["--silence-timeout", "5", "--grow-wait", "600"]
-        with Launched(layout, flags | saved | places, tmp_path / "job", *own, nodes=nodes, least=1) as job:
+        with Launched(layout, flags | saved | places, tmp_path / "job", *own, nodes=nodes, least=left) as job:
             job.reach(8)
             lost = job.iteration
             (gone,) = Path(memory).rglob("*-node-1")

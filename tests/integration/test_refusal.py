@@ -108,7 +108,9 @@ def test_a_first_start_needs_no_checkpoint(data, tmp_path):
     assert train("1", data | dict(load=str(tmp_path), train_iters=1)).start == 0
 
 
-def test_a_changed_learning_rate_schedule(saved, data):
-    changed = data | dict(load=str(saved), lr_decay_iters=50, train_iters=2)
-    said = refused_by_program(changed)
+@pytest.mark.parametrize(
+    "changed", [dict(lr_decay_iters=50), dict(lr_warmup_init=1e-4), dict(lr_wsd_decay_style="linear"), dict(lr=1e-3)]
+)
+def test_a_changed_learning_rate_schedule(changed, saved, data):
+    said = refused_by_program(data | dict(load=str(saved), train_iters=1) | changed)
     assert "--use-checkpoint-opt-param-scheduler" in said and "--override-opt-param-scheduler" in said

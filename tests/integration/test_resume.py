@@ -54,3 +54,51 @@ def test_skipped_iterations_resume_too(data, tmp_path):
     second = train("1", flags | dict(load=str(tmp_path)))
     assert second.records == straight.records[3:]
     assert [r["loss_scale"] for r in second.records][:2] == [2.0**38, 2.0**37]
+
+
+RATE = dict(lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_decay_iters=6, lr_warmup_iters=3)
+SCHEDULE = RATE | dict(weight_decay_incr_style="cosine", start_weight_decay=0.1, end_weight_decay=0.9)
+OTHER = {
+    "peak and final rate": dict(lr=3e-2, min_lr=1e-3),
+    "start of the warm-up": dict(lr_warmup_init=1e-3, lr_warmup_iters=4),
+    "last phase": dict(lr_wsd_decay_iters=2, lr_wsd_decay_style="linear"),
+    "weight decay": dict(start_weight_decay=0.0, end_weight_decay=0.0),
+    "another style": dict(lr_decay_style="constant", lr_wsd_decay_iters=None),
+}
+
+
+@pytest.fixture(scope="module")
+def scheduled(data, tmp_path_factory):
+    saved = tmp_path_factory.mktemp("scheduled")
+    return saved, train("1", data | SCHEDULE | dict(save=str(saved), save_interval=2))
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_the_schedule_of_the_checkpoint(other, scheduled, data):
+    saved, straight = scheduled
+    flags = data | SCHEDULE | OTHER[other] | dict(load=str(saved), ckpt_step=2)
+    resumed = train("1", flags | dict(use_checkpoint_opt_param_scheduler=True))
+    assert resumed.records == straight.records[2:]
+    assert resumed.weights == straight.weights
+
+
+@pytest.mark.parametrize("engine", ["megatron-core", "DeepSpeed"])
+def test_the_schedule_of_a_snapshot(engine, data, tmp_path):
+    flags = data | SCHEDULE | dict(ckpt_dir=str(tmp_path), ckpt_policy="full", snapshot_interval="2", ckpt_keep=9)
+    if engine == "DeepSpeed":
+        flags |= dict(deepspeed=True, zero_stage=1, use_distributed_optimizer=False)
+    straight = train("DP2", flags)
+    changed = dict(OTHER["peak and final rate"] | OTHER["weight decay"], ckpt_step=2)
+    resumed = train("DP2", flags | changed | dict(use_checkpoint_opt_param_scheduler=True))
+    assert resumed.records == straight.records[2:]
+    assert resumed.weights == straight.weights
+
+
+def test_the_schedule_of_the_flags(scheduled, data):
+    saved, straight = scheduled
+    later = data | SCHEDULE | OTHER["peak and final rate"] | OTHER["weight decay"] | dict(train_iters=6)
+    whole = train("1", later)
+    resumed = train("1", later | dict(load=str(saved), ckpt_step=2, override_opt_param_scheduler=True))
+    rates = [[record["learning_rate"] for record in run.records] for run in (whole, resumed)]
+    assert rates[0][2:] == rates[1]
+    assert resumed.weights != straight.weights

@@ -105,6 +105,9 @@ class _Schedule:
     end_wd: Amount
     wd_incr_style: Literal["constant", "linear", "cosine"]
     wd_incr_steps: Count
+    init_lr: Amount = 0.0
+    wsd_decay_steps: Count | None = None
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class _StoredState:
     fp8: Name | None = None
     main_params_dtype: Name | None = None
     moments: tuple[Name, Name] | None = None
+    job: Name | None = None
 
 
 def check_types(saved: Mapping) -> None:

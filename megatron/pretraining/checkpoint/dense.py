@@ -111,6 +111,13 @@ class Checkpoints:
             self.last_saved = position.iteration
         return position
 
+    def newest_saved(self, seconds: float) -> int:
+        """The iteration of the newest checkpoint in ``--save``; 0 if there is none, or none is found in ``seconds``."""
+        save = self._config.checkpoint.save
+        with contextlib.suppress(CheckpointError):  # a save is due then, and tells what is wrong
+            return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
+        return 0
+
     def save(self, position: Position) -> None:
         """Saves, or with ``--async-save`` starts to; waits for an earlier save first.
 

@@ -8,6 +8,7 @@ from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
     check_backend,
     check_domains,
+    check_everywhere,
     check_fewest,
     check_world,
     copy_by_copy,
@@ -30,6 +31,7 @@ __all__ = [
     "NetworkFlags",
     "check_backend",
     "check_domains",
+    "check_everywhere",
     "check_fewest",
     "check_world",
     "copy_by_copy",

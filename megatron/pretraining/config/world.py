@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.pretraining.config.composed import Config
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import ConfigError, refuse
 from moc.elastic.settings import Settings
 
 
@@ -104,26 +104,56 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:
-    """Raises ``ConfigError`` if elastic training cannot go on once so few nodes are left."""
+    """Raises ``ConfigError`` if training cannot go on once so few nodes are left, of so many workers each."""
+    left = f"--nnodes {nodes}:... goes on with {nodes} node{'s' * (nodes > 1)}"
+    if not why_anew(config, per_node):
+        _check_fewest_members(config, nodes, per_node, left)
+        return
+    try:
+        check_world(config, nodes * per_node)
+    except ConfigError as error:
+        raise ConfigError(f"{left}, where {str(error).removesuffix('.')}, or raise MIN.") from None
+
+
+def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str) -> None:
+    """As :func:`check_fewest`, where workers go on in the same processes."""
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # the flags require both
     of_model = nodes_of_model(config, per_node)
-    refuse(
-        nodes < of_model,
-        f"a copy of the model takes {of_model} nodes, and --nnodes {nodes}:... goes on with fewer: make MIN at least "
-        f"{of_model}.",
-    )
+    refuse(nodes < of_model, f"a copy of the model takes {of_model} nodes, and {left}: make MIN at least {of_model}.")
     of_stage = nodes // of_model  # whole copies, each with a node of the stage
     workers = stage_size(config, of_stage * of_model * per_node)
     refuse(
         elastic.elastic_slots * workers < experts,
         f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "
-        f"with which --nnodes {nodes}:... goes on: make it at least {-(-experts // workers)}, or raise MIN.",
+        f"and {left}: make it at least {-(-experts // workers)}, or raise MIN.",
     )
     refuse(
         elastic.elastic_min_replicas > of_stage,
-        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the nodes with which --nnodes {nodes}:... "
-        f"goes on{', of each stage' * (of_model > 1)}, and each is on a node of its own: lower it, or raise MIN.",
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the {of_stage} nodes of each stage that "
+        f"can hold an expert, and {left}: lower it to {of_stage}, or raise MIN.",
+    )
+    check_everywhere(config, of_stage, workers // of_stage, f", and {left}")
+
+
+def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> None:
+    """Raises ``ConfigError`` if ``--elastic-everywhere`` leaves too few slots for the other experts.
+
+    Args:
+        config: of elastic training.
+        nodes: of a pipeline stage.
+        ranks: workers of each that are of the stage.
+        left: why there may be so few nodes.
+    """
+    hot, experts = config.elastic.everywhere, config.moe.num_experts
+    assert experts is not None  # --elastic requires it
+    if not hot:
+        return
+    most = plan_settings(config, ranks).most_everywhere(nodes, experts)
+    refuse(
+        hot > most,
+        f"--elastic-everywhere {hot} leaves too few of the slots of {nodes} nodes for --elastic-min-replicas "
+        f"{config.elastic.elastic_min_replicas} of the other experts{left}: lower it to {most}, or add slots or nodes.",
     )
 
 

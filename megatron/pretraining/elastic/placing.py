@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron.pretraining.config import Config, plan_settings, stage_size
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.process.nodes import goes_by_copies, numbers_of_nodes, per_node, stages_here
+from megatron.pretraining.process.nodes import goes_by_copies, per_node, stages_here
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, plan
 from moc.files import decode
 from moc.files.decode import Count
+from moc.runtime.environment import numbers_of_nodes
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]

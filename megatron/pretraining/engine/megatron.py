@@ -33,7 +33,7 @@ class MegatronEngine:
     """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used.
 
     With ``--elastic``, snapshots tell the plans of ``replicas``; ``placed`` are those of the snapshot that was loaded,
-    None without one.
+    None without one.  ``saved_by`` is the launch that saved it.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class MegatronEngine:
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
         self._described = contents.describe(config, vocabulary.tokens)  # once: each snapshot has it
         self.placed: Plans | None = None
+        self.saved_by: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core, stepper.modules)
         self.operators = model_operators(model_shape(config.network, config.moe, vocabulary.rows))
@@ -82,11 +83,13 @@ class MegatronEngine:
             self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._described
         )
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
+        state["job"] = self.world.job.id
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores loss scale and learning-rate schedule; notes where experts were."""
+        """Restores loss scale and learning-rate schedule; notes where experts were, and which launch it was."""
         self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
+        self.saved_by = saved.get("job")
         contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 

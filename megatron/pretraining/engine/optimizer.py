@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
@@ -31,6 +30,7 @@ from megatron.pretraining.engine.owned import (
     parameters_and_masters,
     sharded_part,
 )
+from megatron.pretraining.engine.rates import RateSchedule
 from megatron.pretraining.engine.sharded import ShardedOptimizer
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.engine.zero.build import build_zero_optimizer
@@ -248,16 +248,14 @@ def optimizer_config(config: Config) -> OptimizerConfig:
     )
 
 
-def build_scheduler(
-    config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int
-) -> OptimizerParamScheduler:
+def build_scheduler(config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int) -> RateSchedule:
     """Builds the schedule of learning rate and weight decay; its clock counts samples, ``batch`` per iteration."""
     rate, regularization = config.learning_rate, config.regularization
     decay = rate.lr_decay_samples or (rate.lr_decay_iters or 0) * batch or train_samples
     warmup = rate.lr_warmup_samples or rate.lr_warmup_iters * batch
     if rate.lr_warmup_fraction is not None:
         warmup = rate.lr_warmup_fraction * decay
-    return OptimizerParamScheduler(
+    return RateSchedule(
         optimizer.core,
         init_lr=rate.lr_warmup_init,
         max_lr=rate.lr,

@@ -64,6 +64,7 @@ class Log:
         self.events = EventLog(logging.log_dir if first else None, self.message)
         self._tensorboard = self._board() if first and logging.tensorboard_dir is not None else None
         self._reported: int | None = None  # by this worker, since it has opened the files
+        self._evaluated: int | None = None  # likewise
 
     def move(self, world: World) -> None:
         """Reports another generation; the files move with rank 0."""
@@ -109,12 +110,24 @@ class Log:
             self.skip_time()
             self.iteration(record, consumed_samples, gauges)
 
+    def was_evaluated(self, iteration: int) -> bool:
+        """Whether a loss of this iteration, or of a later one, was reported; only rank 0 knows."""
+        evaluated = self._evaluated
+        if evaluated is None:
+            evaluated = self.events.newest("evaluation").get("iteration")
+        return evaluated is not None and evaluated >= iteration
+
+    def has(self, iteration: int) -> bool:
+        """Whether the newest iteration in ``events.jsonl`` is this one; only rank 0 knows."""
+        return self.events.newest("iteration").get("iteration") == iteration
+
     def skip_time(self) -> None:
         """Excludes the time since the last iteration (evaluation, saving) from the next iteration's."""
         self._last = time.perf_counter()
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
         """Reports an evaluation."""
+        self._evaluated = iteration
         perplexity = math.exp(min(loss, 20.0))
         self.events.write("evaluation", iteration=iteration, split=split, loss=loss, perplexity=perplexity)
         if self._tensorboard is not None:

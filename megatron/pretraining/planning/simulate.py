@@ -34,11 +34,13 @@ Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-l
 examples:
   python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:96 --pp 12 --ep 8 --mtbf 10m \\
       --policy sparse,full,pec,checkfreq
-  python tools/simulate.py --model qwen-moe-14b --pp 6 --ep 8 --trace gcp_a100.txt --hours 6 --plot goodput.png
+  python tools/simulate.py --model qwen-moe-14b --pp 6 --ep 8 --trace examples/spot_trace.txt --hours 6 \\
+      --plot goodput.png
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --profile runs/x --scale-to gpus=16384 --mtbf 10m
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --policy auto --exact-only
-  python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:384 --ep 8 --trace gcp_a100.txt --trace-nodes \
-      --micro-batch 8 --global-batch-size 40320 --min-nodes 24 --policy elastic,full+shrink,full
+  python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:384 --ep 8 --micro-batch 8 \\
+      --global-batch-size 40320 --trace examples/spot_trace.txt --trace-nodes --min-nodes 24 \\
+      --policy elastic,full+shrink,full
   python tools/simulate.py --reproduce moevement-table3      # as python -m benchmarks.papers moevement-table3
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""

@@ -12,24 +12,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
-from moc.runtime import environment
+from moc.runtime.environment import fewest_nodes
 
 
 def per_node() -> int:
     """Workers of each node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def numbers_of_nodes() -> tuple[int, int]:
-    """MIN and MAX of the job's nodes; equal if their number does not vary."""
-    least, most = (int(os.environ.get(name, "1")) for name in (environment.LEAST_PLACES, environment.PLACES))
-    return least, most
-
-
-def fewest_nodes() -> int | None:
-    """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
-    least, most = numbers_of_nodes()
-    return least if least < most else None
 
 
 def goes_on_in_process(config: Config) -> bool:

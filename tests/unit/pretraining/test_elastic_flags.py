@@ -8,11 +8,14 @@ from megatron.pretraining.config import (
     check_fewest,
     check_world,
     num_microbatches,
+    plan_settings,
     why_anew,
 )
+from moc.elastic.plan import plan
 from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
+SAVED = "--ckpt-policy full --ckpt-dir snapshots"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
 NOT_WHOLE = "with a model that does not take whole nodes"
 REFUSED = [
@@ -80,14 +83,53 @@ def test_worlds_that_do_not_fit(flags, world, sentence):
 @pytest.mark.parametrize(
     ("flags", "nodes", "sentence"),
     [
-        (ELASTIC, 1, "--elastic-min-replicas 2 is more than the nodes with which --nnodes 1:... goes on"),
+        (
+            ELASTIC,
+            1,
+            "--elastic-min-replicas 2 is more than the 1 nodes .*--nnodes 1:... goes on with 1 node: lower it to 1",
+        ),
         (f"{ELASTIC} --elastic-min-replicas 1 --elastic-slots 3", 1, "no room for some of 8 experts on 2 workers"),
     ],
 )
 def test_fewest_nodes_that_do_not_suffice(flags, nodes, sentence):
-    check_fewest(parse(flags), 2, 2)
+    config = parse(f"{flags} {SAVED}")
+    check_fewest(config, 2, 2)
     with pytest.raises(ConfigError, match=sentence):
-        check_fewest(parse(flags), nodes, 2)
+        check_fewest(config, nodes, 2)
+
+
+@pytest.mark.parametrize("slots", range(2, 9))
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, replicas):
+    flags = f"{ELASTIC} {SAVED} --elastic-slots {slots} --elastic-min-replicas {replicas}"
+    for nodes in (nodes for nodes in (3, 4, 5) if nodes * slots >= 8):
+        settings, plans = plan_settings(parse(flags), 1), []
+        most = settings.most_everywhere(nodes, 8)
+        for hot in range(min(slots, 8) + 1):
+            config = parse(f"{flags} --elastic-everywhere {hot}")
+            if hot > most:
+                with pytest.raises(ConfigError, match=f"lower it to {most}, "):
+                    check_fewest(config, nodes, 1)
+                continue
+            check_fewest(config, nodes, 1)
+            plans.append(plan(range(nodes), {0: [9, 3, 5, 1, 1, 1, 1, 1]}, plan_settings(config, 1)))
+        least = [min(len(one.holders(0, expert)) for expert in range(8)) for one in plans]
+        assert min(least) >= min(replicas, nodes * slots // 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "per_node", "sentence"),
+    [
+        ("--expert-model-parallel-size 2", 1, 1, "--nnodes 1:... .* multiple of 2.* raise MIN"),
+        ("--global-batch-size 12", 5, 1, "--nnodes 5:... .*--global-batch-size 12 is not a multiple of 10"),
+        (PP2, 3, 1, "--nnodes 3:... .* multiple of 2"),
+        (f"{ELASTIC} --elastic-slots 3", 2, 1, "--elastic-slots 3 .* make it at least 4"),
+    ],
+)
+def test_fewest_nodes_on_which_workers_cannot_start_anew(flags, nodes, per_node, sentence):
+    check_fewest(parse(flags), 6, per_node)
+    with pytest.raises(ConfigError, match=sentence):
+        check_fewest(parse(flags), nodes, per_node)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +152,7 @@ def test_when_workers_are_started_anew(flags, why):
 
 def test_a_copy_of_the_model_needs_its_nodes():
     config = parse(f"{ELASTIC} {PP2} --ckpt-policy full --ckpt-dir snapshots --elastic-min-replicas 1")
-    with pytest.raises(ConfigError, match="takes 2 nodes, and --nnodes 1:... goes on with fewer: make MIN at least 2"):
+    with pytest.raises(ConfigError, match="takes 2 nodes, and --nnodes 1:... goes on with 1 node: make MIN at least 2"):
         check_fewest(config, 1, 1)
     with pytest.raises(ConfigError, match="--elastic-slots 4 leave no room .* make it at least 8"):
         check_fewest(config, 3, 1)  # one worker of each stage

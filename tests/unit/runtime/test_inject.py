@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc import faults
-from moc.faults import ELASTIC, POINTS, RECOVERY, reach
+from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, reach
 from moc.runtime.inject import ACTIONS, Fault, InjectedError, Injector, faults_of, random_faults
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,7 +97,7 @@ def test_chance_takes_one_to_three_workers_that_there_are(mean, seed, size, iter
 def test_the_gaps_have_the_mean_that_was_asked_for():
     drawn = random_faults(20, 1, 8, 20_000)
     assert sum(fault.point not in RECOVERY for fault in drawn) == pytest.approx(1000, rel=0.1)
-    assert {fault.point for fault in drawn} == POINTS.keys() - ELASTIC
+    assert {fault.point for fault in drawn} == POINTS.keys() - ELASTIC - AFTER.keys()
 
 
 def test_it_happens_to_whom_it_is_for_and_when(tmp_path, told):

@@ -42,6 +42,16 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
         copies_wanted(1, 1)
 
 
+@pytest.mark.parametrize(("fewest", "most"), [(1, 0), (2, 1), (4, 3)])
+def test_copies_that_fewer_nodes_cannot_keep_are_refused_at_the_start(fewest, most):
+    assert copies_wanted(None, 6, fewest) == 2
+    with pytest.raises(SettingsError, match=f"--replicas {most + 1} .*--nnodes {fewest}:.*raise MIN to {most + 2}"):
+        copies_wanted(most + 1, 6, fewest)
+    assert copies_wanted(most + 1, 6, most + 2) == most + 1  # as the remedy says
+    if most:
+        assert copies_wanted(most, 6, fewest) == most
+
+
 def test_another_tier_has_no_peers():
     in_memory = Settings("nowhere", 1, tier="memory")
     assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False) is None

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 
 from moc.policy import POLICIES
+from moc.policy.adaptive import candidates
 from moc.policy.window import OperatorBytes
 from moc.sharding import Layout
 from moc.simulate.engine import SimulatedJob, simulate
@@ -262,6 +263,30 @@ def test_gradients_of_everything_are_offered_with_copies_alone_and_training_wait
     everything = SAVED.full
     assert price.size.busiest == pytest.approx(everything * (1 / 3 + 2 / 9))
     assert price.waits == pytest.approx(everything * 2 / 9) and price.folded == 1
+
+
+@pytest.mark.parametrize("experts", [1, 2, 16, 17, 24, 64, 100])
+@pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
+def test_any_number_of_experts_can_be_priced(tier, experts):
+    rng, layers = random.Random(experts), range(2)
+    by_k = {k: REST + k * EXPERT for k in candidates(experts)}
+    stage = [OperatorBytes(EXPERT, EXPERT / 6)] * experts + [OperatorBytes(REST / 4, REST / 24)] * 4
+    saved = Saved(by_k[experts], by_k, [stage], 1 / 3)
+    for loads in (None, {layer: [rng.randrange(1000) for _ in range(experts)] for layer in layers}):
+        for write_s, replicate in ((1.0, 200.0), (80.0, 2.0)):
+            run = running(tier, 0.5, write_s, saved=saved, loads=loads, replicate_rate=replicate * saved.full)
+            found = list(every_candidate(run, 3600.0, LIMITS))
+            assert {"full", "sparse"} <= {one.saving.name for one in found}
+            for one in found:
+                again = priced(run, one.saving.name, options_of(flags_of_candidate(one), 3600.0))
+                assert again.ettr == pytest.approx(one.ettr)
+            for name in NAMES:
+                assert priced(run, name, options_of({}, 3600.0)).ettr > 0
+
+
+def test_bytes_of_any_number_of_experts():
+    saved = dataclasses.replace(SAVED, by_k={1: 30.0, 2: 40.0, 4: 60.0, 6: 100.0})
+    assert [saved.with_experts(k) for k in range(1, 7)] == [30.0, 40.0, 50.0, 60.0, 80.0, 100.0]
 
 
 def test_sizes_by_the_sharding_rules():

@@ -1,0 +1,43 @@
+"""The schedule of learning rate and weight decay: megatron-core's, with each value in one place."""
+
+from __future__ import annotations
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+_LIMITS = ("max_lr", "min_lr")
+_NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+
+
+class RateSchedule(OptimizerParamScheduler):
+    """megatron-core's schedule, whose state has all settings, and which applies all settings that it loads.
+
+    megatron-core keeps the limits of the learning rate in the parameter groups too, where loading does not change them.
+    It neither saves nor compares the start of the warm-up and the last phase of WSD, and it sets the weight decay of
+    the groups before it loads the schedule of the weight decay.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, **settings):
+        for group in optimizer.param_groups:
+            for limit in _LIMITS:
+                group.pop(limit, None)
+        super().__init__(optimizer, **settings)
+
+    def state_dict(self) -> dict:
+        """The settings, and the number of samples."""
+        return super().state_dict() | {name: getattr(self, name) for name in _NOT_IN_STATE}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes over the settings or, with ``--override-opt-param-scheduler``, only the number of samples.
+
+        Raises:
+            AssertionError: the settings differ, and no flag states which ones apply.
+        """
+        for name in _NOT_IN_STATE:
+            here, there = getattr(self, name), state_dict.get(name, getattr(self, name))
+            if self.use_checkpoint_opt_param_scheduler:
+                setattr(self, name, there)
+            elif not self.override_opt_param_scheduler:
+                assert here == there, f"{name} is {here} and not {there}"
+        super().load_state_dict(state_dict)
+        self.step(0)

@@ -1,0 +1,39 @@
+"""What is due after an iteration, and what was missed."""
+
+import pytest
+
+from megatron.pretraining.duties import Done, Duties, due, duties_after, missed
+from tests.unit.pretraining.flags import parse
+
+EVERY = parse("--eval-interval 3 --save s --save-interval 4 --exit-interval 6")
+
+
+@pytest.mark.parametrize(
+    ("interval", "iteration", "is_due"), [(None, 3, False), (3, 0, False), (3, 6, True), (3, 7, False)]
+)
+def test_due(interval, iteration, is_due):
+    assert due(interval, iteration) is is_due
+
+
+def test_duties_of_an_iteration():
+    assert duties_after(EVERY, 6, stops=False) == Duties(evaluates=True, ends=True)
+    assert duties_after(EVERY, 4, stops=True) == Duties(saves=True, stops=True)
+
+
+@pytest.mark.parametrize(
+    ("done", "duties"),
+    [
+        (Done(by_run=True, by_job=True, by_workers=True), Duties(True, True, True, True)),
+        (Done(evaluated=12, saved=12, by_run=True, by_job=True), Duties(ends=True)),
+        (Done(evaluated=9, saved=8, by_run=True), Duties(evaluates=True, saves=True)),
+        (Done(saved=16, evaluated=15, by_run=True), Duties()),
+        (Done(), Duties()),
+    ],
+)
+def test_what_was_missed(done, duties):
+    assert missed(EVERY, 12, True, done) == duties
+
+
+def test_an_abandoned_save_is_overdue():
+    assert missed(EVERY, 10, False, Done(saved=4, by_run=True)) == Duties(saves=True)
+    assert missed(EVERY, 10, False, Done(saved=8, by_run=True)) == Duties()

@@ -1,0 +1,169 @@
+"""Every command that a page prints works: quick programs run, and others read their flags."""
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pretraining.arguments import build_parser, parse_config
+from megatron.pretraining.config import check_world
+from moc import launch
+from tests.unit.test_docs import PAGES, ROOT
+
+RUN = ("tools/plan_checkpoint.py", "tools/simulate.py")
+"""Programs that need nothing but their flags, and write into the current directory at most."""
+
+OURS = re.compile(r"(?:[A-Z]+=\S+ )*(?:python\S* |torchrun |mocrun |deepspeed |sbatch |\./scripts/|moc-)")
+JOB = """--model micro --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 1
+    --global-batch-size 1680 --train-iters 100 --lr 1e-3 --eval-iters 0""".split()
+"""In place of the dots that stand for flags of a training."""
+
+LAUNCHERS = ("mocrun", "torchrun", "deepspeed")
+OF_THE_READER = {"busier", "--busier-experts", "rotating"}  # policies and rules that a page explains how to write
+TRAINING = "pretrain_gpt_moe.py"
+NUMBERS = {"N": "0"}
+DIRECTORIES = {"TRACES": "traces", "CHECKOUT": ".", "PYTHON": sys.executable, "DATA_PREFIX": "data_text_document"}
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in the indented blocks of a page, a line each."""
+    found = re.findall(r"(?:\A|(?<=\n\n))((?:    .*\n)+)", page.read_text(encoding="utf-8"))
+    lines = [line.strip() for block in found for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [line for line in lines if OURS.match(line) and not re.match(r"mocrun: ", line)]
+
+
+PRINTED = [(page, command) for page in PAGES for command in dict.fromkeys(commands(page))]
+
+
+class Understood(Exception):
+    """The program has read its flags."""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with the files that pages name: programs start there."""
+    for name in ("tools", "examples", "scripts", "benchmarks", TRAINING):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("data_text_document.bin", "data_text_document.idx", "tokenizer.model"):
+        (tmp_path / name).touch()
+    (tmp_path / "ds_zero2_moe.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/model.yaml").write_text("num_layers: 2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    return tmp_path
+
+
+def test_pages_print_commands():
+    assert len(PRINTED) > 100
+    assert {word for _, command in PRINTED for word in RUN if word in command} == set(RUN)
+
+
+@pytest.mark.parametrize(("page", "command"), PRINTED, ids=lambda one: one if isinstance(one, str) else one.stem)
+def test_printed_commands_work(page, command, place, monkeypatch):
+    words = shlex.split(re.sub(r"[<>\[\]]", "", command), comments=True)
+    while "=" in words[0]:
+        del words[0]
+    if "--help" in words or OF_THE_READER & {part for word in words for part in word.split(",")}:
+        pytest.skip("it needs what the page explains how to write")
+    if words[:3] == ["python", "-m", "moc.launch"]:
+        words[:3] = ["mocrun"]
+    program, *rest = words
+    if program in LAUNCHERS and not any(word.startswith(("benchmarks/", "examples/")) for word in rest):
+        training(program, rest)
+    elif program.startswith("./scripts/") or program == "sbatch":
+        script(page, words)
+    elif rest[:1] == [TRAINING] and "--help" not in rest:
+        config_of(rest[1:])
+    elif rest[:1] == ["-c"] or rest[0] in RUN:
+        done = subprocess.run([sys.executable, *rest], capture_output=True, text=True, cwd=place)
+        assert done.returncode == 0, done.stderr
+    elif rest[:2] == ["-m", "pip"] or program == "pip":
+        pytest.skip("it needs a network")
+    else:
+        parsed(rest, monkeypatch)
+
+
+def training(program: str, words: list[str]) -> None:
+    """The launcher reads its flags, and the training its own, for as many workers as the launcher starts."""
+    least, most, per_node = 1, 1, 8
+    words = ["0" if word == "N" else word for word in words]
+    if TRAINING in words and "..." in words[: words.index(TRAINING)]:
+        words[words.index("...")] = "--rdzv-endpoint=h0"
+    own = words.index(TRAINING) if TRAINING in words else words.index("...") if "..." in words else len(words)
+    if program == "mocrun":
+        flags = launch.parse([*words[:own], TRAINING])
+        least, most, per_node = flags.least_nodes, flags.nnodes, flags.nproc_per_node
+    elif "--nproc-per-node" in words:
+        per_node = int(words[words.index("--nproc-per-node") + 1])
+    if own < len(words):
+        config = config_of([word for word in words[own:] if word != TRAINING])
+        check_world(config, most * per_node)
+        if least == most == 1:
+            check_world(config, per_node)
+
+
+def config_of(words: list[str]):
+    """The training's configuration; flags after the dots weigh more than those that they stand for."""
+    if "..." in words:
+        words = [*JOB, *(word for word in words if word != "...")]
+    words = [word for word in words if word not in ("FLAGS", "FLAGS...")]
+    return parse_config(words)
+
+
+def script(page: Path, words: list[str]) -> None:
+    """Names the flags of its help; of a training, says the flags that the trainer then reads."""
+    if words[0] == "sbatch":
+        at = next(at for at, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (ROOT / words[at]).is_file()
+        words = ["./scripts/train.sh", *(word for word in words[at + 1 :] if not word.startswith("FLAGS"))]
+        if TRAINING in words:
+            return
+    path, *rest = words
+    said = subprocess.run(["bash", path, "--help"], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    if path != "./scripts/train.sh":
+        assert [word for word in rest if word.startswith("--") and word not in said.stdout] == []
+        return
+    rest = ["tokenizer.model" if word == "TOKENIZER" else DIRECTORIES.get(word, word) for word in rest]
+    printed = subprocess.run(["bash", path, "--dry-run", *rest], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    found = shlex.split(printed.stdout.strip().splitlines()[-1])
+    config_of(found[next(at for at, word in enumerate(found) if word.endswith(TRAINING)) + 1 :])
+
+
+def parsed(words: list[str], monkeypatch) -> None:
+    """Starts a program of Python, which ends once it has read its flags."""
+    if "torchrun" in words or words[0].startswith("--"):
+        words = words[next(at for at, word in enumerate(words) if word.endswith(".py")) :]
+    words = [DIRECTORIES.get(word, NUMBERS.get(word, word)) for word in words]
+    parser, inside = argparse.ArgumentParser, []
+    read_all, read_known = parser.parse_args, parser.parse_known_args
+
+    def reading_all(own, args=None, namespace=None):
+        inside.append(own)
+        read_all(own, args, namespace)
+        raise Understood
+
+    def reading_known(own, args=None, namespace=None):
+        inside.append(own)
+        known, unknown = read_known(own, args, namespace)
+        inside.pop()
+        if not inside:  # the others are flags of a training
+            assert read_known(build_parser(), [word for word in unknown if word != "--"])[1] == []
+            raise Understood
+        return known, unknown
+
+    monkeypatch.setattr(parser, "parse_args", reading_all)
+    monkeypatch.setattr(parser, "parse_known_args", reading_known)
+    as_module = words[0] == "-m"
+    name = words[1] if as_module else words[0]
+    monkeypatch.setattr(sys, "argv", [name, *words[2 if as_module else 1 :]])
+    with pytest.raises(Understood):
+        runpy.run_module(name, run_name="__main__") if as_module else runpy.run_path(name, run_name="__main__")
