@@ -9,6 +9,8 @@ from typing import Any
 from moc.files.decode import Count, Name
 from moc.state.record import StepRecord
 
+_LARGEST_BATCH = 1 << 24  # samples of an iteration
+
 
 @dataclass(frozen=True)
 class SavedState:
@@ -39,11 +41,14 @@ class SavedState:
     copied: list[Name] | None = None
 
     def check(self, iteration: int) -> None:
-        """Compares the iterations of state and record with the iteration of the manifest.
+        """Compares the iterations of state and record with the iteration of the manifest, and the samples with both.
 
         Raises:
-            ValueError: they differ.
+            ValueError: they contradict each other.
         """
         for what, found in (("state", self.iteration), ("record", self.record and self.record.iteration)):
             if found is not None and found != iteration:
                 raise ValueError(f"its {what} is of iteration {found}, not of {iteration}")
+        if self.consumed_samples > _LARGEST_BATCH * max(iteration, 1) or self.skipped_iterations > iteration:
+            samples, skipped = self.consumed_samples, self.skipped_iterations
+            raise ValueError(f"{samples} samples and {skipped} skipped iterations cannot be those of {iteration}")

@@ -20,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.pretraining.config import Config
+from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import index_cache
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
@@ -62,7 +62,12 @@ class BatchStream:
             self._reader = iter(self._loader(topology, consumed_samples))
         self._place = None  # unknown until the whole iteration has been drawn
         for turn in range(topology.rounds):
-            batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader)
+            batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader, None)
+            if batch is None:
+                raise ConfigError(
+                    f"--train-iters and --global-batch-size give fewer samples than the {consumed_samples} that the "
+                    "run has read: resume with the global batch size that the checkpoint was saved with."
+                )
             if turn == topology.rounds - 1:  # nobody asks for more than the last one
                 self._place = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
