@@ -26,7 +26,7 @@ def _without_links(path: str, flags: int) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    raise FileExistsError(errno.EEXIST, "it is not a file of this program alone: remove it", path)
+    raise FileExistsError(errno.EEXIST, "it is not a regular file with one name: remove it", path)
 
 
 def _locked(descriptor: int) -> bool:

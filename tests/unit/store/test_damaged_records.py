@@ -341,11 +341,12 @@ def test_a_job_whose_directory_was_taken_does_not_take_it_back_after_damage(root
 
 AS_NOBODY = """
 import os, sys
+from pathlib import Path
 from moc.store.claims import Claim
 from moc.store.fence import Fence
 os.setgid(65534), os.setuid(65534)
 try:
-    Fence(sys.argv[1], Claim("nobody"), 0.0).take()
+    Fence(Path(sys.argv[1]), Claim("nobody"), 0.0).take()
     print("took it")
 except OSError as error:
     print(type(error).__name__)
