@@ -24,7 +24,7 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
     Storage is asked for the run when a job starts.  Later the survivors know it, and nobody waits for storage.
 
     Raises:
-        CheckpointError: on all workers: storage does not name its run, or cannot be used.
+        CheckpointError: on all workers: storage cannot be used.
     """
     run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
     if run is None:

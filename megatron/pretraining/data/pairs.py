@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,13 @@ _TRIES, _PAUSE_S = 20, 0.1
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """Opens a file for writing; raises FileExistsError for one with another name, whose content may be another's."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise FileExistsError(errno.EEXIST, "it is not a regular file with one name: remove it", path)
 
 
 def _locked(descriptor: int) -> bool:

@@ -337,3 +337,40 @@ def test_a_job_whose_directory_was_taken_does_not_take_it_back_after_damage(root
     (root / FENCE).write_bytes(b"\0")
     assert first.does("take") == "TakenError"
     second.check()
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from moc.store.claims import Claim
+from moc.store.fence import Fence
+os.setgid(65534), os.setuid(65534)
+try:
+    Fence(Path(sys.argv[1]), Claim("nobody"), 0.0).take()
+    print("took it")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+@pytest.mark.parametrize(
+    ("mode", "fence", "ends"),
+    [
+        (0o1777, 0o644, "PermissionError"),  # only its owner may replace the fence
+        (0o1777, 0o600, "PermissionError"),
+        (0o777, 0o644, "took it"),  # whoever may write there may own the directory
+        (0o755, 0o644, "PermissionError"),
+    ],
+)
+def test_a_fence_of_another_user(root, first, mode, fence, ends):
+    first.end()
+    root.chmod(mode)
+    root.parent.chmod(0o755)
+    (root / FENCE).chmod(fence)
+    before = (root / FENCE).read_bytes()
+    command = [sys.executable, "-c", AS_NOBODY, str(root)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout == f"{ends}\n", ended.stderr
+    assert ((root / FENCE).read_bytes() == before) == (ends != "took it")
+    assert not list(root.glob("*.tmp"))

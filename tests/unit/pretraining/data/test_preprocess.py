@@ -96,6 +96,16 @@ def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model,
         assert sorted(os.listdir(name)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
 
+@pytest.mark.parametrize("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
+def test_nothing_is_written_into_a_foreign_file_with_a_second_name_nor_into_a_fifo(plant, tmp_path, capsys):
+    (tmp_path / "precious").write_text("precious")
+    plant(tmp_path / "out_text_document.bin.partial", tmp_path / "precious")
+    texts = write_json(tmp_path / "in.jsonl", ["1 2"])
+    assert preprocess("--input", texts, "--output-prefix", tmp_path / "out", *NUMBERS) == 1
+    assert "out_text_document.bin.partial" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 @pytest.mark.parametrize("partial", ["bin", "idx"])
 def test_nothing_is_written_through_a_planted_link(partial, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
