@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from moc.output import print_lines
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
@@ -142,7 +142,8 @@ def _can_be_made(home: Path) -> bool:
 
 @functools.cache
 def _print_choice(default: Path, home: Path) -> None:
-    print(f"{default} is not a directory that only this user can use: its jobs use {home}", file=sys.stderr, flush=True)
+    said = f"{default} is not a directory that only this user can use: its jobs use {home}"
+    print_lines(said, error=True, flush=True)
 
 
 def _common_name(job: str) -> str:
