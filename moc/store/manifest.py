@@ -121,18 +121,29 @@ class Manifest:
             CheckpointError: the manifest is damaged or of another format.
         """
         try:
-            plain = {**decode.table(decode.parse(text), "it")}
-            digest, written = plain.pop("xxh3_128"), plain.pop("format")
-            if written != FORMAT:
-                raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
-            if digest != _digest({"format": written, **plain}):
-                raise CheckpointError(f"{name} is damaged: it does not match its hash")
-            manifest = decode.convert(plain, cls)
+            manifest = decode.convert(check_hash(decode.parse(text), name), cls)
             _check_sizes(manifest.files)
             decode.convert(manifest.state, SavedState).check(manifest.iteration)
             return manifest
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{name} is damaged ({error})") from None
+
+
+def check_hash(parsed: Any, name: str) -> dict[str, Any]:
+    """Returns the fields of a parsed manifest, called ``name`` in messages, after a comparison with its hash.
+
+    Raises:
+        CheckpointError: the manifest does not match its hash, or is of another format.
+        ValueError: it is not an object.
+        KeyError: it has no hash or no format.
+    """
+    plain = {**decode.table(parsed, "it")}
+    digest, written = plain.pop("xxh3_128"), plain.pop("format")
+    if written != FORMAT:
+        raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
+    if digest != _digest({"format": written, **plain}):
+        raise CheckpointError(f"{name} is damaged: it does not match its hash")
+    return plain
 
 
 def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
