@@ -33,6 +33,7 @@ from moc import (
     sum_over_workers,
 )
 from moc.events import EventLog
+from moc.output import print_lines, refused
 from moc.runtime.progress import progress
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
@@ -158,7 +159,7 @@ class Log:
 
     def message(self, text):
         if self._rank == 0:
-            print(text, flush=True)
+            print_lines(text, flush=True)
 
 
 def main():
@@ -197,4 +198,4 @@ if __name__ == "__main__":
     try:
         main()
     except (CheckpointError, ValueError) as error:  # one sentence that says what to do
-        sys.exit(f"pure_torch: {error}")
+        sys.exit(refused("pure_torch", error))

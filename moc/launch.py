@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import moc
+from moc.output import Parser, escapes_output, log_to_stderr, print_lines
 from moc.runtime import children, hangs, job_token
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
@@ -32,7 +33,7 @@ _log = logging.getLogger("moc")
 
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all flags."""
-    parser = argparse.ArgumentParser("mocrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser("mocrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 
     def add(name: str, default, text: str, **how) -> None:
         spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
@@ -143,17 +144,17 @@ def _split(address: str) -> tuple[str, str]:
 
 def launch(flags: Flags) -> int:
     """Runs this node's part of a job to its end; returns the exit code."""
-    logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr, level=logging.INFO)
+    log_to_stderr(logging.INFO)
     try:
         return asyncio.run(_run(flags, _token(flags)))
     except StoppedError as error:
-        print(f"mocrun: {error}", file=sys.stderr)
+        print_lines(f"mocrun: {error}", error=True)
         return 128 + error.number
     except CannotStartError as error:
-        print(error, file=sys.stderr)
+        print_lines(error, error=True)
         return FAILED
     except (LostError, WireError, job_token.TokenError, OSError) as error:
-        print(f"mocrun: error: {error}", file=sys.stderr)
+        print_lines(f"mocrun: error: {error}", error=True)
         return LOST
 
 
@@ -217,6 +218,7 @@ async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Sig
         await spare.wait()
 
 
+@escapes_output
 def main() -> None:
     """The console script ``mocrun``."""
     if children.PARENT in os.environ:  # this is a spare

@@ -1,27 +1,170 @@
-"""Output of command-line tools: error messages, readable sizes, atomic files and progress bars."""
+"""Output of programs: lines, tables, logs, atomic files and progress bars, in which foreign text is escaped.
+
+Names and contents of files are foreign.  Only this module writes to standard output and standard error.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import json
+import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+<<<<<<< HEAD
 from pathlib import Path
 
 from moc.files.text import printable
 from moc.files.tree import remove_own
+=======
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+
+from moc.files.text import one_line, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line parser whose error messages are one line each."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, and exits with code 2."""
+        super().error(one_line(message))
+>>>>>>> printing2
 
 
 class ToolError(Exception):
     """Ends a program with one sentence for the user and no traceback."""
 
 
+def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
+    """Prints lines; control and formatting characters in them, newlines included, are escaped.
+
+    Args:
+        lines: each is one line of output.
+        error: print to standard error.
+        flush: flush the stream, so that the lines of a job appear at once.
+    """
+    stream = sys.stderr if error else sys.stdout
+    stream.write("".join(f"{one_line(line)}\n" for line in lines))
+    if flush:
+        stream.flush()
+
+
+@functools.cache
+def print_once(text: str) -> None:
+    """Prints a line to standard error, once, and for the first worker of a node only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print_lines(text, error=True, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON in printable ASCII."""
+    print_lines(*json.dumps(value, indent=2).replace("\x7f", "\\u007f").split("\n"))
+
+
 def refused(program: str, error: Exception, path: object = "") -> int:
     """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
     said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else error
-    print(f"{program}: {printable(said)}", file=sys.stderr)
+    print_lines(f"{program}: {said}", error=True)
     return 1
+
+
+def escapes_output[**P, R](main: Callable[P, R]) -> Callable[P, R]:
+    """Makes a program's ``main`` escape also what others print, such as argparse and libraries.
+
+    Newlines are kept there.  After an exception the streams stay as they are, so that its traceback is escaped.
+    """
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (cast(TextIO, _Escaping(_plain(stream))) for stream in streams)
+        result = main(*args, **kwargs)
+        sys.stdout, sys.stderr = streams
+        return result
+
+    return run
+
+
+class _Escaping:
+    """A text stream that escapes control and formatting characters, other than newline and tab."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _plain(stream: TextIO) -> TextIO:
+    return stream.stream if isinstance(stream, _Escaping) else stream
+
+
+def console(error: bool = False, width: int | None = None) -> Console:
+    """A console for tables and progress bars, with colours on a terminal; strings in them are escaped.
+
+    Args:
+        error: write to standard error.
+        width: number of columns if the output is not a terminal.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    class Escaping(Console):
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(one_line(text), **how)
+
+    stream = _plain(sys.stderr if error else sys.stdout)
+    made = Escaping(file=stream, highlight=False, markup=False, emoji=False)
+    if width is not None and not made.is_terminal:
+        made.width = width
+    return made
+
+
+def log_to_stderr(level: int = logging.WARNING) -> None:
+    """Sends log records to standard error, one line each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("mocrun: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level)
+
+
+class _OneLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return printable(super().formatException(ei))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Prints an exception and its traceback to standard error."""
+    import traceback
+
+    sys.stderr.write(printable("".join(traceback.format_exception(error))))
+
+
+def pyplot() -> Any:
+    """The module ``pyplot`` of matplotlib, for files; text is drawn as it is, also between dollars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 @contextmanager
@@ -55,10 +198,9 @@ def progress(total: int, what: str = "") -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console(error=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

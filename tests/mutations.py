@@ -7,7 +7,8 @@ import json
 import random
 from typing import Any
 
-from moc.store.manifest import _digest
+from moc.store.digest import digest_of
+from moc.store.manifest import _canonical
 
 NUMBERS = [None, True, -1, 0, 1, 1 << 62, 1 << 70, 0.5, -0.5, 1e308, float("nan"), float("inf")]
 NAMES = ["", "a", "../../outside", "/etc/passwd", "a\n\x1b[2J", "..", ".", "a/b", "\0", "x" * 5000]
@@ -42,4 +43,4 @@ def changed(rng: random.Random, value: Any) -> Any:
 def signed(plain: dict) -> str:
     """A manifest whose hash is right."""
     fields = {name: value for name, value in plain.items() if name != "xxh3_128"}
-    return json.dumps({**fields, "xxh3_128": _digest(fields)})
+    return json.dumps({**fields, "xxh3_128": digest_of(_canonical(fields).encode())})

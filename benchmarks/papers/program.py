@@ -61,5 +61,5 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     header = ["", "paper", "ours", "error", *(["common law", "error"] if found.has_common else [])]
     rows = [row.cells(found.has_common) for row in found.rows]
-    print(found.title, "", aligned([header, *rows]), "", *found.summary(), "", *found.notes, sep="\n")
+    print(found.title, "", *aligned([header, *rows]), "", *found.summary(), "", *found.notes, sep="\n")
     return 0

@@ -15,6 +15,7 @@ from megatron.pretraining.config.ds_config import settings_in
 from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
+from moc.output import Parser, print_lines
 
 # Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
 _ALTERNATIVES = (
@@ -42,7 +43,7 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
         parser.error(str(error))
     if given.get("print_config"):
         if is_first_worker():
-            print(config.to_yaml(), end="")
+            print_lines(*config.to_yaml().removesuffix("\n").split("\n"))
         parser.exit(0)
     return config
 
@@ -93,7 +94,7 @@ def _raise(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Reports an error by rank 0 alone: under a launcher all workers find the same one."""
 
     def error(self, message):

@@ -14,6 +14,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
+from moc.output import print_lines
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
 from moc.session.settings import SettingsError
@@ -45,5 +46,5 @@ def _end(sentence: str, code: int) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
     let_first_worker_speak()
     rank = os.environ.get("RANK", "0")
-    print(f"pretrain_gpt_moe.py: error (worker {rank}): {sentence}", file=sys.stderr, flush=True)
+    print_lines(f"pretrain_gpt_moe.py: error (worker {rank}): {sentence}", error=True, flush=True)
     sys.exit(code)

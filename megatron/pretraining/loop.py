@@ -16,7 +16,11 @@ from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
+<<<<<<< HEAD
 from moc.faults import reach
+=======
+from moc.output import print_lines
+>>>>>>> printing2
 from moc.runtime.member import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
@@ -51,7 +55,7 @@ def pretrain(config: Config, providers: Providers) -> int:
             return code
         except StopRequested as request:
             if job.rank == 0:
-                print(f" {request}", flush=True)
+                print_lines(f" {request}", flush=True)
             return EXIT_REQUEUE
         except NoRecoveryPoint:
             job.start_over()
@@ -65,7 +69,7 @@ def pretrain(config: Config, providers: Providers) -> int:
         try:
             parts.go_on_after(loss)
         except UntrackedChangeError as error:
-            print(f"worker {job.rank}: {error}", flush=True)
+            print_lines(f"worker {job.rank}: {error}", flush=True)
             job.start_over()
 
 

@@ -13,7 +13,7 @@ from megatron.pretraining.arguments import build_parser
 from megatron.pretraining.config.composed import all_flags
 from moc import launch
 from moc.event_types import EVENTS, EVERY
-from moc.output import replacing
+from moc.output import print_lines, replacing
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m megatron.pretraining.reference"
@@ -113,7 +113,7 @@ def main() -> int:
     for name, text in pages().items():
         with replacing(ROOT / name) as path:
             Path(path).write_text(text, encoding="utf-8")
-        print(name)
+        print_lines(name)
     return 0
 
 

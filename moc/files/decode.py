@@ -45,14 +45,19 @@ RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """Name of a run (:mod:`moc.store.runs`)."""
 
 
-def parse(text: str | bytes | bytearray | memoryview) -> Any:
+def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) -> Any:
     """As ``json.loads``, but a key may occur only once in an object.
+
+    Args:
+        text: JSON.
+        unique_keys: raise if a key repeats, which doubles the time; otherwise the last value counts.
 
     Raises:
         ValueError: the text is not JSON in UTF-8, is nested too deeply, or repeats a key.
     """
     try:
-        return json.loads(bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=_object)
+        hook = _object if unique_keys else None
+        return json.loads(bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

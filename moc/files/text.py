@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import reprlib
-import sys
 
 _LONGEST = 80
 _SHORT = reprlib.Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlong=_LONGEST)
@@ -23,13 +20,7 @@ def printable(text: object) -> str:
     return "".join(one if one.isprintable() or one in _KEPT else _escaped(one) for one in string)
 
 
-@functools.cache
-def print_once(text: str) -> None:
-    """Prints a sentence to stderr, once, and for the first worker of a node only."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(printable(text), file=sys.stderr, flush=True)
-
-
+<<<<<<< HEAD
 def shown(value: object) -> str:
     """A value in a message: short, in ASCII, and without control characters."""
     text = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()

@@ -7,16 +7,17 @@ they only take memory.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from moc.output import Parser, escapes_output, print_lines, refused
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import Leftover, leftovers, remove_leftover
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="*", type=Path, help="only these directories, as the list shows them")
     parser.add_argument("--remove", action="store_true", help="remove them, unless a process uses them")
     parser.add_argument("--memory-dir", default="/dev/shm", help="the memory file system (default: %(default)s)")
@@ -28,20 +29,20 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
         if own.remove:
             return int(not all([_removed(one) for one in chosen]))  # a list: also after a failure
-        print(*map(_line, chosen), f"{len(chosen)} directories, {sum(c.bytes for c in chosen) / 1e9:.3g} GB", sep="\n")
+        total = f"{len(chosen)} directories, {sum(one.bytes for one in chosen) / 1e9:.3g} GB"
+        print_lines(*map(_line, chosen), total)
         return 0
     except (CheckpointError, OSError) as error:
-        print(f"clean_memory: {error}", file=sys.stderr)
-        return 1
+        return refused("clean_memory", error)
 
 
 def _removed(one: Leftover) -> bool:
     try:
         remove_leftover(one)
     except (CheckpointError, OSError) as error:
-        print(f"clean_memory: {error}", file=sys.stderr)
+        refused("clean_memory", error)
         return False
-    print(f"removed  {_line(one)}")
+    print_lines(f"removed  {_line(one)}")
     return True
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -14,7 +13,7 @@ from moc.inspect.chains import Age, ages, bases, chain_problems
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
 from moc.inspect.older import sentence
-from moc.output import human, refused
+from moc.output import Parser, console, escapes_output, human, print_json, print_lines, refused
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
 
@@ -37,7 +36,7 @@ Only headers are read; tools/verify_checkpoint.py compares the content of files 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Show what a checkpoint holds.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 if there is no readable checkpoint."""
     parser = build_parser()
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     view = View.of(checkpoint, boxes, args.by)
     if args.json:
         told = facts(view, boxes, problems) | {"by": args.by, "rows": rows_to_dict(view)}
-        print(json.dumps(told, indent=2))
+        print_json(told)
     else:
         show(view, boxes, problems)
     return 0
@@ -207,18 +207,11 @@ def loss_scale(state: Mapping) -> float | None:
 
 def show(view: View, boxes: list[StoredBox], problems: list[str]) -> None:
     """Prints facts and table as text."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDE
     about = facts(view, boxes, problems)
-    for name, text in _sentences(about).items():
-        console.print(f"{name:<16}{text}", soft_wrap=True)
-    for problem in problems:
-        console.print(f"  {problem}", soft_wrap=True)
+    print_lines(*(f"{name:<16}{text}" for name, text in _sentences(about).items()))
+    print_lines(*(f"  {problem}" for problem in problems))
     if view.rows:
-        console.print(_table(view))
+        console(width=_WIDE).print(_table(view))
 
 
 def _sentences(about: dict) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from moc.inspect.checkpoint import (
     saved_iterations,
 )
 from moc.inspect.coverage import coverage_problems
-from moc.output import human, progress
+from moc.output import Parser, escapes_output, human, print_json, print_lines, progress
 from moc.store import dense_files
 from moc.store.digest import digest_of_file
 from moc.store.errors import CheckpointError
@@ -46,7 +45,7 @@ exit codes: 0 all is whole, 1 something is damaged or missing (one line for each
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -108,6 +107,7 @@ class Verdict:
         return [f"{self.path}: whole, {len(self.checkpoint.files)} files, {human(self.hashed)}, {kept}", *found]
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0 if all is whole, else 1."""
     parser = build_parser()
@@ -135,11 +135,10 @@ def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
     if as_json:
         facts = {"whole": not any(v.problems for v in verdicts), "bytes": size, "seconds": seconds}
         facts |= {"gb_per_second": speed, "verified": [verdict.to_dict() for verdict in verdicts]}
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return
-    for line in (line for verdict in verdicts for line in verdict.lines()):
-        print(line)
-    print(f"hashed {human(size)} in {seconds:.2f} s, {speed:.2f} GB/s")
+    print_lines(*(line for verdict in verdicts for line in verdict.lines()))
+    print_lines(f"hashed {human(size)} in {seconds:.2f} s, {speed:.2f} GB/s")
 
 
 def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:

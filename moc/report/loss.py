@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.output import ToolError, refused, replacing
+from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
 
 EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"
@@ -26,7 +26,7 @@ validation loss; a light vertical line marks where a run was resumed."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Draw training and validation loss over iterations as a PNG.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 on an error."""
     args = build_parser().parse_args(argv)
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as error:
         return refused("plot_loss", error, args.output)
     points = sum(len(run.train) for run in runs)
-    print(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
+    print_lines(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
     return 0
 
 
@@ -153,13 +154,8 @@ def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
     """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel; returns the figure."""
     if smoothing < 0:
         raise ToolError("--smoothing must not be negative.")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     heights = [3, 1] if extra else [1]
-    figure, panels = pyplot.subplots(
+    figure, panels = pyplot().subplots(
         len(heights),
         sharex=True,
         squeeze=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moc.output import replacing
+from moc.output import pyplot, replacing
 from moc.report.clock import Event
 from moc.report.figures import Report
 from moc.report.tables import PARTS
@@ -12,20 +12,16 @@ from moc.report.tables import PARTS
 
 def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     """Draws runs, with the events of each, into a PNG, which is replaced atomically."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
     panels = [_progress, *([_workers] if varies else []), _parts]
     panels += [_skewness] if any("skewness" in run.gauges for run in runs) else []
-    figure, axes = pyplot.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
+    plots = pyplot()
+    figure, axes = plots.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
     for panel, draw in zip(axes[:, 0], panels, strict=True):
         draw(panel, runs, events)
     with replacing(path) as name:
         figure.savefig(name, format="png", dpi=120)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moc.output import refused, replacing
+from moc.output import Parser, escapes_output, refused, replacing
 from moc.report.figures import report
 from moc.report.plot import plot
 from moc.report.tables import show
@@ -24,7 +24,7 @@ disturbs. The lines below it are all parts of the wall clock; docs/how-to/read-a
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 where something is wrong."""
     args = build_parser().parse_args(argv)

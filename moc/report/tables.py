@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moc.output import human
+from moc.output import console, human, print_lines
 from moc.report.figures import Report, Saving, Spread, Trend
 from moc.report.members import seconds_by_workers
 
@@ -36,15 +36,9 @@ Cell = Callable[[Report], "str | None"]
 
 def show(runs: Sequence[Report]) -> None:
     """Prints a table with a column for each run, and what tuners chose."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(_table(runs))
+    console(width=_WIDE).print(_table(runs))
     for run in runs:
-        for line in _choices(run, len(runs) > 1):
-            console.print(line, soft_wrap=True)
+        print_lines(*_choices(run, len(runs) > 1))
 
 
 def rows(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime.children import belong, reports
 from moc.runtime.control_state import ControlState, newest
@@ -97,7 +98,7 @@ class Controller:
         serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
         async with await serving as server:
             with open(reports(), "w") as launcher:  # which may have asked for port 0
-                print(server.address, file=launcher)
+                launcher.write(f"{server.address}\n")
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()
@@ -432,7 +433,7 @@ def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Command line of a standalone controller; most flags repeat the launchers'."""
-    flags = argparse.ArgumentParser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
+    flags = Parser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
     add("--nnodes", type=parse_nodes, required=True, metavar="[MIN:]MAX", help="as the launchers'")
@@ -453,7 +454,7 @@ def main() -> None:
     own = parser().parse_args()
     if own.listen_fd is not None:  # started by a launcher, not standalone
         belong()
-    logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     index, candidates = map(int, own.candidate.split("/"))
     least, most = own.nnodes
     membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)

@@ -11,9 +11,9 @@ import math
 import mmap
 import os
 import signal
-import sys
 import time
 
+from moc.output import print_lines
 from moc.runtime import environment
 
 _BYTES = 8
@@ -63,5 +63,5 @@ class Lease:
         if self.left <= 0:
             who = f"worker {os.environ.get('RANK')}"
             why = "has heard of no controller for too long, and ends itself: another one may have its place"
-            print(f"mocrun: {who} {why}", file=sys.stderr, flush=True)
+            print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from moc import private_interfaces
 from moc.faults import reach
+from moc.output import print_lines, print_traceback
 from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
@@ -102,8 +102,8 @@ class JobMember(Job):
             return cls(patiently(lambda: connect(os.environ[environment.AGENT], token)), token)
         except PeerGoneError as error:
             who = f"worker {os.environ.get('RANK')}"
-            print(f"mocrun: {who} cannot join its agent ({error}): it ends itself, to be replaced", file=sys.stderr)
-            sys.stderr.flush()
+            why = f"cannot join its agent ({error}): it ends itself, to be replaced"
+            print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
             raise
 
@@ -191,7 +191,7 @@ class JobMember(Job):
         try:
             self._groups.destroy()
         except AbortError as error:
-            print(f"mocrun: worker {self.rank} has done its work, and leaves ({error})", file=sys.stderr, flush=True)
+            print_lines(f"mocrun: worker {self.rank} has done its work, and leaves ({error})", error=True, flush=True)
 
     def _settle(self) -> None:
         """Waits until the last generation is aborted and the device is idle, or ends this worker."""
@@ -224,8 +224,8 @@ class JobMember(Job):
             why: continues a sentence about the worker.
             error: whose traceback is printed.
         """
-        traceback.print_exception(error)
-        print(f"mocrun: worker {self.rank} {why}: it ends itself, to be replaced", file=sys.stderr, flush=True)
+        print_traceback(error)
+        print_lines(f"mocrun: worker {self.rank} {why}: it ends itself, to be replaced", error=True, flush=True)
         with contextlib.suppress(WireError):
             self._say("broken", why=why)
         time.sleep(NEWS_S)  # for the agent, which kills this process, and so knows why it has ended

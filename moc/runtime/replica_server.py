@@ -9,15 +9,14 @@ Each node has one, started by its agent, so that copies take no time of the work
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 
+from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime import children
 from moc.runtime.addresses import address_of_interface, interface_towards
@@ -183,18 +182,18 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
     ):
         replica_server.address = reads.address
         with open(children.reports(), "w") as agent:
-            print(reads.address, file=agent)
+            agent.write(f"{reads.address}\n")
         await asyncio.Event().wait()
 
 
 def main() -> None:
     """Runs a replica server as a process of its own."""
     children.belong()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)
     own = parser.parse_args()
-    logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
 
 

@@ -27,11 +27,11 @@ import select
 import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
+from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.signals import STOPS
 
@@ -51,7 +51,7 @@ def main(script: str, arguments: list[str]) -> None:
         return
     forks = not has_touched_cuda()
     if not forks:
-        print(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
+        print_lines(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
     gc.collect()
     gc.freeze()  # workers share all objects that exist now
     Zygote(script, arguments, orders, tell, forks).serve()
@@ -163,8 +163,8 @@ class Zygote:
                 flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
                 code = "import sys; from moc.runtime.zygote import work; work(sys.argv[1], sys.argv[2:])"
                 os.execv(sys.executable, [sys.executable, *flags, "-c", code, self._script, *self._arguments])
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            print_traceback(error)
             os._exit(1)
         work(self._script, self._arguments)
 
@@ -192,7 +192,7 @@ def _write_to(path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        print(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", file=sys.stderr)
+        print_lines(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", error=True)
         return
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -205,8 +205,8 @@ def work(script: str, arguments: list[str]) -> NoReturn:
         code = run(script, arguments)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        print_traceback(error)
     finally:
         # multiprocessing's own exit handler, which os._exit() skips
         multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
@@ -227,7 +227,7 @@ def run(script: str, arguments: list[str]) -> int:
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0
-        print(leaving.code, file=sys.stderr)
+        print_lines(*str(leaving.code).split("\n"), error=True)
         return 1
     return 0
 

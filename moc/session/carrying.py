@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.output import print_lines
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
@@ -121,10 +121,10 @@ def carry(
     except (CheckpointError, OSError) as error:
         if carrier.name not in _warned:
             _warned.add(carrier.name)
-            print(
+            print_lines(
                 f"WARNING: experts of older snapshots cannot be kept in {carrier.name} ({error}): after a failure they "
                 "come from --ckpt-dir; make room, or name another memory with --ckpt-memory-dir",
-                file=sys.stderr,
+                error=True,
                 flush=True,
             )
 

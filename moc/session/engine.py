@@ -40,7 +40,10 @@ class Listener(Protocol):
     def events(self) -> EventLog: ...  # noqa: D102
 
     def message(self, text: str) -> None:
-        """Prints a line for people, once for all workers."""
+        """Prints a line for people, once for all workers.
+
+        The text may contain names of files: :func:`moc.output.print_lines` escapes what terminals would obey.
+        """
 
 
 class VoteParticipant:

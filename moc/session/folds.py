@@ -10,13 +10,13 @@ Nodes learn of both from the votes.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.output import print_lines
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.folds import Outcome
@@ -130,9 +130,9 @@ class Folds:
     def _ends(self, why: str) -> None:
         if not self._over:
             self._over = True
-            print(
+            print_lines(
                 f"WARNING: gradients of experts are not folded beside training any more: {why}. A recovery repeats "
                 "their updates",
-                file=sys.stderr,
+                error=True,
                 flush=True,
             )

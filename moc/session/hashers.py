@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from moc.output import print_lines
 from moc.runtime.helper import Helper, HelperError
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
@@ -62,9 +62,9 @@ class Hasher:
     def _fails(self, why: str) -> None:
         self._failed = True
         self._helper.close()
-        print(
+        print_lines(
             f"WARNING: the process that hashes snapshots cannot do so ({why}): a thread of the worker does from now "
             "on, and training is about a percent slower",
-            file=sys.stderr,
+            error=True,
             flush=True,
         )

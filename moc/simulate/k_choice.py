@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from moc.policy.adaptive import Measured, TunedSettings
+from moc.simulate.tables import sentences
 
 _MEASURED = {
     "forward_backward_s": "seconds of forward and backward of an iteration",
@@ -50,12 +51,12 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
     )
 
 
-def explained(choice: TunedSettings) -> str:
-    """The choice, as text."""
-    return (
-        f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations\n"
-        + choice.reason.replace(". ", ".\n")
-    )
+def explained(choice: TunedSettings) -> list[str]:
+    """The choice, as lines."""
+    return [
+        f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",
+        *sentences(choice.reason),
+    ]
 
 
 def _flag(name: str) -> str:

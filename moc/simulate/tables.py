@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moc.output import replacing
+from moc.output import print_json, print_lines, pyplot, replacing
 from moc.simulate.engine import SimulatedJob
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PolicyChoice
@@ -35,31 +34,36 @@ def print_run(
     if as_json:
         told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
         told |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
-        print(json.dumps(told, indent=2))
+        print_json(told)
         return
-    print(_title(setup, faults, job), "", sep="\n")
+    print_lines(*_title(setup, faults, job), "")
     header = "policy,ETTR,overhead,a failure,longest,failures,samples/s,PLT,host,net,disk".split(",")
-    print(aligned([header, *(_row(title, some) for title, some in means.items())]))
+    print_lines(*aligned([header, *(_row(title, some) for title, some in means.items())]))
     if changing := [line for title, some in means.items() for line in _on_nodes(title, some)]:
-        print("", *changing, sep="\n")
+        print_lines("", *changing)
     if chosen:
-        print("", chosen.reason.replace(". ", ".\n"), sep="\n")
+        print_lines("", *sentences(chosen.reason))
 
 
-def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> str:
+def sentences(text: str) -> list[str]:
+    """A text as lines, one for each sentence."""
+    return text.replace(". ", ".\n").split("\n")
+
+
+def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> list[str]:
     cluster, layout, timing = setup.cluster, setup.layout, setup.timing
     parameters = sum(o.parameters for o in setup.operators)
     when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
     rates = (cluster.host_bandwidth, cluster.inter_bandwidth, cluster.storage_bandwidth)
     host, network, storage = (f"{rate / 1e9:.3g}" for rate in rates)
     rollback = "" if setup.program else f"; everybody replays after {cluster.detect_s + cluster.restart_s:.4g} s"
-    return (
+    return [
         f"{parameters / 1e9:.1f} B parameters on {cluster.gpus:,} GPUs ({cluster.name}): "
-        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}\n"
-        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}\n"
-        f"GB/s: {host} from a GPU to host memory, {network} between nodes, {storage} to storage\n"
-        f"a snapshot costs its iteration {100 * setup.overhead:.3g} % at least{rollback}"
-    )
+        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}",
+        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}",
+        f"GB/s: {host} from a GPU to host memory, {network} between nodes, {storage} to storage",
+        f"a snapshot costs its iteration {100 * setup.overhead:.3g} % at least{rollback}",
+    ]
 
 
 def _mtbf(faults: Faults) -> str:
@@ -108,13 +112,13 @@ def _on_nodes(title: str, some: Result) -> Iterator[str]:
         yield f"{title}, from storage {sum(n for n, _ in found):.3g} times: {reason} ({losses})"
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Aligns columns, the first to the left and the others to the right."""
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
+    return [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
         for line in lines
-    )
+    ]
 
 
 def write_csv(path: str, means: Mapping[str, Result]) -> None:
@@ -130,12 +134,8 @@ def write_csv(path: str, means: Mapping[str, Result]) -> None:
 
 def plot(path: str, results: Mapping[str, Result]) -> None:
     """Draws goodput over time of results by title, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    plots = pyplot()
+    figure, panel = plots.subplots(figsize=(9, 4.5), layout="constrained")
     for number, (title, some) in enumerate(results.items()):
         hours = [(part + 0.5) * some.wall_s / len(some.goodput) / 3600 for part in range(len(some.goodput))]
         panel.plot(hours, some.goodput, color=f"C{number}", label=f"{title} ({some.ettr:.3f})")
@@ -144,4 +144,4 @@ def plot(path: str, results: Mapping[str, Result]) -> None:
     panel.legend(title="policy (ETTR)", loc="lower left")
     with replacing(path) as name:
         figure.savefig(name, format="png", dpi=120)
-    pyplot.close(figure)
+    plots.close(figure)

@@ -33,8 +33,8 @@ from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
-from moc.files.text import print_once
 from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.output import print_once
 from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError, TakenError
 

@@ -111,7 +111,7 @@ class Manifest:
         fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
         text = _canonical({"format": FORMAT, **fields, **described, **author})
-        return f'{text[:-1]},"xxh3_128":"{digest_of(text.encode())}"}}'
+        return _signed(text, digest_of(text.encode()))
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str) -> Manifest:
@@ -121,18 +121,34 @@ class Manifest:
             CheckpointError: the manifest is damaged or of another format.
         """
         try:
-            plain = {**decode.table(decode.parse(text), "it")}
-            digest, written = plain.pop("xxh3_128"), plain.pop("format")
-            if written != FORMAT:
-                raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
-            if digest != _digest({"format": written, **plain}):
-                raise CheckpointError(f"{name} is damaged: it does not match its hash")
-            manifest = decode.convert(plain, cls)
+            manifest = decode.convert(checked_fields(text, name), cls)
             _check_sizes(manifest.files)
             decode.convert(manifest.state, SavedState).check(manifest.iteration)
             return manifest
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{name} is damaged ({error})") from None
+
+
+def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
+    """Returns the fields of a manifest, called ``name`` in messages, after a comparison with its hash.
+
+    A text that equals the canonical one repeats no key; only another text is searched for repeated keys.
+
+    Raises:
+        CheckpointError: the manifest does not match its hash, or is of another format.
+        ValueError: it is not an object, or repeats a key.
+        KeyError: it has no hash or no format.
+    """
+    plain = {**decode.table(decode.parse(text, unique_keys=False), "it")}
+    digest, written = plain.pop("xxh3_128"), plain.pop("format")
+    if written != FORMAT:
+        raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
+    canonical = _canonical({"format": written, **plain})
+    if digest != digest_of(canonical.encode()):
+        raise CheckpointError(f"{name} is damaged: it does not match its hash")
+    if (text.encode() if isinstance(text, str) else text) != _signed(canonical, digest).encode():
+        decode.parse(text)
+    return plain
 
 
 def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
@@ -180,5 +196,5 @@ def _canonical(plain: dict) -> str:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 
-def _digest(plain: dict) -> str:
-    return digest_of(_canonical(plain).encode())
+def _signed(canonical: str, digest: str) -> str:
+    return f'{canonical[:-1]},"xxh3_128":"{digest}"}}'

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 
 from moc.files import decode
-from moc.files.text import print_once
 from moc.files.tree import SMALL, RefusedFileError
+from moc.output import print_once
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 from moc.store.store import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from moc.files.text import print_once
+from moc.output import print_once
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of

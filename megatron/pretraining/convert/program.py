@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
-from moc.output import human, progress, refused
+from moc.output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.policy import is_of_windows
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
@@ -53,7 +53,7 @@ exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the comm
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
         description="Convert a checkpoint.",
         epilog=EPILOG,
@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status."""
     parser = build_parser()
@@ -140,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         failed = f"{args.source} could not be converted into {args.output} ({error})"
         remedy = "make room or repair the disk, and retry; nothing was published"
-        print(f"convert_checkpoint: {failed}: {remedy}", file=sys.stderr)
+        print_lines(f"convert_checkpoint: {failed}: {remedy}", error=True)
         return 1
-    print(f"wrote {written}: {human(_size(written))}")
+    print_lines(f"wrote {written}: {human(_size(written))}")
     return 0
 
 
@@ -201,7 +202,8 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
         if not exact:
-            print("replayed in another layout: equal to the run's state up to floating-point rounding", file=sys.stderr)
+            note = "replayed in another layout: equal to the run's state up to floating-point rounding"
+            print_lines(note, error=True)
         yield directory
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.pretraining.config import Config, compose, layout_sizes
 from megatron.pretraining.config.composed import group_classes
 from megatron.pretraining.config.flag import flags_of
 from moc.inspect.coverage import operators_of
+from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
 from moc.runtime import children
@@ -126,7 +126,7 @@ def _run(command: Sequence[str]) -> str | None:
             said = _SENTENCE.match(line)
             reason = reason or (said and said[1])
             if reason is None:  # the launcher's output after the error is of no use
-                print(line, end="", file=sys.stderr, flush=True)
+                print_lines(line.removesuffix("\n"), error=True, flush=True)
     if process.returncode != 0:
         return reason or f"{PROGRAM.name} failed (exit code {process.returncode}), see above"
     return None

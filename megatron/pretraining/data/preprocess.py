@@ -34,7 +34,7 @@ from megatron.pretraining.data.documents import (
     on_regex,
 )
 from megatron.pretraining.data.pairs import PairWriter
-from moc.output import ToolError, refused
+from moc.output import Parser, ToolError, console, escapes_output, print_lines, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
@@ -54,7 +54,7 @@ parts cut at ends of lines. Documents without any token are left out."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tokenize text files, directories and JSON lines into a Megatron dataset.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -91,20 +91,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        print(preprocess(args))
+        print_lines(preprocess(args))
         return 0
     except (ToolError, OSError) as error:
         return refused("preprocess_data", error, args.output_prefix)
     except BrokenProcessPool:
-        print("preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.", file=sys.stderr)
+        print_lines("preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.", error=True)
         return 1
     except KeyboardInterrupt:
-        print("preprocess_data: interrupted; no dataset was written.", file=sys.stderr)
+        print_lines("preprocess_data: interrupted; no dataset was written.", error=True)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -297,9 +298,9 @@ def _report_bad(reason: str, counts: Counter, pairs: dict[str, PairWriter]) -> N
         pair.drop_document()
     counts["bad"] += 1
     if counts["bad"] <= SHOWN_BAD:
-        print(f"skipped: {reason}", file=sys.stderr)
+        print_lines(f"skipped: {reason}", error=True)
     elif counts["bad"] == SHOWN_BAD + 1:
-        print("skipped: further ones are only counted", file=sys.stderr)
+        print_lines("skipped: further ones are only counted", error=True)
 
 
 @contextlib.contextmanager
@@ -307,10 +308,9 @@ def _progress(reader: Reader, interval: int):
     """Yields a callback for the counts so far: a progress bar on a terminal, periodic lines elsewhere."""
     if sys.stderr.isatty():
         from rich import progress as rich
-        from rich.console import Console
 
         columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-        with rich.Progress("tokenizing", *columns, console=Console(stderr=True)) as bar:
+        with rich.Progress("tokenizing", *columns, console=console(error=True)) as bar:
             task = bar.add_task("", total=reader.bytes_total or None)
             yield lambda counts: bar.update(task, completed=reader.bytes_done)
         return
@@ -321,7 +321,7 @@ def _progress(reader: Reader, interval: int):
         if interval > 0 and counts["documents"] >= shown + interval:
             shown = counts["documents"]
             speed = counts["bytes"] / 1e6 / max(time.monotonic() - start, 1e-9)
-            print(f"{shown:,} documents, {speed:.1f} MB/s", file=sys.stderr)
+            print_lines(f"{shown:,} documents, {speed:.1f} MB/s", error=True)
 
     yield line
 

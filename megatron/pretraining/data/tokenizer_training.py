@@ -8,13 +8,12 @@ import io
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, counted, find_files, sync
-from moc.output import ToolError, refused, replacing
+from moc.output import Parser, ToolError, escapes_output, print_lines, refused, replacing
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -31,7 +30,7 @@ but U+2581, which SentencePiece itself uses for the space. Documents end with th
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a SentencePiece tokenizer on text files, directories and JSON lines.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,6 +68,7 @@ def _size(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as error:
         return refused("train_tokenizer", error, args.output)
     except KeyboardInterrupt:
-        print("train_tokenizer: interrupted; no tokenizer was written.", file=sys.stderr)
+        print_lines("train_tokenizer: interrupted; no tokenizer was written.", error=True)
         return 130
 
 
@@ -94,12 +94,12 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     chunks = sample.chunks()
     if not chunks:
         raise ToolError("There is no text in the input.")
-    print(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
+    print_lines(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
     model = train(chunks, args)
-    print(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
+    print_lines(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
     _write(args.output, model)
-    print(f"wrote {args.output}.model and .vocab ({args.vocab_size:,} pieces)")
+    print_lines(f"wrote {args.output}.model and .vocab ({args.vocab_size:,} pieces)")
 
 
 def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[
         except BadText as error:
             if not skip_bad:
                 raise
-            print(f"skipped: {error}", file=sys.stderr)
+            print_lines(f"skipped: {error}", error=True)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.logging.flops import flops_per_sample, peak_tflops
 from moc.events import EventLog
+from moc.output import print_lines
 from moc.runtime.world import World
 from moc.state.record import StepRecord
 
@@ -40,11 +41,11 @@ _TIMERS = [
 ]
 
 
-def print_rank_0(world: World, message: str) -> None:
-    """Prints on rank 0 and flushes; output that fails (a full disk) is dropped."""
+def print_rank_0(world: World, *lines: str) -> None:
+    """Prints lines on rank 0 and flushes; output that fails (a full disk) is dropped."""
     if world.rank == 0:
         with contextlib.suppress(OSError):
-            print(message, flush=True)
+            print_lines(*lines, flush=True)
 
 
 class Log:
@@ -140,7 +141,7 @@ class Log:
         )
 
     def message(self, text: str) -> None:
-        """Prints a message on rank 0."""
+        """Prints a message on rank 0, in one line."""
         print_rank_0(self._world, f" [{_clock()}] {text}")
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class Log:
             self._timers.write(_TIMERS, self._tensorboard, iteration, normalizer=iterations, reset=False)
         times = self._timers.get_all_timers_string(_TIMERS, normalizer=iterations)
         if times is not None:
-            print_rank_0(self._world, times)
+            print_rank_0(self._world, *times.split("\n"))
 
 
 class _Window:

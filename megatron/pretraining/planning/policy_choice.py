@@ -14,6 +14,7 @@ from moc.simulate.cost import Work, estimate
 from moc.simulate.live_costs import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of
 from moc.simulate.sizes import StateBytes
+from moc.simulate.tables import sentences
 from moc.state.operators import Operator
 
 _FLAGS = {
@@ -76,12 +77,12 @@ def chosen(
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
 
 
-def explained(run: Running, plan: PolicyChoice) -> str:
-    """The choice and the runners-up, as text."""
+def explained(run: Running, plan: PolicyChoice) -> list[str]:
+    """The choice and the runners-up, as lines."""
     lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
-    return "\n".join([*lines, "", plan.reason.replace(". ", ".\n"), "", f"{flags} {tier}"])
+    return [*lines, "", *sentences(plan.reason), "", f"{flags} {tier}"]
 
 
 def told(run: Running, plan: PolicyChoice) -> dict:

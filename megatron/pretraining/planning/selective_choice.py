@@ -316,8 +316,8 @@ def read_routing(path: str) -> list[Counts]:
     return [dict(enumerate(row)) for row in tokens.tolist()]
 
 
-def explained(choice: SelectiveChoice) -> str:
-    """The choice, as text."""
+def explained(choice: SelectiveChoice) -> list[str]:
+    """The choice, as lines."""
     every = "in every iteration" if choice.interval == 1 else f"every {choice.interval} iterations"
     share = choice.snapshot_bytes / choice.full_bytes
     lines = [
@@ -355,7 +355,7 @@ def explained(choice: SelectiveChoice) -> str:
             f"Bubbles are {100 * bubbles.share:.1f} % of forward and backward, {bubbles.seconds:.3g} s: "
             f"{100 * bubbles.of_copy:.0f} % of a snapshot's copy passes in them (--selective-hide bubble)."
         )
-    return "\n".join([*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])])
+    return [*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])]
 
 
 def _routing_lines(routing: Replayed) -> Iterator[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
-from moc.output import ToolError
+from moc.output import Parser, ToolError, escapes_output, print_lines, refused
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
@@ -68,7 +67,7 @@ def duration(text: str) -> float:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Simulate training with failures: ETTR, goodput, recovery and bytes of every policy.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -207,6 +206,7 @@ def _member_flags(group) -> None:
     )
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 if the flags or files are invalid."""
     args, model_flags = build_parser().parse_known_args(argv)
@@ -215,8 +215,7 @@ def main(argv: list[str] | None = None) -> int:
             return _reproduce(args.reproduce, args.json)
         _simulate(args, model_flags)
     except (ValueError, OSError, ToolError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 1
+        return refused("simulate", error)
     return 0
 
 
@@ -376,7 +375,7 @@ def _faults(args: argparse.Namespace) -> tuple[Faults, int | None]:
         return Faults(args.mtbf or 3600.0, evenly=args.evenly, together=args.together), None
     trace = read_trace(args.trace)
     if trace.doubt:
-        print(f"simulate: warning: {args.trace}: {trace.doubt}", file=sys.stderr)
+        print_lines(f"simulate: warning: {args.trace}: {trace.doubt}", error=True)
     events = tuple(event for event in trace.events if event.lost or args.trace_nodes)
     if not events:
         raise ValueError(f"{args.trace}: nothing is lost in this trace: give another one, or --mtbf inf")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.presets import PRESETS
-from moc.output import ToolError, refused
+from moc.output import Parser, ToolError, escapes_output, print_json, print_lines, refused
 from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.pec_selection import sequential_experts
 from moc.sharding import (
@@ -56,7 +55,7 @@ rule is.  What stands in brackets behind a size is its reduction against the bas
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Print how many bytes the busiest rank saves under each sharding rule.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 if the flags are invalid."""
     args, model_flags = build_parser().parse_known_args(argv)
@@ -103,12 +103,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
         told |= {"policy": policy and policy_choice.told(*policy), "explain_selective": selective and asdict(selective)}
-        print(json.dumps(plan.facts() | told, indent=2))
+        print_json(plan.facts() | told)
     else:
         more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
         more += [policy_choice.explained(*policy)] if policy else []
         more += [selective_choice.explained(selective)] if selective else []
-        print(_title(plan), _table(rows), *more, sep="\n\n")
+        print_lines(*_title(plan))
+        for block in (_table(rows), *more):
+            print_lines("", *block)
     return 0
 
 
@@ -275,30 +277,31 @@ class SizePlan:
         }
 
 
-def _title(plan: SizePlan) -> str:
+def _title(plan: SizePlan) -> list[str]:
     facts, layout = plan.facts(), plan.layout
     count = facts["parameters"]
-    return (
+    return [
         f"{plan.name}: {count['others'] / 1e6:,.1f} M parameters and {count['experts'] / 1e6:,.1f} M in experts; "
-        f"{plan.state.weights} + {plan.state.optimizer} bytes each\n"
+        f"{plan.state.weights} + {plan.state.optimizer} bytes each",
         f"{layout.world} ranks: DP {layout.dp}, TP {layout.tp}, PP {layout.pp}, EP {layout.ep} "
         f"in {layout.expert_dp} group{'s' if layout.expert_dp > 1 else ''}"
-        f"{'; optimizer state partitioned over DP (ZeRO)' if plan.zero else ''}\n"
-        f"{_equation_8(plan)}MB that the busiest rank saves, when K experts of each layer are saved"
-    )
+        f"{'; optimizer state partitioned over DP (ZeRO)' if plan.zero else ''}",
+        *_equation_8(plan),
+        "MB that the busiest rank saves, when K experts of each layer are saved",
+    ]
 
 
-def _equation_8(plan: SizePlan) -> str:
-    """MoC's eq. 8, for the layouts that it covers: data and expert parallelism alone."""
+def _equation_8(plan: SizePlan) -> list[str]:
+    """A line with MoC's eq. 8, for the layouts that it covers: data and expert parallelism alone."""
     layout, count = plan.layout, plan.facts()["parameters"]
     if layout.tp * layout.pp > 1 or not plan.num_experts:
-        return ""
+        return []
     state = plan.state
     size = equation_8(count["others"], count["experts"], state.weights, state.optimizer, layout.dp, layout.ep)
-    return f"MoC's eq. 8 as printed, for everything: {_mb(size)} MB\n"
+    return [f"MoC's eq. 8 as printed, for everything: {_mb(size)} MB"]
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Row]) -> list[str]:
     schemes = list(rows[0].bottleneck)
     header = ["K", "total", "ideal", "forced", *schemes, "over", "eq. 9"]
     return _aligned([header, *(_cells(row) for row in rows)])
@@ -311,15 +314,15 @@ def _cells(row: Row) -> list[str]:
     return [*cells, f"{row.over:.2f} %", "unequal" if row.unequal else ""]
 
 
-def _rank_table(plan: SizePlan, ranks: dict[str, list[int]]) -> str:
+def _rank_table(plan: SizePlan, ranks: dict[str, list[int]]) -> list[str]:
     header = ["rank", *ranks]
     rows = [[str(rank), *(_mb(sizes[rank]) for sizes in ranks.values())] for rank in range(plan.layout.world)]
-    return "MB that each rank saves with the K of --pec-k\n\n" + _aligned([header, *rows])
+    return ["MB that each rank saves with the K of --pec-k", "", *_aligned([header, *rows])]
 
 
-def _aligned(lines: list[list[str]]) -> str:
+def _aligned(lines: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _mb(size: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.pretraining.config import Config, ConfigError, train_iterations
 from moc.events import EventLog
 from moc.faults import on_reach
+from moc.output import print_lines
 from moc.runtime.inject import Injector
 from moc.runtime.job import Job
 
@@ -27,6 +28,6 @@ def inject_faults(config: Config, job: Job) -> None:
         events = EventLog(directory)  # opened here, since rank 0 owns the run's event log
         events.write("inject", **what)  # a completed write survives the process
         events.close()
-        print("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**what), flush=True)
+        print_lines("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**what), flush=True)
 
     on_reach(Injector(faults, job.rank, node, directory / "injected", tell).reached)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.files import text
+from moc import output
 from moc.store.claims import Claim
 from moc.store.errors import TakenError
 from moc.store.fence import NAME as FENCE
@@ -91,7 +91,7 @@ def owned(root, claim):
 def test_a_run_is_named_by_its_newest_checkpoint_instead(root, damage, capfd):
     with_checkpoints(root, 10, 20)
     damage(root / RUN)
-    text.print_once.cache_clear()
+    output.print_once.cache_clear()
     assert begin_run(LocalPlace(root), "/data").run == OLD
     assert str(root / RUN) in capfd.readouterr().err
     owned(root, Claim("next", run=OLD))
@@ -179,7 +179,7 @@ def replace(path, damage):
 @damaged
 def test_a_damaged_fence_admits_no_second_live_job(root, first, damage, capfd):
     replace(root / FENCE, damage)
-    text.print_once.cache_clear()
+    output.print_once.cache_clear()
     with pytest.raises(TakenError, match=str(first.process.pid)):
         takes(root)
     assert str(root / FENCE) in capfd.readouterr().err

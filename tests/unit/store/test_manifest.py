@@ -142,3 +142,16 @@ def test_ranks_that_disagree_are_refused(other):
 def test_parts_of_two_launches_are_refused():
     with pytest.raises(CheckpointError, match="different launches, one, two"):
         merge([replace(part(0), job="one"), replace(part(1), job="two")])
+
+
+def test_a_signed_manifest_that_repeats_a_key_is_refused():
+    text = SMALL.to_json()
+    assert text.count('"writers":2') == 1
+    repeated = text.replace('"writers":2', '"writers":3,"writers":2')  # the last value counts, so its hash is right
+    assert json.loads(repeated) == json.loads(text)
+    with pytest.raises(CheckpointError, match="twice"):
+        Manifest.from_json(repeated, "manifest.json")
+
+
+def test_a_manifest_in_another_layout_of_text_is_read():
+    assert Manifest.from_json(json.dumps(json.loads(SMALL.to_json()), indent=2), "manifest.json") == SMALL

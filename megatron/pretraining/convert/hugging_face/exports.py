@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatron.pretraining.convert.hugging_face.names import name_map
 from megatron.pretraining.convert.hugging_face.recorded import recorded
 from megatron.pretraining.convert.hugging_face.tensors import Exported
 from megatron.pretraining.convert.source import contents_of, weights_of
-from moc.output import progress
+from moc.output import print_lines, progress
 from moc.store.dense_files import MANIFEST
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
@@ -46,10 +45,9 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     size = (args.max_file_size or _FILE_MB) * 10**6
     with progress(total * (2 if args.verify else 1), "converting") as advance:
         notes = write_directory(exported, about, args.output, size, args.verify, advance)
-    for note in notes:
-        print(note, file=sys.stderr)
+    print_lines(*notes, error=True)
     if args.check_logits:
-        print(compare_logits(Asked(directory, args.output, model, said, args.allow_stale, args.trust)))
+        print_lines(compare_logits(Asked(directory, args.output, model, said, args.allow_stale, args.trust)))
     return args.output
 
 

@@ -23,7 +23,7 @@ from megatron.pretraining.convert.hugging_face.recorded import first_state, reci
 from megatron.pretraining.convert.hugging_face.tensors import Imported
 from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer
 from moc.inspect.coverage import PARAM
-from moc.output import progress
+from moc.output import print_lines, progress
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
@@ -63,8 +63,8 @@ def import_directory(args: argparse.Namespace) -> Path:
     values = recipe(model, dtype, tokenizer)
     write_durably(recipe_file, yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False))
     if args.check_logits:
-        print(compare_logits(Asked(written, source, contents.facts.state["model"], dtype, False, False)))
-    print(_told(args.output, recipe_file, model["vocab_size"]))
+        print_lines(compare_logits(Asked(written, source, contents.facts.state["model"], dtype, False, False)))
+    print_lines(*_told(args.output, recipe_file, model["vocab_size"]))
     return written
 
 
@@ -83,10 +83,10 @@ def _compare(contents: Imported, written: DenseContents, advance: Advance) -> No
         advance(tensor.nbytes)
 
 
-def _told(root: Path, recipe_file: Path, rows: int) -> str:
+def _told(root: Path, recipe_file: Path, rows: int) -> list[str]:
     load, config = shlex.quote(str(root)), shlex.quote(str(recipe_file))
-    return (
-        f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...\n"
-        "          (data, batch, learning rate and iterations; to resume, --load NEW_DIRECTORY without --finetune)\n"
-        f"the embedding has {rows:,} rows, none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps that"
-    )
+    return [
+        f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...",
+        "          (data, batch, learning rate and iterations; to resume, --load NEW_DIRECTORY without --finetune)",
+        f"the embedding has {rows:,} rows, none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps that",
+    ]

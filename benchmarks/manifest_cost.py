@@ -1,0 +1,89 @@
+"""What reading a manifest costs beyond parsing its JSON, for a manifest of many operators.
+
+    flock /tmp/timing.lock python benchmarks/manifest_cost.py --output docs/results/manifest_cost_cpu.json
+
+The same text is read in four ways: by ``json.loads`` alone; by a parser that searches each object for repeated keys; by
+one that compares the hash, and the text with the canonical one, which repeats no key; and by the complete reader, which
+also decodes every entry by its declared type.  All in one process, in turns, in CPU seconds.  A ratio divides the best
+time by the best of ``json.loads``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, rotated, show, table, write_json
+from moc.files import decode
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, checked_fields
+
+OPERATORS = 100_000
+ROUNDS = 8
+TARGET = 4.0
+"""Largest ratio of the complete reader to ``json.loads``."""
+
+
+def manifest_of(operators: int) -> Manifest:
+    """A full checkpoint of a model with this many operators, one in eight of them dense."""
+    slots = ("param", "master", "exp_avg", "exp_avg_sq")
+    entries = {
+        f"layers.{number // 512}.{'expert' if number % 8 else 'attention'}.{number % 512}": OperatorEntry(
+            "full", 1000, dict.fromkeys(slots, 4_194_304 + number)
+        )
+        for number in range(operators)
+    }
+    writers = max(1, operators // 100)
+    files = {f"rank_{rank:05d}.safetensors": FileEntry(1 << 30, 1 << 16, f"{rank:032x}") for rank in range(writers)}
+    return Manifest(1000, "full", writers, files, entries, {"world": writers}, {"consumed_samples": 8000})
+
+
+def ways(text: bytes) -> dict[str, Callable[[], object]]:
+    """The ways to read a text, by name."""
+    return {
+        "json.loads": lambda: json.loads(text),
+        "keys compared": lambda: decode.parse(text),
+        "hash and keys compared": lambda: checked_fields(text, "manifest.json"),
+        "complete": lambda: Manifest.from_json(text, "manifest.json"),
+    }
+
+
+def measured(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of every action in each round, after a round that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 1):
+        for name in rotated(list(actions), number):
+            begun = time.process_time()
+            actions[name]()
+            found[name].append(time.process_time() - begun)
+    return {name: samples[1:] for name, samples in found.items()}
+
+
+def ratios(samples: dict[str, list[float]]) -> dict[str, float]:
+    """The best time of each way, divided by the best of the first."""
+    best = {name: min(times) for name, times in samples.items()}
+    return {name: value / best["json.loads"] for name, value in best.items()}
+
+
+def main() -> None:
+    """Measures, prints, and writes every sample."""
+    parser = command_line(__doc__)
+    parser.add_argument("--operators", type=int, default=OPERATORS, help="entries (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each way (default: %(default)s)")
+    own = parser.parse_args()
+    text = manifest_of(own.operators).to_json().encode()
+    samples = measured(ways(text), own.rounds)
+    relative = ratios(samples)
+    rows = [[name, f"{min(samples[name]):.2f}", f"{ratio:.2f}"] for name, ratio in relative.items()]
+    title = f"a manifest, {len(text) / 1e6:.1f} MB"
+    show(80, [(table(title, ["read", "CPU seconds", "ratio"], rows), ())])
+    told = {"operators": own.operators, "bytes": len(text), "cpu_s": samples, "ratios": relative, "target": TARGET}
+    write_json(own.output, {"machine": machine(), **told})
+
+
+if __name__ == "__main__":
+    main()

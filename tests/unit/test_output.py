@@ -1,0 +1,154 @@
+"""Only moc/output.py prints, and what it prints contains no foreign control characters."""
+
+import ast
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from moc import output
+from moc.files.text import one_line
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = sorted(
+    path for part in ("moc", "megatron/pretraining", "tools") for path in (ROOT / part).rglob("*.py")
+)  # fmt: skip
+HOSTILE = "a\x1b[2J\x07\x08\r\x7f\x85\x9b31m\u202e\u2028\udcff\nb"
+PRINTS = {"traceback.print_exc", "traceback.print_exception", "logging.basicConfig", "Console", "rich.print", "pprint"}
+STREAMS = {"sys.stdout", "sys.stderr"}
+
+
+def is_clean(text: str) -> bool:
+    return all(one.isprintable() or one in "\n\t" for one in text)
+
+
+def prints(node: ast.AST) -> bool:
+    """Whether a call prints by itself; ``print`` into a file of the program's own does not."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    if name == "print":
+        return {ast.unparse(one.value) for one in node.keywords if one.arg == "file"} <= STREAMS
+    return name in PRINTS or name in {f"{stream}.write" for stream in STREAMS}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_other_modules_do_not_print_by_themselves(path):
+    found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if prints(node)]
+    assert found == [] or path == ROOT / "moc/output.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
+def test_every_tool_escapes_what_libraries_print(path):
+    module = next(
+        n.module
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.ImportFrom) and n.module != "pathlib"
+    )
+    (main,) = (
+        node
+        for node in ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    assert "escapes_output" in map(ast.unparse, main.decorator_list)
+
+
+def test_a_line_stays_one_line(capsys):
+    output.print_lines(HOSTILE, "second")
+    output.print_lines(HOSTILE, error=True)
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [one_line(HOSTILE), "second"] and printed.err.count("\n") == 1
+    assert is_clean(printed.out + printed.err)
+
+
+def test_json_can_be_read_back(capsys):
+    output.print_json({HOSTILE: [HOSTILE]})
+    printed = capsys.readouterr().out
+    assert is_clean(printed) and json.loads(printed) == {HOSTILE: [HOSTILE]}
+
+
+def test_a_table_has_no_row_more_for_a_name_with_a_newline(capsys):
+    from rich.table import Table
+
+    def height(cell: str) -> int:
+        table = Table("name", "size")
+        table.add_row(cell, "1")
+        output.console(width=160).print(table)
+        printed = capsys.readouterr().out
+        assert is_clean(printed)
+        return printed.count("\n")
+
+    assert height(HOSTILE) == height("a")
+
+
+def test_a_table_keeps_its_own_colours_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+
+    @output.escapes_output
+    def main() -> None:
+        output.console().print(HOSTILE, style="red")
+
+    main()
+    assert sys.stdout.getvalue().startswith("\x1b[31m") and "\x1b[2J" not in sys.stdout.getvalue()
+
+
+def test_what_libraries_print_is_escaped_until_the_program_returns(capsys):
+    @output.escapes_output
+    def main(ends: bool) -> None:
+        print(HOSTILE)
+        print(HOSTILE, file=sys.stderr)
+        sys.stdout.writelines([HOSTILE])
+        if not ends:
+            raise ValueError(HOSTILE)
+
+    before = sys.stdout, sys.stderr
+    main(True)
+    assert (sys.stdout, sys.stderr) == before
+    with pytest.raises(ValueError):
+        main(False)
+    print(HOSTILE, file=sys.stderr)  # as the interpreter prints the traceback
+    sys.stdout, sys.stderr = before
+    printed = capsys.readouterr()
+    assert is_clean(printed.out + printed.err) and printed.err.count("\n") == 6
+
+
+def test_an_error_of_the_command_line_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        output.Parser("tool").error(HOSTILE)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("b")
+
+
+def test_a_log_record_is_one_line(capsys):
+    log = logging.getLogger("moc.test_output")
+    root = logging.getLogger()
+    kept, root.handlers = root.handlers, []
+    try:
+        output.log_to_stderr()
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            log.warning("%s", HOSTILE)
+            log.warning("failed", exc_info=True)
+    finally:
+        root.handlers = kept
+    printed = capsys.readouterr().err
+    assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {one_line(HOSTILE)}"
+
+
+def test_a_traceback_is_escaped(capsys):
+    output.print_traceback(ValueError(HOSTILE))
+    assert is_clean(capsys.readouterr().err)
+
+
+def test_a_name_with_dollars_is_drawn(tmp_path):
+    plots = output.pyplot()
+    figure, panel = plots.subplots()
+    panel.plot([1], [1], label=r"$\frac{$")
+    panel.legend()
+    figure.savefig(tmp_path / "plot.png")
+    plots.close(figure)
