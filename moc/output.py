@@ -14,15 +14,11 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-<<<<<<< HEAD
 from pathlib import Path
-
-from moc.files.text import printable
-from moc.files.tree import remove_own
-=======
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.files.text import one_line, printable
+from moc.files.tree import remove_own
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +30,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the message, and exits with code 2."""
         super().error(one_line(message))
->>>>>>> printing2
 
 
 class ToolError(Exception):

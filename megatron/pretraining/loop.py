@@ -16,11 +16,8 @@ from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
-<<<<<<< HEAD
 from moc.faults import reach
-=======
 from moc.output import print_lines
->>>>>>> printing2
 from moc.runtime.member import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched

@@ -20,7 +20,11 @@ def printable(text: object) -> str:
     return "".join(one if one.isprintable() or one in _KEPT else _escaped(one) for one in string)
 
 
-<<<<<<< HEAD
+def one_line(text: object) -> str:
+    """As :func:`printable`, with newlines escaped too: a name that contains one cannot add a line to the output."""
+    return printable(text).replace("\n", "\\n")
+
+
 def shown(value: object) -> str:
     """A value in a message: short, in ASCII, and without control characters."""
     text = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
