@@ -156,7 +156,7 @@ class Tree:
                 os.fsync(directory)
 
     def link(self, source: str, path: str) -> None:
-        """Gives a file of this directory another name, in place of what has that name; its directory is made.
+        """Gives a file of this directory another name, which it replaces if it exists; its directory is made.
 
         The second name is not synced.
         """

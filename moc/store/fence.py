@@ -57,7 +57,7 @@ class _Lock:
 
 
 _held: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
-"""Lock files of this process by real path, held as long as a fence uses them."""
+"""Lock files of this process by real path, held while a fence uses them."""
 
 _newest: dict[Path, _Lock] = {}
 """Lock file of a job's newest term by directory: shows that the job is alive between generations too."""

@@ -94,8 +94,8 @@ def cleans(ckpt, memory):
 
 
 def inspects(ckpt, memory):
-    for directory in [ckpt, *sorted(ckpt.glob("iter_0000*"))[:2]]:
-        each(lambda directory=directory: summary.main([str(directory), "--json"]))
+    for named in ([], ["--iteration", "10"], ["--iteration", "100"]):
+        each(lambda named=named: summary.main([str(ckpt), "--json", *named]))
 
 
 def verifies(ckpt, memory):

@@ -152,7 +152,7 @@ def _write(path: Path, content: Mapping) -> None:
 
 @contextlib.contextmanager
 def _staged(output: Path) -> Iterator[Path]:
-    """An empty directory beside the output, below one that only this user can change; removes it in the end.
+    """Yields an empty directory below one that only this user can change, and removes it in the end.
 
     It also removes what a killed conversion left.
     """
@@ -170,7 +170,7 @@ def _staged(output: Path) -> Iterator[Path]:
 
 
 def _private(output: Path) -> tuple[Path, int]:
-    """A locked directory of this user beside the output, and its descriptor; another user may have the first names."""
+    """Locks a directory of this user next to the output; returns it and its descriptor."""
     for number in range(_MOST_STAGING):
         path = output.parent / f".{output.resolve().name}.incomplete{f'-{number}' * bool(number)}"
         with contextlib.suppress(FileExistsError):
