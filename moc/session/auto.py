@@ -24,6 +24,7 @@ from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, Observed
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
+from moc.policy.limits import rounded_up
 from moc.policy.measurements import Measurements
 from moc.policy.pec import busiest_by_experts
 from moc.policy.plan import Busiest, Load
@@ -180,7 +181,7 @@ class AutoPolicy:
             if least > 1e9 * limit:
                 raise SettingsError(
                     f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._asked.tier}, snapshots take "
-                    f"{least / 1e9:.3g} GB of a node's memory; allow that, or choose another tier or more nodes."
+                    f"{rounded_up(least)} GB of a node's memory; allow that, or choose another tier or more nodes."
                 )
 
     def observe(self, seen: Observed) -> None:
