@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _SILENCE_S = 60.0  # least between two warnings
 _SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
@@ -67,3 +68,30 @@ class Trouble:
         self._next_warning = min(self._next_warning, self._warned_at + _SILENCE_S)
         self._begins()
         return lasted
+
+
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a calculation; those of files and of communication have handlers of their own."""
+
+
+class Harmless:
+    """Contexts for what only chooses or reports: an error there is printed, and does not end training.
+
+    Args:
+        say: prints a message.
+        what: fails, as the subject of a sentence.
+        effect: of the failure, as a sentence.
+    """
+
+    def __init__(self, say: Callable[[str], None], what: str, effect: str):
+        self._say, self._what, self._effect = say, what, effect
+        self._trouble = Trouble()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Ends at the first error, which is printed once a minute at most."""
+        try:
+            yield
+        except _MISTAKES as error:
+            if self._trouble.failed():
+                self._say(f"WARNING: {self._what} failed ({type(error).__name__}: {error}). {self._effect}")

@@ -1,6 +1,8 @@
 """What fails again and again: tried ever more seldom, and told ever more seldom."""
 
-from moc.trouble import Trouble
+import pytest
+
+from moc.trouble import Harmless, Trouble
 
 
 class Clock:
@@ -45,3 +47,15 @@ def test_a_later_trouble_is_told_at_once():
     trouble.over()
     clock.now = 61
     assert trouble.failed()
+
+
+def test_mistakes_are_printed_once_and_end_nothing():
+    said = []
+    harmless = Harmless(said.append, "a report", "Training goes on.")
+    for error in (KeyError(12), ZeroDivisionError("x / 0"), TypeError("None")):
+        with harmless():
+            raise error
+    assert said == ["WARNING: a report failed (KeyError: 12). Training goes on."]
+    for error in (RuntimeError("a worker is lost"), OSError(28, "no space"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), harmless():
+            raise error
