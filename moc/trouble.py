@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+_SILENCE_S = 60.0  # least between two warnings
 _SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
 
 
 class Trouble:
-    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling."""
+    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling.
+
+    An operation that fails and works in turns is warned of once a minute, too.
+
+    Attributes:
+        count: failures in all.
+        warned: a warning was due since the operation began to fail.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self.count = 0
         self._since: float | None = None
-        self._next_try = self._next_warning = 0.0
-        self._pause, self._silence = 1.0, 60.0
+        self._next_try, self._warned_at, self._next_warning = 0.0, -math.inf, -math.inf
+        self._begins()
+
+    def _begins(self) -> None:
+        self.warned = False
+        self._pause, self._silence = 1.0, _SILENCE_S
 
     def __bool__(self) -> bool:
         """Whether the operation is failing."""
@@ -37,18 +51,47 @@ class Trouble:
         now = self._clock()
         self.count += 1
         if self._since is None:
-            self._since, self._next_warning = now, now
+            self._since = now
         self._next_try = now + max(self._pause, _SHARE * took_s)
         self._pause = min(2 * self._pause, 60.0)
         if now < self._next_warning:
             return False
+        self._warned_at = now
         self._next_warning = now + self._silence
         self._silence = min(2 * self._silence, 3600.0)
+        self.warned = True
         return True
 
     def over(self) -> float:
         """Records that the operation works again, and returns how many seconds it failed."""
-        lasted, total = self.seconds, self.count
-        self.__init__(self._clock)
-        self.count = total
+        lasted, self._since = self.seconds, None
+        self._next_warning = min(self._next_warning, self._warned_at + _SILENCE_S)
+        self._begins()
         return lasted
+
+
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a calculation; those of files and of communication have handlers of their own."""
+
+
+class Harmless:
+    """Contexts for what only chooses or reports: an error there is printed, and does not end training.
+
+    Args:
+        say: prints a message.
+        what: fails, as the subject of a sentence.
+        effect: of the failure, as a sentence.
+    """
+
+    def __init__(self, say: Callable[[str], None], what: str, effect: str):
+        self._say, self._what, self._effect = say, what, effect
+        self._trouble = Trouble()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Ends at the first error, which is printed once a minute at most."""
+        try:
+            yield
+        except _MISTAKES as error:
+            if self._trouble.failed():
+                self._say(f"WARNING: {self._what} failed ({type(error).__name__}: {error}). {self._effect}")

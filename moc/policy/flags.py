@@ -52,6 +52,7 @@ class JobShape:
         bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
             held up until one.
         drops: experts have a capacity beyond which they drop tokens, and are not filled up to it.
+        elastic: workers go on in the same processes, and snapshots are on disk alone.
     """
 
     ep: int = 1
@@ -62,6 +63,12 @@ class JobShape:
     num_experts: int = 0
     bubble_share: float = 0.0
     drops: bool = False
+    elastic: bool = False
+
+    @property
+    def memory_remedy(self) -> str:
+        """How a policy that needs snapshots in memory gets them."""
+        return "drop --elastic, which keeps none there" if self.elastic else "add --ckpt-tier memory or peers"
 
 
 def number_or_auto(text: Any) -> str:

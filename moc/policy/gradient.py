@@ -102,17 +102,13 @@ class Gradient(Policy):
                 "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
                 f"{asked.snapshot_interval}th: drop --snapshot-interval."
             )
-        if asked.ckpt_policy == cls.name and asked.ckpt_tier == "disk":
-            yield (
-                "--ckpt-policy gradient needs the gradients of every iteration in memory: add --ckpt-tier memory or "
-                "peers."
-            )
 
     @classmethod
     def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
         """As :meth:`Policy.misfits`."""
         if asked.ckpt_policy == cls.name:
-            yield from (f"--ckpt-policy gradient {why}, or choose another policy." for why in _obstacles(job))
+            why = _obstacles(asked, job)
+            yield from (f"--ckpt-policy gradient {one}, or choose another policy, such as full." for one in why)
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -124,7 +120,7 @@ class Gradient(Policy):
     def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
         """As :meth:`Policy.may_save_gradients`."""
         every = asked.snapshot_interval in ("auto", "1")
-        return every and asked.ckpt_tier != "disk" and not any(_obstacles(job))
+        return every and not any(_obstacles(asked, job))
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
@@ -295,7 +291,9 @@ def _hiding(machine: Machine) -> int:
     return shortest_window(full, full * (machine.gradient or 1.0), machine.hidden_s, machine.rate)
 
 
-def _obstacles(job: JobShape) -> Iterator[str]:
+def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
+    if asked.ckpt_tier == "disk" or job.elastic:
+        yield f"needs the gradients of every iteration in memory: {job.memory_remedy}"
     if job.optimizer != "adam":
         yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
     if not job.experts_apart:

@@ -91,12 +91,13 @@ def refusals(asked: Asked) -> Iterator[str]:
     if in_snapshot < to_storage:
         yield (
             f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower "
-            "it, or raise --pec-k-snapshot."
+            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}."
         )
     if in_snapshot != to_storage and asked.ckpt_tier == "disk":
         yield (
             f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
-            "--ckpt-tier disk all of them are there: choose --ckpt-tier memory or peers, or --pec-k alone."
+            "--ckpt-tier disk all of them are there: drop --pec-k-snapshot and --pec-k-persist, or choose --ckpt-tier "
+            "memory or peers."
         )
     if asked.pec_dynamic_k and asked.pec_target == "optimizer":
         yield (

@@ -15,6 +15,7 @@ from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.gradient_prices import OFF
 from moc.policy.interval import Every, Interval
+from moc.policy.limits import rounded_up
 from moc.policy.partial import Partial
 from moc.policy.plan import Busiest, Load, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
@@ -203,7 +204,7 @@ class Selective(Partial):
             if budget is not None and budget * 1e9 < least:
                 raise ValueError(
                     f"a budget of {budget} GB leaves no room for an expert beside the dense operators: set "
-                    f"--selective-{flag.replace('_', '-')} to {least / 1e9:.3g} or more, or leave it out"
+                    f"--selective-{flag.replace('_', '-')} to {rounded_up(least)} or more, or leave it out"
                 )
 
     @property

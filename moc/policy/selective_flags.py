@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.selection import RULES, SCORES
@@ -141,7 +140,10 @@ def refusals(asked: Asked) -> Iterator[str]:
     if asked.selective_experts is not None and budgets:
         yield f"--selective-experts fixes the number of experts that {flags} would choose: drop one of them."
     if asked.selective_remote_gb is not None and asked.ckpt_tier != "peers":
-        yield "--selective-remote-gb is a budget of copies to other nodes: add --ckpt-tier peers, or drop it."
+        yield (
+            "--selective-remote-gb is a budget of copies to other nodes: add --ckpt-tier peers, or drop "
+            "--selective-remote-gb."
+        )
     if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
         yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
     if asked.selective_rule == "proportional" and asked.selective_score is not None:
@@ -151,20 +153,16 @@ def refusals(asked: Asked) -> Iterator[str]:
             "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save: "
             "drop one of them."
         )
-    if asked.selective_fold == "peers" and asked.selective_gradients is None:
-        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles(asked))
     if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
         yield "--selective-boost-iterations has no effect with --selective-boost 0: drop one of them."
-    if asked.selective_gradients == "on":
-        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked))
 
 
 def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
     """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
     if asked.selective_gradients == "on":
-        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
+        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked, job))
     elif asked.selective_fold == "peers" and asked.selective_gradients is None:
-        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles_of(job))
+        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles(asked, job))
     wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
     for name, wants in wanted.items():
         if wants and not job.drops:
@@ -188,18 +186,15 @@ def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
     """Whether gradients are saved; if not, and nobody has turned them off, why."""
     if asked.selective_gradients == "off":
         return False, None
-    why = next(chain(_obstacles(asked), _obstacles_of(job)), None)
+    why = next(_obstacles(asked, job), None)
     return why is None, why
 
 
-def _obstacles(asked: Asked) -> Iterator[str]:
-    if asked.ckpt_tier == "disk":
-        yield "needs the snapshots of every iteration in memory: add --ckpt-tier memory or peers"
+def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
+    if asked.ckpt_tier == "disk" or job.elastic:
+        yield f"needs the snapshots of every iteration in memory: {job.memory_remedy}"
     if asked.snapshot_interval not in ("auto", "1"):
         yield "needs a snapshot in every iteration: set --snapshot-interval 1"
-
-
-def _obstacles_of(job: JobShape) -> Iterator[str]:
     if job.optimizer != "adam":
         yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
     if not job.experts_apart:

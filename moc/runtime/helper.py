@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -156,8 +157,8 @@ class Helper:
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answers calls, in the process, until the worker ends."""
-    with open(children.reports(), "w") as worker:
+    """Answers calls, in the process, until the worker ends, also if it ends before an answer."""
+    with contextlib.suppress(BrokenPipeError), open(children.reports(), "w") as worker:
         print("null", file=worker, flush=True)  # it has started
         for line in sys.stdin:
             print(json.dumps(answer(json.loads(line))), file=worker, flush=True)

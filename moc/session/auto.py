@@ -24,6 +24,7 @@ from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, Observed
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
+from moc.policy.limits import rounded_up
 from moc.policy.measurements import Measurements
 from moc.policy.pec import busiest_by_experts
 from moc.policy.plan import Busiest, Load
@@ -41,6 +42,7 @@ from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
+from moc.trouble import Harmless
 
 DRIFT = 2.0
 """Factor by which a figure behind a choice must grow or shrink for the choice to be reconsidered."""
@@ -130,6 +132,8 @@ class AutoPolicy:
         self._forget()
         self._orderly = False
         self._ranks: list[int] = []
+        self._harmless = Harmless(log.message, "the choice of a policy", "The policy in force stays.")
+        self._fails = False
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
         """Restores measurements and choice from live workers or the newest snapshot; a collective call.
@@ -180,18 +184,29 @@ class AutoPolicy:
             if least > 1e9 * limit:
                 raise SettingsError(
                     f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._asked.tier}, snapshots take "
-                    f"{least / 1e9:.3g} GB of a node's memory; allow that, or choose another tier or more nodes."
+                    f"{rounded_up(least)} GB of a node's memory; allow that, or choose another tier or more nodes."
                 )
 
     def observe(self, seen: Observed) -> None:
         """Records the measurements of one iteration."""
-        self._measured.observe(seen)
+        with self._harmless():
+            self._measured.observe(seen)
 
     def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
         """Whether another policy is in force from here on, asked between two iterations; reports the reason.
 
-        ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.
+        ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.  After a choice that failed there is none any more: all
+        workers choose by the same figures, so that it fails on all of them.
         """
+        if not self._fails:
+            self._fails = True
+            with self._harmless():
+                anew = self._chooses_anew(iteration, load)
+                self._fails = False
+                return anew
+        return False
+
+    def _chooses_anew(self, iteration: int, load: Load | None) -> bool:
         figures = self._measured.figures
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:

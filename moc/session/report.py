@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 from moc.policy import Policy
 from moc.policy.debt import Debt
 from moc.session.engine import Listener
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
+from moc.trouble import Harmless
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of a report, whose errors do not end training."""
+
+    @functools.wraps(method)
+    def reporting(self: SnapshotReport, *given, **named) -> None:
+        with self.harmless():
+            method(self, *given, **named)
+
+    return reporting
 
 
 class SnapshotReport:
@@ -18,6 +31,7 @@ class SnapshotReport:
 
     def __init__(self, log: Listener, tier: str):
         self._log, self._tier = log, tier
+        self.harmless = Harmless(log.message, "a report of snapshots", "Training goes on.")
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
@@ -28,18 +42,21 @@ class SnapshotReport:
         """Of copies in the pipeline's bubbles; empty without."""
         self._boosted = False
 
+    @_harmless
     def trained(self, seconds: float, bubble_s: float) -> None:
         """Adds the time of an iteration, all stalls included, and the part of it in the pipeline's bubbles."""
         self._training_s += seconds
         if bubble_s:
             self.gauges["bubble_s"] = bubble_s
 
+    @_harmless
     def stalled(self, newest: int | None, seconds: float) -> None:
         """Adds a stall of training, of 0 or more seconds; ``newest`` is the last started snapshot."""
         self._stall_s += seconds
         if seconds > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
 
+    @_harmless
     def expected(self, policy: Policy, settings: Settings) -> None:
         """Reports once, before training, what a fault will cost under the given flags."""
         in_memory = settings.tier != "disk"
@@ -50,6 +67,7 @@ class SnapshotReport:
         self._log.message(text)
         self._log.events.write("expected", **fields)
 
+    @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
         """Reports what a policy has chosen, if that is new."""
         if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
@@ -59,6 +77,7 @@ class SnapshotReport:
         self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
         self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
 
+    @_harmless
     def at_risk(self, iteration: int, policy: Policy, tokens: TokenTracker, train_iters: int) -> None:
         """Warns once if the next fault would lose too many tokens."""
         if self._warned or (said := policy.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
@@ -68,6 +87,7 @@ class SnapshotReport:
         self._log.message(f"WARNING: {text}")
         self._log.events.write("at_risk", iteration=iteration, **fields)
 
+    @_harmless
     def boost(self, iteration: int, debt: Debt | None) -> None:
         """Reports that experts begin, or cease, to make up lost tokens."""
         boosted = debt is not None and debt.left > 0
@@ -80,6 +100,7 @@ class SnapshotReport:
         fields = dict(boosted=boosted, tokens=tokens, made_up=made_up, left=debt.left)
         self._log.events.write("boost", iteration=iteration, **fields)
 
+    @_harmless
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot, by the vote of so many workers."""
         amount, in_bubbles = int(tally["snapshot_bytes"]), int(tally["snapshot_bubble_bytes"])
@@ -98,6 +119,7 @@ class SnapshotReport:
             **({"bubble_bytes": in_bubbles} if in_bubbles else {}),
         )
 
+    @_harmless
     def replicated(self, iteration: int, amount: int, alike: int, seconds: float) -> None:
         """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node.
 
@@ -106,6 +128,7 @@ class SnapshotReport:
         not_sent = {"not_sent_bytes": alike} if alike else {}
         self._log.events.write("replicate", iteration=iteration, bytes=amount, **not_sent, replicate_s=seconds)
 
+    @_harmless
     def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:
         """Reports that nodes do not hold alike what they should, which was sent instead; warns the first time."""
         for reason in reasons:
@@ -114,6 +137,7 @@ class SnapshotReport:
                 self._log.message(f"WARNING: {reason}")
         self._told_not_alike = True
 
+    @_harmless
     def folded(self, iteration: int, told: Mapping[str, float]) -> None:
         """Reports what all folders have done since the last report."""
         counts = {name: int(told[name]) for name in ("folded", "gradients", "equal", "differing")}
@@ -125,6 +149,7 @@ class SnapshotReport:
                 "of the run (--selective-fold recovery)"
             )
 
+    @_harmless
     def end(self, tokens: TokenTracker | None) -> None:
         """Reports the totals at the end of the run, and the lost tokens if snapshots are partial."""
         if not self._count:

@@ -20,6 +20,9 @@ from moc.trouble import Trouble
 _LATE_AFTER = 100
 """Iterations that a snapshot may be on its way to storage, if no ``--persist-interval`` is given."""
 
+_VOTES = 3
+"""Iterations whose votes a snapshot takes: copied, written, published."""
+
 _LISTEN_S = 0.5
 _LONG_S = 30.0
 
@@ -41,6 +44,8 @@ class StorageHealth:
         every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
             none.
         late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
+        publishes_in: the iterations in which storage that writes at once publishes a snapshot, as votes and later
+            snapshots of its window take.
         newest: iteration of the newest snapshot in storage; None if there is none.
         prepare: starts to prepare storage beside training, on the one worker that does; nothing goes there before.
     """
@@ -53,7 +58,9 @@ class StorageHealth:
         newest: int | None,
         log: Listener,
         prepare: Callable[[], Future] | None = None,
+        publishes_in: Callable[[], int] = lambda: 0,
     ):
+        self._publishes_in = publishes_in
         self._name, self._every, self._log = name, every, log
         self.newest, self._stored_at = newest, None
         self._due = every or 0
@@ -109,7 +116,7 @@ class StorageHealth:
         """An iteration has completed; warns if a snapshot was due for storage while another is on its way there."""
         if under_way is None or self._late_after is None:
             return
-        missed = (iteration - under_way) // self._late_after
+        missed = max(0, iteration - under_way - self._publishes_in()) // self._late_after
         before = self._missed[1] if self._missed[0] == under_way else 0
         if missed <= before:
             return
@@ -152,14 +159,13 @@ class StorageHealth:
 
     def on_stored(self, iteration: int) -> None:
         """A snapshot is in storage."""
-        if self._failing:
-            self._log.message(
-                f"snapshots can be saved again, after {self._failing.over():.0f} s; {self.failures} could not be"
-            )
-        if self._late:
-            self._log.message(
-                f"{self._name} had been slow for {self._late.over():.0f} s; {self.skipped} snapshots did not go there"
-            )
+        for trouble, told in (
+            (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
+            (self._late, f"{self._name} had been slow for {{:.0f}} s; {self.skipped} snapshots did not go there"),
+        ):
+            warned, seconds = trouble.warned, trouble.over()
+            if warned:
+                self._log.message(told.format(seconds))
         self.newest, self._stored_at = iteration, time.monotonic()
         self.rests = False
 
@@ -208,5 +214,6 @@ def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: L
         late_after=settings.persist_interval or _LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,
         log=log,
+        publishes_in=lambda: parts.policy.window_length - 1 + _VOTES,
         prepare=(lambda: parts.publisher.beside(make_ready)) if beside and parts.world.rank == 0 else None,
     )

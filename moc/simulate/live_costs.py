@@ -36,6 +36,9 @@ _BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
 _COPIES = 3
 """Copies on a node of each node that it replicates: the newest safe one, one in transfer, one about to be dropped."""
 
+_HEADROOM = 1.25
+"""Time between two writes to storage, relative to the mean time of one: with less, every other one would be late."""
+
 _SELDOM = 10
 """Iterations between snapshots in storage, at least, where those in memory have gradients."""
 
@@ -107,6 +110,10 @@ class Running:
     def iterations(self, seconds: float) -> int:
         """Iterations in this many seconds, rounded up; at least one, since a vote decides when a snapshot counts."""
         return max(1, math.ceil(seconds / self.iteration_s))
+
+    def persist_s(self, nbytes: float) -> float:
+        """Seconds between two writes of a rank's bytes to storage that keep up, though rates vary."""
+        return _HEADROOM * nbytes / self.write_rate
 
     def safe_s(self, nbytes: float, replicas: int) -> float:
         """Seconds from the copy of a rank's bytes until they are safe in the tier."""
@@ -259,9 +266,9 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
     """Iterations until the next snapshot can start, for a policy without windows."""
     price = run.price(name, options)
     nbytes = price.size.busiest
-    copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
+    copy_s, write_s, safe_s = nbytes / run.copy_rate, run.persist_s(nbytes), run.safe_s(nbytes, options.replicas)
     if run.tier == "disk":
-        return run.iterations(copy_s + write_s)
+        return run.iterations(copy_s + nbytes / run.write_rate)
     # states of fewer experts are also written to storage, which holds the other experts
     return run.iterations(safe_s if price.k is None or price.every else max(safe_s, write_s))
 
@@ -310,7 +317,7 @@ def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | 
     """
     if run.tier == "disk":
         return None
-    every = run.iterations(_of_rank(run, saving) / run.write_rate)
+    every = run.iterations(run.persist_s(_of_rank(run, saving)))
     if price.every:
         return max(_SELDOM, every)
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval

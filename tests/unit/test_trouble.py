@@ -1,6 +1,8 @@
 """What fails again and again: tried ever more seldom, and told ever more seldom."""
 
-from moc.trouble import Trouble
+import pytest
+
+from moc.trouble import Harmless, Trouble
 
 
 class Clock:
@@ -24,3 +26,36 @@ def test_pauses_double_and_end_with_the_trouble():
     assert told == [True, False, False, False, False, False, True, False]  # after 60 seconds once more
     assert round(trouble.over()) == 184 and not trouble and trouble.count == 8
     assert trouble.failed()  # another one is told at once
+
+
+def test_what_fails_and_works_in_turns_is_told_once_a_minute():
+    clock = Clock()
+    trouble, told = Trouble(clock), []
+    for clock.now in range(0, 200, 4):
+        if trouble.failed():
+            told.append(clock.now)
+        assert trouble.warned == (clock.now in told)
+        trouble.over()
+    assert told == [0, 60, 120, 180]
+    assert trouble.count == 50
+
+
+def test_a_later_trouble_is_told_at_once():
+    clock = Clock()
+    trouble = Trouble(clock)
+    assert trouble.failed()
+    trouble.over()
+    clock.now = 61
+    assert trouble.failed()
+
+
+def test_mistakes_are_printed_once_and_end_nothing():
+    said = []
+    harmless = Harmless(said.append, "a report", "Training goes on.")
+    for error in (KeyError(12), ZeroDivisionError("x / 0"), TypeError("None")):
+        with harmless():
+            raise error
+    assert said == ["WARNING: a report failed (KeyError: 12). Training goes on."]
+    for error in (RuntimeError("a worker is lost"), OSError(28, "no space"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), harmless():
+            raise error

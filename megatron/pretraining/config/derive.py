@@ -45,6 +45,7 @@ def _experts(v: dict) -> None:
         v["moe_layer_freq"] = from_interval(v["expert_interval"], v["num_layers"])
         v["expert_interval"] = None
     if v["num_experts"] is not None:
+        _fill(v, "moe_token_dispatcher_type", "alltoall" if v["elastic"] else "allgather")
         _fill(v, "moe_ffn_hidden_size", v["ffn_hidden_size"])
     if v["moe_expert_capacity_factor"] is not None and v["moe_expert_capacity_factor"] < 0:
         v["moe_expert_capacity_factor"] = None

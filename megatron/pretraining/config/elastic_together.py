@@ -40,15 +40,15 @@ def _check_model(config: FlagGroups) -> None:
     refuse(moe.num_experts is None, "--elastic places experts, and the model has none: add --num-experts, or drop it.")
     refuse(
         everywhere is not None and slots is not None and everywhere > slots,
-        f"--elastic-everywhere {everywhere} is more than --elastic-slots {slots}: lower it.",
+        f"--elastic-everywhere {everywhere} is more than --elastic-slots {slots}: lower it to {slots}.",
     )
     refuse(
         moe.moe_grouped_gemm,
         "--elastic computes experts one by one, whose numbers of tokens differ: drop --moe-grouped-gemm.",
     )
     refuse(
-        moe.moe_token_dispatcher_type == "flex",
-        "--elastic has a dispatcher of its own: drop --moe-token-dispatcher-type flex.",
+        moe.moe_token_dispatcher_type != "alltoall",
+        f"--elastic has a dispatcher of its own: drop --moe-token-dispatcher-type {moe.moe_token_dispatcher_type}.",
     )
     refuse(
         moe.moe_permute_fusion,
@@ -93,11 +93,6 @@ def _check_parallel(config: FlagGroups) -> None:
 
 def _check_snapshots(config: FlagGroups) -> None:
     snapshot = config.snapshot
-    refuse(
-        snapshot.ckpt_policy and snapshot.ckpt_tier != "disk",
-        f"--elastic keeps replicas of experts in the workers themselves: choose --ckpt-tier disk, not "
-        f"{snapshot.ckpt_tier}.",
-    )
     refuse(
         snapshot.upstream_logging,
         "--elastic does not replay single pipeline stages: drop --upstream-logging.",

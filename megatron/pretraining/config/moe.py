@@ -77,8 +77,11 @@ class MoeFlags(FlagGroup):
         None, "Range of the multiplicative noise on the router's input.", limits=">= 0"
     )
     moe_per_layer_logging: bool = flag(False, "Log router losses by layer.")
-    moe_token_dispatcher_type: str = flag(
-        "allgather", "Communication that sends tokens to their experts.", choices=("allgather", "alltoall", "flex")
+    moe_token_dispatcher_type: str | None = flag(
+        None,
+        "Communication that sends tokens to their experts; by default allgather, and with --elastic its own, which "
+        "counts as alltoall.",
+        choices=("allgather", "alltoall", "flex"),
     )
     moe_expert_capacity_factor: float | None = flag(
         None, "Capacity of an expert as a multiple of the even share of tokens; none or negative drops no token."

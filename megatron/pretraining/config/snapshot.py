@@ -140,7 +140,11 @@ class _EveryPolicy(FlagGroup):
         asked = {kind}
         for spec in flags_of(type(self)):
             given, owner = getattr(self, spec.name) != spec.default, whose.get(spec.name)
-            refuse(given and not self.ckpt_policy, f"{spec.spelling} needs --ckpt-policy: add it, for example full.")
+            fits = owner.name if owner else _REPLAYING if spec.name.startswith("upstream") else "full"
+            refuse(
+                given and not self.ckpt_policy,
+                f"{spec.spelling} needs --ckpt-policy: add --ckpt-policy {fits}, or drop {spec.spelling}.",
+            )
             refuse(
                 given and self.ckpt_policy == AUTO and spec.name in chosen,
                 f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training: drop it.",
@@ -151,8 +155,8 @@ class _EveryPolicy(FlagGroup):
             )
             refuse(
                 given and owner and self.ckpt_policy != AUTO and owner is not kind,
-                f"{spec.spelling} needs --ckpt-policy {owner and owner.name}, not {self.ckpt_policy}: drop it or "
-                "change the policy.",
+                f"{spec.spelling} needs --ckpt-policy {fits}, not {self.ckpt_policy}: drop it, or choose --ckpt-policy "
+                f"{fits}.",
             )
             asked |= {owner} if given else set()
         # auto does not choose a policy that refuses the other flags; it is asked here if somebody has set it up
@@ -160,8 +164,8 @@ class _EveryPolicy(FlagGroup):
             raise ConfigError(sentence)
         refuse(
             self.upstream_logging and not (kind and kind.replays),
-            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}: drop it or change the "
-            "policy.",
+            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}: drop it, or choose "
+            f"--ckpt-policy {_REPLAYING}.",
         )
         refuse(
             self.upstream_log_limit != 8.0 and not self.upstream_logging,
@@ -169,12 +173,13 @@ class _EveryPolicy(FlagGroup):
         )
         refuse(
             self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
-            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto: add one of them.",
+            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto: add one of them, or drop "
+            "--mtbf-hours.",
         )
         refuse(
             self.node_of_rank and self.ckpt_tier == "disk" and not self.upstream_logging,
             "--node-of-rank needs --ckpt-tier memory or peers, or --upstream-logging, since only memory belongs to a "
-            "node: add one.",
+            "node: add one, or drop --node-of-rank.",
         )
         refuse(
             self.persist_interval and self.ckpt_tier == "disk",
@@ -184,7 +189,8 @@ class _EveryPolicy(FlagGroup):
         for name in ("replicas", "replication_rate"):
             refuse(
                 getattr(self, name) is not None and self.ckpt_tier != "peers",
-                f"{dashed(name)} needs --ckpt-tier peers, since no other copies to other nodes: add it.",
+                f"{dashed(name)} needs --ckpt-tier peers, since no other copies to other nodes: add it, or drop "
+                f"{dashed(name)}.",
             )
 
 

@@ -55,6 +55,7 @@ def job_shape(config: FlagGroups) -> JobShape:
         pp=config.parallel.pipeline_model_parallel_size,
         num_experts=config.moe.num_experts or 0,
         drops=config.moe.drops_tokens,
+        elastic=config.elastic.elastic,
     )
 
 
@@ -86,6 +87,11 @@ def _check_snapshots(config: FlagGroups) -> None:
     for kind in POLICIES.values():
         for sentence in kind.misfits(snapshot, job):
             refuse(True, sentence)
+    refuse(  # after the policies, one of which may need memory
+        config.elastic.elastic and snapshot.ckpt_policy and snapshot.ckpt_tier != "disk",
+        f"--elastic keeps replicas of experts in the workers themselves: choose --ckpt-tier disk, not "
+        f"{snapshot.ckpt_tier}, or drop --elastic.",
+    )
     interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
     refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
 

@@ -18,6 +18,7 @@ from moc.events import EventLog
 from moc.output import print_lines
 from moc.runtime.world import World
 from moc.state.record import StepRecord
+from moc.trouble import Harmless
 
 # megatron-core gathers timers by position, so all workers must name the same ones
 _TIMERS = [
@@ -58,6 +59,7 @@ class Log:
         self._window = _Window()
         self._last = time.perf_counter()
         self._skipped_in_run = 0
+        self._harmless = Harmless(self.message, "a report of training", "Training goes on.")
         self._open()
 
     def _open(self) -> None:
@@ -96,9 +98,11 @@ class Log:
             **gauges,
         )
         if record.iteration % self._config.logging.tensorboard_log_interval == 0:
-            self._scalars(record, consumed_samples, elapsed, gauges)
+            with self._harmless():
+                self._scalars(record, consumed_samples, elapsed, gauges)
         if record.iteration % self._config.logging.log_interval == 0:
-            print_rank_0(self._world, self._line(record, consumed_samples))
+            with self._harmless():
+                print_rank_0(self._world, self._line(record, consumed_samples))
             self._log_timers(record.iteration)
             self._window = _Window()
 

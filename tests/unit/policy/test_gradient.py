@@ -152,7 +152,8 @@ def test_a_window_of_one_is_everything_each_time():
 
 def test_what_is_refused():
     assert list(Gradient.refusals(asked())) == []
-    assert "add --ckpt-tier memory or peers" in next(Gradient.refusals(asked(ckpt_tier="disk")))
+    assert "add --ckpt-tier memory or peers" in next(Gradient.misfits(asked(ckpt_tier="disk"), JobShape()))
+    assert "drop --elastic" in next(Gradient.misfits(asked(), JobShape(elastic=True)))
     assert "not in every 5th" in next(Gradient.refusals(asked(snapshot_interval="5")))
     assert list(Gradient.misfits(asked(), JobShape())) == []
     assert "take adam" in next(Gradient.misfits(asked(), JobShape(optimizer="sgd")))

@@ -204,6 +204,7 @@ def asked(**flags) -> SimpleNamespace:
 
 OBSTACLES = [
     (dict(ckpt_tier="disk"), {}, "add --ckpt-tier memory or peers"),
+    (dict(ckpt_tier="disk"), dict(elastic=True), "drop --elastic"),
     (dict(snapshot_interval="2"), {}, "set --snapshot-interval 1"),
     ({}, dict(optimizer="sgd"), "take adam"),
     ({}, dict(experts_apart=False), "drop --moe-grouped-gemm"),
@@ -216,10 +217,10 @@ def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, rem
     found = Selective(OPERATORS, Every(1), **settings)
     assert not found.saves_gradients and found.score == "tokens-age" and remedy in next(found.remarks())
     wanted = asked(**flags, selective_gradients="on")
-    (sentence,) = Selective.refusals(wanted) if flags else Selective.misfits(wanted, JobShape(**job))
+    (sentence,) = Selective.misfits(wanted, JobShape(**job))
     assert remedy in sentence
     folded = asked(**flags, selective_fold="peers")
-    (sentence,) = Selective.refusals(folded) if flags else Selective.misfits(folded, JobShape(**job))
+    (sentence,) = Selective.misfits(folded, JobShape(**job))
     assert remedy in sentence and "--selective-fold peers" in sentence
 
 

@@ -17,6 +17,7 @@ from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
 from moc.runtime import environment  # noqa: E402
+from moc.session import auto  # noqa: E402
 from moc.session.auto import DRIFT, HOLDS, changed  # noqa: E402
 from moc.session.resume.survivors import LiveState, LocalRemains  # noqa: E402
 from moc.session.settings import SettingsError  # noqa: E402
@@ -99,6 +100,16 @@ def test_it_measures_then_chooses_and_says_why(tmp_path):
     assert "since it has measured" in line and "The next best" in line
     event = json.loads((tmp_path / "events.jsonl").read_text())
     assert event["type"] == "choice" and event["reason"] in line and len(event["ettr"]) == 2
+
+
+def test_a_choice_that_fails_does_not_end_training(tmp_path, monkeypatch):
+    run = Run(tmp_path, mtbf_hours=1)
+    monkeypatch.setattr(auto, "every_candidate", lambda *_: {}[12])
+    assert run.train(4 * BLOCK) is None and run.flags == {}
+    (line,) = run.log.lines
+    assert "KeyError: 12" in line
+    run.auto.observe(None)
+    assert run.train(1) is None
 
 
 def test_all_who_see_the_same_choose_the_same(tmp_path):

@@ -71,7 +71,7 @@ REFUSED = [
     # precision
     ("--main-params-dtype bf16", "must be in bf16: add --bf16"),
     ("--optimizer sgd --exp-avg-dtype fp8", "--optimizer sgd has none: drop them"),
-    ("--max-snapshot-lag 1", "--max-snapshot-lag needs --ckpt-policy: add it"),
+    ("--max-snapshot-lag 1", "--max-snapshot-lag needs --ckpt-policy: add --ckpt-policy "),
     ("--main-params-dtype bf16 --bf16 --accumulate-allreduce-grads-in-fp32", "drop --accumulate-allreduce-grads"),
     ("--main-params-dtype bf16 --bf16 --use-distributed-optimizer", "drop --use-distributed-optimizer"),
     # parallelism
@@ -171,16 +171,16 @@ REFUSED = [
     # snapshots
     ("--ckpt-policy full", "--ckpt-policy needs a directory for snapshots: add --ckpt-dir or --save"),
     ("--ckpt-policy some --save x", "--ckpt-policy is one of .*full.*, not some"),
-    ("--ckpt-dir x", "--ckpt-dir needs --ckpt-policy: add it"),
-    ("--ckpt-blocking", "--ckpt-blocking needs --ckpt-policy: add it"),
-    ("--ckpt-tier memory", "--ckpt-tier needs --ckpt-policy: add it"),
-    ("--snapshot-interval 5", "--snapshot-interval needs --ckpt-policy: add it"),
-    ("--pec-k 2", "--pec-k needs --ckpt-policy: add it"),
+    ("--ckpt-dir x", "--ckpt-dir needs --ckpt-policy: add --ckpt-policy "),
+    ("--ckpt-blocking", "--ckpt-blocking needs --ckpt-policy: add --ckpt-policy "),
+    ("--ckpt-tier memory", "--ckpt-tier needs --ckpt-policy: add --ckpt-policy "),
+    ("--snapshot-interval 5", "--snapshot-interval needs --ckpt-policy: add --ckpt-policy "),
+    ("--pec-k 2", "--pec-k needs --ckpt-policy: add --ckpt-policy "),
     ("--ckpt-policy full --save x --pec-k 2", "--pec-k needs --ckpt-policy pec, not full"),
     ("--ckpt-policy pec --save x --pec-k 2 --pec-k-persist 3", "--pec-k-persist 3 is more than the 2 experts"),
     (
         "--ckpt-policy pec --save x --pec-k-snapshot 4 --pec-k-persist 1",
-        "of the 4 experts in a snapshot, 1 would go on .* choose --ckpt-tier memory or peers, or --pec-k alone",
+        "of the 4 experts in a snapshot, 1 would go on .* drop --pec-k-snapshot and --pec-k-persist, or choose",
     ),
     (
         "--ckpt-policy pec --save x --pec-k 4 --pec-k-persist 1 --ckpt-tier disk",
@@ -204,7 +204,7 @@ REFUSED = [
     ("--ckpt-policy full --save x --sparse-window 2", "--sparse-window needs --ckpt-policy sparse, not full"),
     ("--ckpt-policy sparse --save x --sparse-window 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy sparse --save x --snapshot-interval 5", "takes a snapshot in every iteration, not in every 5th"),
-    ("--upstream-logging", "--upstream-logging needs --ckpt-policy: add it"),
+    ("--upstream-logging", "--upstream-logging needs --ckpt-policy: add --ckpt-policy "),
     ("--ckpt-policy full --save x --upstream-logging", "--upstream-logging needs --ckpt-policy sparse, not full"),
     ("--ckpt-policy sparse --save x --upstream-log-limit 2", "--upstream-log-limit needs --upstream-logging"),
     (

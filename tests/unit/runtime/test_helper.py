@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moc.runtime import children
 from moc.runtime.helper import Helper, HelperError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,6 +42,19 @@ def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
     assert helper.ask({"size": 3}) == "xxx"
     helper.close()
     assert capfd.readouterr().err == "5\nno end"
+
+
+@pytest.mark.parametrize("calls", ["", '{"size": 3}\n', '{"size": 3}\n' * 3])
+def test_it_ends_quietly_if_the_worker_is_gone(calls):
+    reads, writes = os.pipe()
+    os.close(reads)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), children.REPORTS: str(writes)}
+    serving = "from moc.runtime.helper import serve; from tests.unit.runtime.helping import answer; serve(answer)"
+    done = subprocess.run(
+        [sys.executable, "-c", serving], input=calls, env=environment, pass_fds=[writes], capture_output=True, text=True
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_leaves_no_descriptor_behind(helper):

@@ -20,6 +20,16 @@ def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):
     assert (event["type"], event["iteration"], event["plt"]) == ("at_risk", 1, 0.2)
 
 
+def test_a_report_that_fails_does_not_end_training(tmp_path):
+    lines = []
+    report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "memory")
+    for _ in range(3):
+        report.chosen(1, SimpleNamespace(reason=lambda: "why", chosen=lambda: None.nothing))
+        report.snapshot(1, {}, 2)
+    (line,) = lines
+    assert line.startswith("WARNING") and "AttributeError" in line
+
+
 def test_what_is_not_sent_and_what_should_be_alike_and_is_not(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "peers")

@@ -49,6 +49,25 @@ def test_what_is_under_way_for_too_long_is_told_once_and_counted():
     assert disk.skipped == 3
 
 
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_a_window_that_is_written_at_once_is_not_slow(window):
+    log = Log()
+    disk = storage(log, every=1, late_after=1, publishes_in=lambda: window - 1 + 3)
+    for iteration in range(1, 60):
+        disk.passes(iteration, under_way=iteration - (iteration % window) - 3)
+    assert log.said == [] and log.told == []
+
+
+def test_storage_that_is_slow_in_turns_is_told_once_a_minute():
+    log = Log()
+    disk = storage(log, every=2, late_after=2)
+    for iteration in range(10, 60, 5):
+        disk.passes(iteration, under_way=iteration - 4)
+        disk.on_stored(iteration - 4)
+    assert len(log.said) == 2 and "disk is slow" in log.said[0] and "had been slow" in log.said[1]
+    assert sum(kind == "save_skipped" for kind, _ in log.told) == 10
+
+
 def test_what_fails_is_told_once_tried_again_later_and_counted():
     log = Log()
     disk = storage(log, newest=7)
