@@ -266,6 +266,7 @@ class Agent:
             environment.TOGETHER: int(worker.together),
             environment.HELPERS: ",".join(map(str, worker.helpers)),
             environment.REPLICA_SERVER: self._replica_server,
+            environment.SILENCE: self._flags.silence_s,
         } | self._network()
         logs = self._flags.log_dir
         output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")

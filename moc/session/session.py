@@ -167,6 +167,7 @@ class Session(VoteParticipant):
         if self._running is None:
             return self.position
         parts, _ = self._running
+        parts.tiers.renew_lease()
         if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
             if self._chooser is not None:

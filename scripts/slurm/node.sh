@@ -41,7 +41,10 @@ clean() { # what this node's part of the job leaves; memory is kept for a job th
     kill -KILL "$beats" 2>/dev/null
     case $KEEP_MEMORY:${status:-} in
         yes:75 | yes:70 | yes:137 | yes:) ;;
-        *) [[ ! -e tools/clean_memory.py ]] || (contained python tools/clean_memory.py --remove) ;;
+        *)
+            [[ ! -e tools/clean_memory.py || $SNAPSHOTS == /snapshots ]] ||
+                (contained python tools/clean_memory.py --memory-dir "$MEMORY" --remove --ended --ckpt-dir "$SNAPSHOTS")
+            ;;
     esac
     rm -rf "$TMPDIR"
 }

@@ -285,16 +285,44 @@ def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
     assert (tmp_path / "seen").read_text() == "a b\n"
 
 
+RECIPE = "it", "a", "b", "c d"
+CLEAN = "import sys, pathlib; pathlib.Path('cleaned').write_text('|'.join(sys.argv[1:]))"
+
+
 @pytest.mark.parametrize("code, keep, cleaned", [(0, "yes", True), (75, "yes", False), (75, "no", True)])
 def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "clean_memory.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).touch()")
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "temporary").mkdir()
     training = f"touch $TMPDIR/there; exit {code}"
-    job = with_mocrun(tmp_path, training).submit(TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
+    job = with_mocrun(tmp_path, training).submit(*RECIPE, TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
     assert job.wait(120) == 0
     assert not list((tmp_path / "temporary").iterdir())
-    assert (tmp_path / "--remove").exists() == cleaned
+    assert (tmp_path / "cleaned").exists() == cleaned
+
+
+@pytest.mark.parametrize(
+    "command, memory, directory",
+    [
+        (RECIPE, "/dev/shm", "c d/snapshots"),
+        ((*RECIPE, "--save", "e"), "/dev/shm", "e/snapshots"),
+        ((*RECIPE, "--save=e", "--ckpt-dir=f g"), "/dev/shm", "f g"),
+        ((*RECIPE, "--ckpt-memory-dir", "/m", "--ckpt-dir", "f", "--ckpt-dir", "g"), "/m", "g"),
+        (("own.py", "--save", "e"), "/dev/shm", "e/snapshots"),
+        (("own.py",), "/dev/shm", None),
+    ],
+)
+def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, command, memory, directory):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
+    (tmp_path / "own.py").touch()
+    python = f'#!/usr/bin/env bash\n[ "$1" = -m ] || exec {sys.executable} "$@"\n'  # the launcher does nothing
+    (tmp_path / "python").write_text(python)
+    (tmp_path / "python").chmod(0o755)
+    assert with_mocrun(tmp_path, "exit 0").submit(*command).wait(120) == 0
+    cleaned = tmp_path / "cleaned"
+    removed = f"--memory-dir|{memory}|--remove|--ended|--ckpt-dir|{directory}"
+    assert (cleaned.read_text() if cleaned.exists() else None) == (removed if directory else None)
 
 
 def test_a_container_of_another_kind_is_refused(tmp_path):
