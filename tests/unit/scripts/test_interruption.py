@@ -162,6 +162,7 @@ class Slurm:
                 **environment,
             },
             stdout=subprocess.DEVNULL,
+            stderr=(self.directory / "stderr").open("w"),
         )
 
     @property
