@@ -147,6 +147,19 @@ def _split(address: str) -> tuple[str, str]:
     return host + bracket + name, port
 
 
+def warning_of_one_endpoint(flags: Flags) -> str | None:
+    """What the first node prints at the start if its loss would end the job; None if it would not."""
+    nodes = flags.nnodes + flags.spares
+    if flags.alone or not flags.own_controllers or flags.node_rank > 0 or nodes == 1 or len(flags.endpoints) > 1:
+        return None
+    three = "--rdzv-endpoint HOST0,HOST1,HOST2"
+    remedy = f"name three nodes, {three}" if nodes > 2 else f"add --spares 1 and name three nodes, {three}"
+    return (
+        f"WARNING: if node 0 is lost, the job ends after {flags.patience_s:g} s (--patience), since --rdzv-endpoint "
+        f"names one node: {remedy}; or start the controller on another machine (--no-controller)"
+    )
+
+
 def launch(flags: Flags, reports: bool = True) -> int:
     """Runs this node's part of a job to its end; returns the exit code.
 
@@ -155,6 +168,8 @@ def launch(flags: Flags, reports: bool = True) -> int:
         reports: print what a signal that stops the job has done; a spare leaves this to the launcher that started it.
     """
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr, level=logging.INFO)
+    if (warning := warning_of_one_endpoint(flags)) is not None:
+        _log.warning(warning)
     try:
         return asyncio.run(_run(flags, _token(flags), reports))
     except StoppedError as error:

@@ -176,3 +176,14 @@ def test_a_saved_checkpoint_allows_more_requeues(template, tmp_path):
         assert submitted(tmp_path, template, saves, *RECIPE, SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="1")[0] == 0
     assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 3
     assert not [path for path in tmp_path.glob(".*") if path.name.endswith(".begun")]
+
+
+@both
+def test_mocrun_gets_three_candidates_for_the_controller(template, tmp_path):
+    slurm = Slurm(tmp_path, 'echo "$RDZV_ENDPOINT" >seen', template, SRUN[template])
+    (tmp_path / "scontrol").write_text(
+        '#!/usr/bin/env bash\n[ "$1" = show ] && printf "127.0.0.1\\nb\\nc\\nd\\n"; true\n'
+    )
+    job = slurm.submit(*RECIPE, LAUNCHER="mocrun", MASTER_PORT="28123", SLURM_JOB_NUM_NODES="2")
+    assert job.wait() == 0
+    assert (tmp_path / "seen").read_text() == "127.0.0.1:28123,b:28123,c:28123\n"
