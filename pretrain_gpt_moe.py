@@ -11,6 +11,11 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 
+from megatron.pretraining.process.early_stop import end_at_once
+
+if __name__ == "__main__":
+    end_at_once("pretrain_gpt_moe.py")  # before imports that take seconds
+
 from megatron.pretraining.arguments import parse_config, valid_config
 from megatron.pretraining.config import Config
 from moc.private_interfaces import UnknownReleaseError, refuse_import

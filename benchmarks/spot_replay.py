@@ -29,7 +29,6 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -37,6 +36,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -331,9 +332,12 @@ def main() -> int:
         of = changes(read_trace(own.directory / file), seconds * scale, scale, begin_s)
         beside = told.get(name, {}).get("ways", {})
         told[name] = {"scale": scale, "seconds": seconds, "changes": [asdict(one) for one in of], "ways": beside}
-        with multiprocessing.Pool(len(own.ways)) as pool:  # a job hears signals in the main thread of a process alone
-            jobs = {way: pool.apply_async(replay, (own, name, way, of, seconds)) for way in own.ways}
-            told[name]["ways"] |= {way: asdict(job.get()) for way, job in jobs.items()}
+        with ProcessPoolExecutor(len(own.ways)) as pool:  # a job receives signals only in the main thread of a process
+            jobs = {way: pool.submit(replay, own, name, way, of, seconds) for way in own.ways}
+            try:
+                told[name]["ways"] |= {way: asdict(job.result()) for way, job in jobs.items()}
+            except BrokenProcessPool:
+                sys.exit("spot_replay: a process of a trace was killed, maybe for want of memory: try fewer --ways")
         flags = {flag: getattr(own, flag) for flag in ("sleep", "interval", "fixed", "grow_wait", "silence", "seed")}
         write_json(own.output, {"machine": machine(load=True), "flags": flags, "traces": forecasts(own, told)})
     held = {what: holds for name, of in told.items() for what, holds in claims(name, of["ways"]).items()}

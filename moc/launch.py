@@ -8,12 +8,18 @@ says what happens when something is lost, docs/reference/exit-codes.md what the 
 
 from __future__ import annotations
 
+import os
+import sys
+
+from moc.runtime.stop_report import end_at_signals, exit_by, stop_sentence
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "mocrun":  # before imports that take a second
+    end_at_signals(lambda number: f"mocrun: {stop_sentence(number, 128 + number, None)}", exit_by)
+
 import argparse
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 from pathlib import Path
 
 import moc
@@ -142,13 +148,34 @@ def _split(address: str) -> tuple[str, str]:
     return host + bracket + name, port
 
 
-def launch(flags: Flags) -> int:
-    """Runs this node's part of a job to its end; returns the exit code."""
+def warning_of_one_endpoint(flags: Flags) -> str | None:
+    """What the first node prints at the start if its loss would end the job; None if it would not."""
+    nodes = flags.nnodes + flags.spares
+    if flags.alone or not flags.own_controllers or flags.node_rank > 0 or nodes == 1 or len(flags.endpoints) > 1:
+        return None
+    three = "--rdzv-endpoint HOST0,HOST1,HOST2"
+    remedy = f"name three nodes, {three}" if nodes > 2 else f"add --spares 1 and name three nodes, {three}"
+    return (
+        f"WARNING: if node 0 is lost, the job ends after {flags.patience_s:g} s (--patience), since --rdzv-endpoint "
+        f"names one node: {remedy}; or start the controller on another machine (--no-controller)"
+    )
+
+
+def launch(flags: Flags, reports: bool = True) -> int:
+    """Runs this node's part of a job to its end; returns the exit code.
+
+    Args:
+        flags: of the launcher.
+        reports: print what a signal that stops the job has done; a spare leaves this to the launcher that started it.
+    """
     log_to_stderr(logging.INFO)
+    if (warning := warning_of_one_endpoint(flags)) is not None:
+        _log.warning(warning)
     try:
-        return asyncio.run(_run(flags, _token(flags)))
+        return asyncio.run(_run(flags, _token(flags), reports))
     except StoppedError as error:
-        print_lines(f"mocrun: {error}", error=True)
+        if reports:
+            _log.error("%s", error)
         return 128 + error.number
     except CannotStartError as error:
         print_lines(error, error=True)
@@ -165,12 +192,12 @@ def _token(flags: Flags) -> bytes:
     return job_token.token_from_environment()
 
 
-async def _run(flags: Flags, token: bytes) -> int:
+async def _run(flags: Flags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
     if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
-        return (await _run_agent(flags, list(flags.endpoints), token, signals))[0]
+        return (await _run_agent(flags, list(flags.endpoints), token, signals, reports))[0]
     async with ControllerProcess(flags, token) as controller:
         await signals.unless_stopped(controller.start())
         endpoints = controller.endpoints
@@ -178,7 +205,7 @@ async def _run(flags: Flags, token: bytes) -> int:
         here = range(1, flags.spares + 1) if flags.alone else ()
         spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
         try:
-            code, led = await _run_agent(flags, endpoints, token, signals, again=flags.spares)
+            code, led = await _run_agent(flags, endpoints, token, signals, reports, again=flags.spares)
             if led == flags.node_rank:
                 await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents know the end
             if spares and keeping.done():
@@ -190,14 +217,17 @@ async def _run(flags: Flags, token: bytes) -> int:
 
 
 async def _run_agent(
-    flags: Flags, endpoints: list[str], token: bytes, signals: Signals, again: int = 0
+    flags: Flags, endpoints: list[str], token: bytes, signals: Signals, reports: bool, again: int = 0
 ) -> tuple[int, int]:
     """Runs this node's agent, up to ``again`` times more if the node is lost; returns as :meth:`Agent.run`."""
     while True:
         agent = Agent(flags, endpoints, token)
         try:
             with signals.heard_by(agent.signal):
-                return await agent.run()
+                code, led = await agent.run()
+            if reports and agent.stopped_by is not None:
+                _log.error("%s", stop_sentence(agent.stopped_by, code, agent.iteration))
+            return code, led
         except LostError as error:
             if not again or isinstance(error, GaveUpError):
                 raise
@@ -221,9 +251,10 @@ async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Sig
 @escapes_output
 def main() -> None:
     """The console script ``mocrun``."""
-    if children.PARENT in os.environ:  # this is a spare
+    is_spare = children.PARENT in os.environ
+    if is_spare:
         children.belong()
-    sys.exit(launch(parse(sys.argv[1:])))
+    sys.exit(launch(parse(sys.argv[1:]), reports=not is_spare))
 
 
 if __name__ == "__main__":

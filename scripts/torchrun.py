@@ -2,25 +2,40 @@
 
 Takes torchrun's arguments, and differs from it in two things:
 
-- SIGTERM and SIGUSR1 are passed on to the workers, which save and exit when they are ready. torchrun
-  kills them 30 seconds after a SIGTERM, and dies of a SIGUSR1 itself.
+- SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the workers, which save and exit when they are ready, or
+  end at once and report it. torchrun kills them 30 seconds after a SIGTERM, and dies of a SIGUSR1 itself.
 - It exits with the code of the first worker that failed, such as 75 for "saved after a signal, start
   me again". torchrun's own code is always 1.
 """
 
-import signal
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+
+from moc.runtime.stop_report import end_at_signals, exit_by, received_stops, stop_sentence
+
+if __name__ == "__main__":  # before imports that take seconds
+    end_at_signals(lambda number: f"torchrun: {stop_sentence(number, 128 + number, None)}", exit_by)
+
+import signal
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 SAVED = 75
+stopped_by: set[int] = set()
 
 
 def pass_on(number: int, _frame) -> None:
-    """Sends the signal to every worker."""
-    for worker in psutil.Process().children():
+    """Sends the signal to every worker; ends at once if there is none yet."""
+    stopped_by.add(number)
+    workers = psutil.Process().children()
+    if not workers:
+        print(f"torchrun: {stop_sentence(number, 128 + number, None)}", file=sys.stderr, flush=True)
+        exit_by(number)
+    for worker in workers:
         try:
             worker.send_signal(number)
         except psutil.NoSuchProcess:
@@ -30,14 +45,17 @@ def pass_on(number: int, _frame) -> None:
 def main() -> int:
     """Runs the workers; returns the exit code."""
     arguments = parse_args(sys.argv[1:])
-    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGUSR1, pass_on)
+    arguments.signals_to_handle = "SIGQUIT"
+    for number in received_stops():
+        signal.signal(number, pass_on)
     try:
         run(arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        print("torchrun: saved after a signal" if code == SAVED else error, file=sys.stderr)
+        if code == SAVED:
+            print("torchrun: saved after a signal", file=sys.stderr)
+        elif -code not in stopped_by:  # otherwise the worker has reported it
+            print(error, file=sys.stderr)
         return code if code > 0 else 128 - code
     return 0
 

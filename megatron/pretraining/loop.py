@@ -270,7 +270,8 @@ def leave(run: TrainingRun, stop: StopRequests) -> int:
     code = EXIT_REQUEUE if signalled else EXIT_DONE
     reason = "signal" if signalled else "limit"
     run.log.events.write("exit", iteration=run.position.iteration, reason=reason, code=code)
-    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code})")
+    how = ": the state of this iteration is saved, and the same command continues from it" if signalled else ""
+    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code}){how}")
     return code
 
 

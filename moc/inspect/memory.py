@@ -1,7 +1,8 @@
-"""Lists what jobs have left in this machine's memory (/dev/shm), and removes what no process uses.
+"""Lists what jobs have left in this machine's memory (/dev/shm), and removes what is named and no process uses.
 
 A job that was killed leaves its snapshots there, so that it can go on from them.  If it is not to be started again,
-they only take memory.
+they only take memory.  Memory of a job that was alive within its lease (mocrun --silence-timeout) is kept: the job may
+be replacing its workers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from moc.output import Parser, escapes_output, print_lines, refused
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import Leftover, leftovers, remove_leftover
+from moc.store.leftovers import Leftover, leftovers, leftovers_of, remove_leftover
 
 
 @escapes_output
@@ -19,16 +20,24 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="*", type=Path, help="only these directories, as the list shows them")
-    parser.add_argument("--remove", action="store_true", help="remove them, unless a process uses them")
+    parser.add_argument("--ckpt-dir", help="only the run whose checkpoints are in this directory or URL")
+    parser.add_argument("--all", action="store_true", help="all jobs of this user, also those that wait to resume")
+    parser.add_argument("--remove", action="store_true", help="remove what a path, --ckpt-dir or --all names")
+    parser.add_argument(
+        "--ended", action="store_true", help="the jobs have ended: do not keep what a job used within its lease"
+    )
     parser.add_argument("--memory-dir", default="/dev/shm", help="the memory file system (default: %(default)s)")
     own = parser.parse_args(argv)
+    named = bool(own.path) + (own.ckpt_dir is not None) + own.all
+    if named > 1 or (own.remove and not named):
+        parser.error("--remove needs one of: paths of directories, --ckpt-dir DIR for one run, or --all for all jobs")
     try:
-        found = leftovers(own.memory_dir)
+        found = leftovers(own.memory_dir) if own.ckpt_dir is None else leftovers_of(own.memory_dir, own.ckpt_dir)
         if unknown := {path.absolute() for path in own.path} - {one.path.absolute() for one in found}:
             raise CheckpointError(f"{min(unknown)} is no memory of a job: name directories as the list shows them")
         chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
         if own.remove:
-            return int(not all([_removed(one) for one in chosen]))  # a list: also after a failure
+            return int(not all([_removed(one, own.ended) for one in chosen]))  # a list: also after a failure
         total = f"{len(chosen)} directories, {sum(one.bytes for one in chosen) / 1e9:.3g} GB"
         print_lines(*map(_line, chosen), total)
         return 0
@@ -36,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         return refused("clean_memory", error)
 
 
-def _removed(one: Leftover) -> bool:
+def _removed(one: Leftover, ended: bool) -> bool:
     try:
-        remove_leftover(one)
+        remove_leftover(one, ended)
     except (CheckpointError, OSError) as error:
         refused("clean_memory", error)
         return False

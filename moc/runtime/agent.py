@@ -67,11 +67,15 @@ class Agent:
         flags: of the launcher.
         controllers: actual addresses of the controller candidates.
         token: the job's secret.
+
+    Attributes:
+        iteration: the newest that this node's workers have reported as completed.
     """
 
     def __init__(self, flags: Flags, controllers: list[str], token: bytes):
         self._flags, self._controllers, self._token = flags, controllers, token
         self._workers: dict[str, _Process] = {}
+        self.iteration: int | None = None
         self._clock = RunningClock(most_s=3 * WATCHES_S)
         self._generation, self._reason, self._news = 0, "", 0.0
         self._limits = HangLimits(flags.hang_caps)
@@ -83,6 +87,9 @@ class Agent:
         times = Times(flags.silence_s), flags.patience_s, max(flags.max_wait_s, BEGIN_S)
         lease = self._lease if flags.has_other_nodes else None
         self._link = ControllerLink(controllers, token, *times, lease, self._hello, self._obey)
+
+    def _completed(self, iteration: int | None) -> None:
+        self.iteration = iteration if self.iteration is None else max(self.iteration, iteration or 0)
 
     async def run(self) -> tuple[int, int]:
         """Runs until the job ends; returns its exit code, and the number of the controller candidate that led last.
@@ -130,6 +137,11 @@ class Agent:
                     await asyncio.wait(tasks, timeout=5.0)
         await self._give_memory_back()
         return code, self._link.follows
+
+    @property
+    def stopped_by(self) -> int | None:
+        """Number of the signal that ended the job as it asked to; None if the job goes on or ended otherwise."""
+        return self._ended.result()["asked"] if self._ended.done() else None
 
     async def _give_memory_back(self) -> None:
         """Removes the run's snapshots from this node's memory; a spare may hold some from an earlier place."""
@@ -266,6 +278,7 @@ class Agent:
             environment.TOGETHER: int(worker.together),
             environment.HELPERS: ",".join(map(str, worker.helpers)),
             environment.REPLICA_SERVER: self._replica_server,
+            environment.SILENCE: self._flags.silence_s,
         } | self._network()
         logs = self._flags.log_dir
         output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")
@@ -302,6 +315,7 @@ class Agent:
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
+                self._completed(said["iteration"])
             elif said["kind"] == "gives_back":
                 worker.gives_back = said["memory"]  # reported with its exit, when it takes effect
             elif said["kind"] == "broken":

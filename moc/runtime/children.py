@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from moc.runtime import async_connections as wire
-from moc.runtime.signals import STOPS
+from moc.runtime.stop_report import STOPS
 from moc.runtime.wire import WireError
 
 PARENT = "MOC_PARENT"

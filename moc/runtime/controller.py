@@ -383,7 +383,7 @@ class Controller:
             elif isinstance(order, Go):
                 self._go(order.generation)
             elif isinstance(order, End):
-                if order.reason and not self._over:
+                if order.reason and order.asked is None and not self._over:  # each launcher reports what it was asked
                     _log.error("%s", order.reason)
                 self._over = True
                 self._tell_all("end", **_told(order))
@@ -414,7 +414,7 @@ class Controller:
 
 
 def _told(end: End) -> dict:
-    return {"code": end.code, "leaving": end.leaving, "gives_back": end.gives_back}
+    return {"code": end.code, "leaving": end.leaving, "gives_back": end.gives_back, "asked": end.asked}
 
 
 @dataclass(eq=False)

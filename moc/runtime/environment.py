@@ -32,6 +32,9 @@ REPLICA_SERVER = "MOC_REPLICA_SERVER"
 LEASE = "MOC_LEASE"
 """Descriptor of the shared memory with the lease of this node's workers."""
 
+SILENCE = "MOC_SILENCE_TIMEOUT"
+"""Seconds after which a worker or a node that sends nothing is lost (``--silence-timeout``)."""
+
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Names of the network interfaces that torch and NCCL listen on."""
 

@@ -188,6 +188,8 @@ class JobMember(Job):
     def leave(self) -> None:
         """As :meth:`Job.leave`.  What cannot be aborted any more ends with this process, whose work is done."""
         assert self._groups is not None  # it is connected
+        with contextlib.suppress(WireError):  # the agent is gone, so the node is lost
+            self._say("alive", **PROGRESS.report())  # with the last iteration
         try:
             self._groups.destroy()
         except AbortError as error:

@@ -29,7 +29,7 @@ from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER, USAGE, h
 from moc.runtime.growth import Growth
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
 from moc.runtime.seating import Seating
-from moc.runtime.signals import STOPS
+from moc.runtime.stop_report import STOPS
 
 MAX_SUSPICIONS = 10
 """Most consecutive generations that begin without a loss; one more ends the job."""
@@ -257,9 +257,10 @@ class Membership:
             return self._change_members(f"the program refuses to run on {self.seating.whole} nodes")
         how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
         if code > 0:
-            return self._over(code, how, leaving=code == SAVED)
+            return self._over(code, how, leaving=code == SAVED, as_asked=code == SAVED)
         if ends := self._ends_with(worker, -code):
-            return self._over(ends, f"{how}: {FROM_WHERE}" if ends == SAVED else how)
+            reason = f"{how}: {FROM_WHERE}" if ends == SAVED else how
+            return self._over(ends, reason, as_asked=-code == self.asked and ends != SAVED)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
             return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
@@ -358,7 +359,7 @@ class Membership:
         """A signal asks the job to stop: workers save and end once all are there, and no node is taken in any more."""
         self.asked = number
         why = f"the job was asked to stop (signal {number})"
-        return [] if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
+        return [] if self.has_begun else self._over(128 + number, f"{why}: nothing has begun", as_asked=True)
 
     def waits_for(self) -> list[int]:
         """Nodes that are lost or have never joined, and that no spare replaces."""
@@ -463,8 +464,9 @@ class Membership:
         place = self.places.members[rank // self.per_node]
         return StartWorker(node, name, rank, born, together, place, self.size, helpers=helpers)
 
-    def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
-        self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)
+    def _over(self, code: int, reason: str, leaving: bool = False, as_asked: bool = False) -> list[Order]:
+        asked = self.asked if as_asked else None
+        self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None, asked)
         return [self.end]
 
 

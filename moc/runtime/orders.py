@@ -84,6 +84,7 @@ class End:
     reason: str  # one sentence; empty on success
     leaving: bool  # workers are about to exit by themselves, and get time to do so
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
+    asked: int | None = None  # number of the signal that asked for this end; launchers report it
 
 
 Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End

@@ -17,6 +17,7 @@ class Progress:
         self._at: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
         self._waits = False
+        self.iteration: int | None = None  # completed by this process, or that it resumed from
 
     def enter(self, section: str) -> None:
         """Enters a section, possibly the same again; the previous one is complete, and its duration is recorded."""
@@ -39,10 +40,14 @@ class Progress:
             self._waits = False
 
     def report(self) -> dict:
-        """``section`` (None for none), ``since`` (seconds in it), ``waits``, and ``longest`` (seconds, by section)."""
+        """Reports ``section`` (None for none), ``since`` (seconds in it), ``waits``, ``longest`` and ``iteration``.
+
+        ``longest`` has seconds by section.
+        """
         section, since = self._at
         longest = dict(self._longest)
-        return dict(section=section, since=time.monotonic() - since, waits=self._waits, longest=longest)
+        since_s = time.monotonic() - since
+        return dict(section=section, since=since_s, waits=self._waits, longest=longest, iteration=self.iteration)
 
 
 PROGRESS = Progress()

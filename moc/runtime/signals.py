@@ -8,17 +8,16 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from moc.runtime.stop_report import STOPS, received_stops, stop_sentence
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Launchers handle these, and forward them."""
+T = TypeVar("T")
 
 
 class StoppedError(Exception):
     """The job was asked to stop, by the signal ``number``, before anything had begun."""
 
     def __init__(self, number: int):
-        super().__init__(f"asked to stop (signal {number}): nothing has begun")
+        super().__init__(stop_sentence(number, 128 + number, None))
         self.number = number
 
 
@@ -30,7 +29,7 @@ class Signals:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listeners: list[Callable[[int], object]] = []
         self._come: list[int] = []
-        for number in STOPS:
+        for number in received_stops():
             asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launchers start their children with these blocked
 

@@ -33,7 +33,7 @@ from typing import NoReturn
 from moc import private_interfaces
 from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
-from moc.runtime.signals import STOPS
+from moc.runtime.stop_report import STOPS
 
 _DESCRIPTORS = 1 << 16
 _CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
@@ -170,9 +170,8 @@ class Zygote:
 
     def _forget_zygote(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGCHLD, *STOPS):  # SIGINT too: a worker has nobody to show a KeyboardInterrupt to
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         for descriptor in (self._orders, self._tell, self._woken, self._wake):
             os.close(descriptor)
@@ -203,8 +202,6 @@ def work(script: str, arguments: list[str]) -> NoReturn:
     code = 1
     try:
         code = run(script, arguments)
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
     except BaseException as error:
         print_traceback(error)
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from moc.runtime import environment
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
 from moc.session.engine import Listener
@@ -12,6 +14,7 @@ from moc.session.settings import Settings
 from moc.session.tiers import Tiers
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
+from moc.store.leases import DEFAULT_S, record_lease
 from moc.store.leftovers import Leftover, leftover
 from moc.store.locate import place_of
 from moc.store.runs import Run, begin_run, record_run
@@ -58,6 +61,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
         if tiers.memory is not None and tiers.leads_node:
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
+            record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))
 
     run_on_all(take, "cannot use a directory for snapshots")
     if problem := first_reported(problem):
@@ -92,5 +96,6 @@ def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None
     for path, nbytes in told.items():
         log.message(
             f"WARNING: {path} has {nbytes / 1e9:.3g} GB of another run whose snapshots were in {settings.directory}: "
-            "they are not used; if that run is not to be started again, remove them with tools/clean_memory.py --remove"
+            "they are not used; if that run is not to be started again, remove them with "
+            f"tools/clean_memory.py --remove {path}"
         )

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.recovery.folds import RULES
+from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
@@ -90,6 +91,7 @@ class Session(VoteParticipant):
             raise NoRecoveryPoint
         else:
             self.position = self._elsewhere.load() or Position()
+        PROGRESS.iteration = self.position.iteration
         self.remains.trained = True
         self.remains.progress.move_to(None)
         return self.position
@@ -164,9 +166,11 @@ class Session(VoteParticipant):
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
+        PROGRESS.iteration = self.position.iteration
         if self._running is None:
             return self.position
         parts, _ = self._running
+        parts.tiers.renew_lease()
         if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
             if self._chooser is not None:

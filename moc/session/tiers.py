@@ -14,6 +14,7 @@ from moc.runtime.world import World
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
+from moc.store.leases import renew_lease
 from moc.store.locate import place_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
@@ -44,6 +45,11 @@ class Tiers:
     node: tuple[int, ...]
     persist_interval: int | None
     keep: int
+
+    def renew_lease(self) -> None:
+        """Shows that the job in this node's memory is alive (:mod:`moc.store.leases`)."""
+        if self.memory is not None and self.leads_node:
+            renew_lease(Path(self.memory.place.name))
 
     @property
     def before(self) -> Store | None:

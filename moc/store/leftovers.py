@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from pathlib import Path
 from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
+from moc.store.leases import lease_left_s
+from moc.store.locate import place_of
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import SOCKETS, memory_homes, memory_of_node
+from moc.store.tiers import SOCKETS, is_memory_of_run, memory_homes, memory_of_node, memory_of_run
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,20 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
     return [leftover(path) for path in there if _is_ours(path)]
 
 
+def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
+    """The memory of the run whose checkpoints are in a directory or URL, on all nodes that share this machine.
+
+    Raises:
+        CheckpointError: no run has begun there, or as :func:`leftovers`.
+        OSError: the place of the checkpoints cannot be read.
+    """
+    run = run_of(place_of(job))
+    if run is None:
+        raise CheckpointError(f"no run has begun in {job}: name the directory or URL of its checkpoints")
+    path = memory_of_run(memory_dir, job, run.run)
+    return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
+
+
 def _is_ours(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and path.name != SOCKETS
 
@@ -63,15 +80,24 @@ def leftover(path: Path) -> Leftover:
     return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
 
 
-def remove_leftover(one: Leftover) -> None:
+def remove_leftover(one: Leftover, ended: bool = False) -> None:
     """Removes a leftover.
 
+    Args:
+        one: the leftover.
+        ended: its job is known to have ended, so that its lease does not matter.
+
     Raises:
-        CheckpointError: a process uses the memory.
+        CheckpointError: a process uses the memory, or the job's lease has not expired.
         OSError: it cannot be removed.
     """
     if users := tuple(_users(one.path)):
         raise CheckpointError(f"{one.path} is used by process {users[0]}: stop that job first")
+    if not ended and (left_s := lease_left_s(one.path)) > 0:
+        raise CheckpointError(
+            f"{one.path} is of a job that was alive a moment ago and may continue: wait {math.ceil(left_s)} s, or give "
+            "--ended if that job has ended"
+        )
     _remove(one.path)
 
 

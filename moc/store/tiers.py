@@ -61,12 +61,16 @@ def memory_of_node(run: Path, node: str) -> list[Path]:
     return [run, _of_node(run, node)]
 
 
+def is_memory_of_run(path: Path, run: Path) -> bool:
+    """Whether a directory is a run's memory (:func:`memory_of_run`), on whichever node, in any of the user's homes."""
+    return path.name == run.name or path.name.startswith(f"{run.name}{_OF_NODE}")
+
+
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
     """The memory left on this machine by other runs with the same checkpoint address."""
     name = _common_name(job)
     found = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir() if path.name.startswith(name))
-    mine = f"{name}{run}"
-    return [path for path in found if path.name != mine and not path.name.startswith(f"{mine}{_OF_NODE}")]
+    return [path for path in found if not is_memory_of_run(path, Path(f"{name}{run}"))]
 
 
 def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:

@@ -1,40 +1,67 @@
 # shellcheck shell=bash
-# Sourced by mocrun.sbatch and node.sh: who of a job is left, what it has come to, and what follows.
+# Sourced by the templates and node.sh: who of a job is left, what it has come to, and what follows.
 #
 # They know each other by files in $PRIVATE, on storage that all nodes see: alive.batch and alive.K are
-# touched while the batch script and the task of node K live, code.K says what node K's launcher ended
+# written again while the batch script and the task of node K live (their content, since NFS shows the content
+# of a file that is opened, but its times of up to a minute ago), code.K says what node K's launcher ended
 # with, "interrupted" that Slurm asked to stop, and "over" that the batch script has decided.
 
-BEAT_S=${BEAT_S:-10}    # how often files are touched
+BEAT_S=${BEAT_S:-10}    # how often files are written
 LOOK_S=${LOOK_S:-1}     # and looked at
-LOST_S=${LOST_S:-60}    # whose file has not been touched for so long is lost
+LOST_S=${LOST_S:-60}    # whose file has not been written for so long is lost
 START_S=${START_S:-900} # and who has never been there; containers may be fetched first
 MAX_REQUEUES=${MAX_REQUEUES:-3}
 
-declare -A touched=() since=()
+declare -A written=() since=()
 looked=$SECONDS
 
 remove_private() { # renamed first: a node that beats meanwhile would put its file back
     if mv "$PRIVATE" "$PRIVATE.over" 2>/dev/null; then rm -rf "$PRIVATE.over"; fi
 }
 
-say() { echo "$(date '+%F %T') mocrun: $*"; }
+say() { echo "$(date '+%F %T') ${TEMPLATE:-mocrun}: $*"; }
 
-look() { # notes whose file has been touched since the last look, after touching that of NAME, our own
-    local file when now
-    touch "$PRIVATE/alive.$1" 2>/dev/null || true
+values_of() { # FLAG WORDS...: the values of a flag, a line for each
+    local flag=$1 last='' word
+    shift
+    for word in "$@"; do
+        [[ $last != "$flag" ]] || printf '%s\n' "$word"
+        [[ $word != "$flag="* ]] || printf '%s\n' "${word#*=}"
+        last=$word
+    done
+}
+
+directory_of_recipe() { # WORDS...: CHECKPOINT_DIR of scripts/train.sh; flags of the launcher may stand before it
+    local words=() last='' word
+    for word in "$@"; do
+        [[ $word == --* || $last == --launcher ]] || words+=("$word")
+        last=$word
+    done
+    echo "${words[3]:-}"
+}
+
+beat() { # writes the file of NAME; each time other text
+    echo "$EPOCHREALTIME" 2>/dev/null >"$PRIVATE/alive.$1"
+}
+
+look() { # notes whose file has been written since the last look, after writing that of NAME, our own
+    local file text now
+    beat "$1" 2>/dev/null || true
     now=$SECONDS
     ((now - looked <= LOST_S - 2 * BEAT_S)) || since=() # storage, or this shell, stood still: nobody else is to blame
     looked=$now
-    while read -r file when; do
-        [[ ${touched[$file]:-} == "$when" && -n ${since[$file]:-} ]] && continue
-        touched[$file]=$when since[$file]=$now
-    done < <(cd "$PRIVATE" && stat --format='%n %y' alive.* 2>/dev/null)
+    for file in "$PRIVATE"/alive.*; do
+        text=$(cat "$file" 2>/dev/null) || continue
+        file=${file##*/}
+        [[ -n $text ]] || text=${written[$file]:-empty} # it is being written
+        [[ ${written[$file]:-} == "$text" && -n ${since[$file]:-} ]] && continue
+        written[$file]=$text since[$file]=$now
+    done
 }
 
-is_gone() { # whether NAME has not touched its file for too long, by this shell's own clock
+is_gone() { # whether NAME has not written its file for too long, by this shell's own clock
     local file=alive.$1
-    if [[ -n ${touched[$file]:-} ]]; then
+    if [[ -n ${written[$file]:-} ]]; then
         ((SECONDS - ${since[$file]:-SECONDS} > LOST_S))
     else
         ((SECONDS > START_S))
@@ -97,12 +124,12 @@ has_saved() { # whether a checkpoint was published since the job began this time
         ((SECONDS >= START_S))
         return
     fi
-    [[ -n $(find "${places[@]}" -maxdepth 3 -newer "$PRIVATE/begun" \
+    [[ -n $(find "${places[@]}" -maxdepth 3 -newer "$BEGUN" \
         \( -name manifest.json -o -name latest_checkpointed_iteration.txt \) -print -quit) ]]
 }
 
-requeue() { # puts the job back in the queue; fails if it must not, or cannot
-    local count lost state
+may_requeue() { # whether the job may go back to the queue; counts it
+    local count state
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=
     if [[ $state != RUNNING ]]; then
         say "not requeued: Slurm says that the job is ${state:-gone}"
@@ -115,6 +142,11 @@ requeue() { # puts the job back in the queue; fails if it must not, or cannot
         return 1
     fi
     echo $((count + 1)) >"$REQUEUES"
+}
+
+requeue() { # puts the job back in the queue; fails if it must not, or cannot
+    local lost
+    may_requeue || return 1
     lost=$(lost_nodes)
     remove_private
     trap '' TERM # Slurm ends this script too, but gives it a moment (KillWait)

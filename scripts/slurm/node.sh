@@ -13,12 +13,17 @@ case ${1:---help} in
         exit
         ;;
 esac
+. "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/job_end.sh"
+prepare_node
+cpus_of_task
 
 me=$SLURM_NODEID
 export NODE_RANK=$me
 [[ -n ${VIRTUAL_ENV:-}${CONDA_PREFIX:-}$CONTAINER || ! -x .venv/bin/python ]] || PATH=$PWD/.venv/bin:$PATH
-TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/mocrun-$SLURM_JOB_ID-XXXXXX") && export TMPDIR
+TMPDIR=$(mktemp -d "$TMPDIR/mocrun-$SLURM_JOB_ID-XXXXXX") && export TMPDIR
+! ((me < 3)) || ! listens "$MASTER_PORT" ||
+    say "port $MASTER_PORT is in use on this node, which the controller may need: give another MASTER_PORT"
 
 contained() { # runs a command where the job's container is, if it has one; see mocrun.sbatch
     local image=${CONTAINER#*:} flags
@@ -28,7 +33,7 @@ contained() { # runs a command where the job's container is, if it has one; see 
             exec apptainer exec --nv --bind "$PWD" --bind "$TMPDIR" --pwd "$PWD" "${flags[@]}" "$image" "$@"
             ;;
         pyxis:*) # a step of its own, since srun starts all of a step in the container
-            exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --container-image="$image" \
+            exec srun --overlap --nodes=1 --ntasks=1 "${cpu_flags[@]}" --nodelist="$SLURMD_NODENAME" --container-image="$image" \
                 --container-workdir="$PWD" --container-mounts="$PWD:$PWD,$TMPDIR:$TMPDIR,/dev/shm:/dev/shm" \
                 "${flags[@]}" "$@"
             ;;
@@ -41,7 +46,10 @@ clean() { # what this node's part of the job leaves; memory is kept for a job th
     kill -KILL "$beats" 2>/dev/null
     case $KEEP_MEMORY:${status:-} in
         yes:75 | yes:70 | yes:137 | yes:) ;;
-        *) [[ ! -e tools/clean_memory.py ]] || (contained python tools/clean_memory.py --remove) ;;
+        *)
+            [[ ! -e tools/clean_memory.py || $SNAPSHOTS == /snapshots ]] ||
+                (contained python tools/clean_memory.py --memory-dir "$MEMORY" --remove --ended --ckpt-dir "$SNAPSHOTS")
+            ;;
     esac
     rm -rf "$TMPDIR"
 }
@@ -56,12 +64,12 @@ asked=no launcher='' beats=''
 trap pass_on TERM
 trap 'touch "$PRIVATE/interrupted"; pass_on' USR1 # the time is nearly over
 
-touch "$PRIVATE/alive.$me" # from now on its loss is noticed
+beat "$me" # from now on its loss is noticed
 (contained "$@") &
 launcher=$!
 (
     trap '' TERM USR1 # Slurm signals all processes of a task
-    while kill -0 $$ 2>/dev/null; do touch "$PRIVATE/alive.$me" && sleep "$BEAT_S"; done
+    while kill -0 $$ 2>/dev/null; do beat "$me" && sleep "$BEAT_S"; done
 ) &
 beats=$!
 [[ $asked == no ]] || pass_on

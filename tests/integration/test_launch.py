@@ -292,7 +292,37 @@ def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
         job.reach(iteration)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         assert job.wait() == 130
-        assert job.left() == [] and "started again" not in job.console and "Traceback" not in job.console
+        assert job.left() == [] and "started again" not in job.console
+        assert_reported(job.console, "SIGINT", 130)
+
+
+def assert_reported(console, name, code, iteration=""):
+    """One line names the signal, the exit code and the iteration; nothing else reports what the signal has caused."""
+    found = [line for line in console.splitlines() if name in line]
+    assert len(found) == 1 and f"exit code {code}" in found[0] and "the same command" in found[0], console
+    assert iteration in found[0]
+    for noise in ("Traceback", "Error", "failed", "was killed by signal", "asked to stop"):
+        assert noise not in console, console
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["at once", "saved"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name)
+def test_every_signal_is_reported_in_one_line(number, saves, flags, tmp_path):
+    with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=saves), tmp_path / "job") as job:
+        job.reach(3)
+        job.process.send_signal(number)
+        code = 75 if saves else 128 + number
+        assert job.wait() == code
+        assert_reported(job.console, number.name, code, f"iteration {job.iteration} " if saves else "iteration ")
+
+
+def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
+    evaluates = dict(train_iters=5000, eval_interval=2, eval_iters=100_000, exit_signal_handler=True)
+    with Launched("EP2", flags | evaluates, tmp_path / "job") as job:
+        job.reach(2)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 75
+        assert_reported(job.console, "SIGINT", 75, "iteration 2 ")
 
 
 @pytest.mark.parametrize("node, missing", [(0, 1), (1, 0)], ids=["for the other", "for the first"])
@@ -301,7 +331,8 @@ def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
         job.launchers[missing].kill()
         job.starts("moc.runtime.zygote", node)
         job.launchers[node].send_signal(signal.SIGTERM)
-        assert job.launchers[node].wait(60) == 143 and "nothing has begun" in job.console
+        assert job.launchers[node].wait() == 143
+        assert "SIGTERM" in job.console and "exit code 143" in job.console
 
 
 def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):

@@ -12,8 +12,10 @@ from contextlib import contextmanager, nullcontext, suppress
 import pytest
 
 from benchmarks.live.job import Events
+from moc.inspect import memory
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError
+from moc.store.leases import lease_left_s
 from moc.store.tiers import memory_found
 from tests import warm
 from tests.worlds import REPOSITORY
@@ -25,11 +27,11 @@ ITERATIONS = 240
 class Run:
     """Two workers of the example under our launcher; started as a user does, or by :mod:`tests.warm`."""
 
-    def __init__(self, directory, iterations, starts, program):
+    def __init__(self, directory, iterations, starts, program, flags=()):
         self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
         self._snapshots = directory / "snapshots"
         where = ["--ckpt-dir", self._snapshots, "--log-dir", directory / "log", "--iterations", iterations]
-        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", program, *where]
+        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", *flags, program, *where]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         self._console.parent.mkdir(exist_ok=True)
         with open(self._console, "a") as console, starts():
@@ -77,8 +79,8 @@ class Run:
 
 
 @contextmanager
-def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPLE):
-    run = Run(directory, iterations, starts, program)
+def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPLE, flags=()):
+    run = Run(directory, iterations, starts, program, flags)
     try:
         yield run
     finally:
@@ -109,6 +111,30 @@ def test_a_run_that_has_ended_goes_on_from_storage(undisturbed, tmp_path):
     with running(tmp_path / "run") as run:
         assert run.end() == undisturbed
         assert f"iter_{ITERATIONS // 2:07}" in run.console
+
+
+def test_a_killed_job_keeps_its_memory_within_its_lease(tmp_path, capsys):
+    """The lease is the launcher's --silence-timeout; each iteration renews it."""
+    with running(tmp_path / "run", flags=("--silence-timeout", "77")) as run:
+        run.reach(10)
+        left = memory_found(Settings.memory_directory, str(tmp_path / "run" / "snapshots")).root
+        os.utime(left / ".lease", (0, 0))
+        run.reach(12)
+        assert 60 < lease_left_s(left) <= 77
+        run.process.kill()
+        run.process.wait()
+        remove = ["--remove", "--ckpt-dir", str(tmp_path / "run" / "snapshots")]
+        deadline = time.monotonic() + 120
+        while "used by" in clean(capsys, *remove):  # workers die with their launcher
+            assert time.monotonic() < deadline
+        assert left.exists()
+        assert memory.main([*remove, "--ended"]) == 0 and not left.exists()
+
+
+def clean(capsys, *words):
+    """What the tool writes to standard error when it refuses to remove memory."""
+    assert memory.main([*words]) == 1
+    return capsys.readouterr().err
 
 
 def test_it_is_short_and_knows_no_engine_of_ours():

@@ -3,7 +3,7 @@
 import pytest
 
 import moc
-from moc.launch import parse
+from moc.launch import parse, warning_of_one_endpoint
 from moc.runtime.hangs import CAPS
 
 ENDPOINT = ("--rdzv-endpoint", "node0:29500")
@@ -58,6 +58,31 @@ def test_several_nodes_may_have_the_controller():
     flags = parsed("--nnodes", "3", "--rdzv-endpoint", "h0:5,h1,[::1]:6")
     assert flags.endpoints == ("h0:5", "h1:29400", "[::1]:6")
     assert not parsed("--nnodes", "3", "--rdzv-endpoint", "ctl:5", "--no-controller").own_controllers
+
+
+THREE = ("--nnodes", "3", "--rdzv-endpoint", "h0,h1,h2")
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        (("--nnodes", "3", *ENDPOINT), ("--rdzv-endpoint", "--no-controller", "--patience", "60 s")),
+        (
+            ("--nnodes", "2:4", *ENDPOINT, "--patience", "5"),
+            ("--rdzv-endpoint", "--no-controller", "--patience", "5 s"),
+        ),
+        (("--nnodes", "2", *ENDPOINT), ("--spares 1", "--rdzv-endpoint", "--no-controller")),  # two are no majority
+        (("--nnodes", "3", *ENDPOINT, "--node-rank", "1"), None),  # the first node alone prints it
+        (("--nnodes", "3", *ENDPOINT, "--no-controller"), None),
+        (THREE, None),
+        (("--spares", "1"), None),  # all of it is on this machine
+        ((), None),
+    ],
+)
+def test_a_sole_candidate_for_the_controller_is_announced(flags, names):
+    warning = warning_of_one_endpoint(parsed(*flags))
+    assert (warning is None) == (names is None)
+    assert all(name in (warning or "") for name in names or ())
 
 
 @pytest.mark.parametrize(

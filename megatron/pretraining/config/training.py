@@ -22,7 +22,7 @@ class TrainingFlags(FlagGroup):
     skip_train: bool = flag(False, "Do not train: resume, save if --save is given, evaluate, and exit.")
     exit_interval: int | None = flag(None, "Save and exit at the next multiple of this many iterations.", limits=">= 1")
     exit_duration_in_mins: int | None = flag(None, "Save and exit after this many minutes.", limits=">= 1")
-    exit_signal_handler: bool = flag(False, "Save and exit on --exit-signal, SIGTERM or SIGUSR1.")
+    exit_signal_handler: bool = flag(False, "Save and exit on --exit-signal, SIGTERM, SIGINT, SIGUSR1 or SIGHUP.")
     exit_signal: str = flag(
         "SIGTERM", "Signal of --exit-signal-handler.", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
     )

@@ -219,12 +219,13 @@ def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor |
         return
     # fork: workers inherit the loaded tokenizer instead of spending seconds on imports
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _start_worker, (encode,)) as pool:
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
+    try:
         pool.submit(int).result()  # forks all workers now, before a progress bar starts a thread
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        yield pool
+    finally:
+        # once, and with wait: a later call would not wait for the pool's thread, which the interpreter's exit breaks
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:

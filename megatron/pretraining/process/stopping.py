@@ -8,6 +8,7 @@ import time
 from megatron.pretraining.config import Config
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Job
+from moc.runtime.stop_report import received_stops
 from moc.runtime.world import World
 
 EXIT_DONE = 0
@@ -19,16 +20,16 @@ class StopRequested(Exception):
 
     def __init__(self):
         super().__init__(
-            f"exiting in set-up after a signal (exit code {EXIT_REQUEUE}), with nothing to save: the same command goes "
-            "on from the newest snapshot or checkpoint that is whole, or begins if there is none"
+            f"exiting in set-up after a signal (exit code {EXIT_REQUEUE}), with nothing to save: the same command "
+            "continues from the newest snapshot or checkpoint that is whole, or begins if there is none"
         )
 
 
 class StopRequests:
     """Records, from its construction on, whether this worker has been asked to stop.
 
-    With ``--exit-signal-handler``, SIGTERM, SIGUSR1 and ``--exit-signal`` request it; ``--exit-duration-in-mins``
-    requests it when the time is over.
+    With ``--exit-signal-handler``, SIGTERM, SIGINT, SIGUSR1, SIGHUP and ``--exit-signal`` request it.
+    ``--exit-duration-in-mins`` requests it when the time is over.
     """
 
     def __init__(self, config: Config):
@@ -37,7 +38,7 @@ class StopRequests:
         minutes = config.training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         if config.training.exit_signal_handler:
-            for number in {signal.SIGTERM, signal.SIGUSR1, getattr(signal, config.training.exit_signal)}:
+            for number in {*received_stops(), getattr(signal, config.training.exit_signal)}:
                 signal.signal(number, self._note)
 
     def _note(self, number, frame) -> None:

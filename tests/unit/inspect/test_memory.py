@@ -6,13 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from moc.inspect import memory
 from moc.store.claims import Claim
+from moc.store.leases import lease_left_s, record_lease, renew_lease
 from moc.store.leftovers import leftovers
-from moc.store.runs import Run, record_run
+from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
@@ -69,40 +71,108 @@ def clean(capsys, tmp_path, *argv):
     return code, said.out, said.err
 
 
-def test_what_is_left_is_listed_and_removed(left, capsys, tmp_path):
-    taken = sum({f.stat().st_ino: f.stat().st_blocks * 512 for f in left[0].root.rglob("*") if f.is_file()}.values())
+def alive(place, seconds_ago, lease_s=30.0):
+    """Records the lease of a job that was alive so many seconds ago."""
+    record_lease(place, lease_s)
+    for path in (place.root, *place.root.rglob("*")):
+        os.utime(path, (time.time() - seconds_ago,) * 2, follow_symlinks=False)
+
+
+@pytest.fixture
+def ended(left):
+    """The same memory, of jobs that ended long ago."""
+    for place in left:
+        alive(place, 3600)
+    return left
+
+
+def test_leftovers_are_listed_and_removed(ended, capsys, tmp_path):
+    taken = sum({f.stat().st_ino: f.stat().st_blocks * 512 for f in ended[0].root.rglob("*") if f.is_file()}.values())
     assert [(one.run, one.newest, one.bytes > 0, one.used_by) for one in leftovers(tmp_path)] == [
         ("aaaaaaaaaaaaaaaa", 20, True, ()),
         ("bbbbbbbbbbbbbbbb", None, True, ()),
     ]
-    assert leftovers(tmp_path)[0].bytes == taken  # what has two names is there once
+    assert leftovers(tmp_path)[0].bytes == taken  # a file with two names counts once
     code, out, _ = clean(capsys, tmp_path)
     assert (
         code == 0
         and "iteration 20  run aaaaaaaaaaaaaaaa in /data/ckpt\n" in out
         and "no snapshot  run bbbbbbbbbbbbbbbb" in out
     )
-    code, out, _ = clean(capsys, tmp_path, left[0].root, "--remove")
-    assert code == 0 and out.startswith(f"removed  {left[0].root}")
-    assert not left[0].root.exists() and left[1].root.exists()
-    assert clean(capsys, tmp_path, "--remove")[0] == 0
+    code, out, _ = clean(capsys, tmp_path, ended[0].root, "--remove")
+    assert code == 0 and out.startswith(f"removed  {ended[0].root}")
+    assert not ended[0].root.exists() and ended[1].root.exists()
+    assert clean(capsys, tmp_path, "--remove", "--all")[0] == 0
     assert leftovers(tmp_path) == []
 
 
-def test_what_a_process_uses_stays_until_it_is_killed(left, user, capsys, tmp_path):
-    store = Store(left[0])
+@pytest.mark.parametrize("chosen", [[], ["--all", "path"], ["--all", "--ckpt-dir", "path"]])
+def test_removal_names_what_it_removes(ended, capsys, tmp_path, chosen):
+    with pytest.raises(SystemExit) as end:
+        clean(capsys, tmp_path, "--remove", *(ended[0].root if one == "path" else one for one in chosen))
+    assert end.value.code == 2 and "--all" in capsys.readouterr().err
+    assert len(leftovers(tmp_path)) == 2
+
+
+def test_a_checkpoint_directory_names_the_memory_of_its_run_alone(capsys, tmp_path):
+    """Other runs stay: of other directories, and of the same directory before it was made again."""
+    memory, here, there = tmp_path / "memory", tmp_path / "here", tmp_path / "there"
+    memory.mkdir()
+    runs = {name: begin_run(LocalPlace(name), str(name)).run for name in (here, there)}
+    mine = [memory_place(memory, str(here), runs[here], node) for node in (None, "0", "1")]
+    others = [memory_place(memory, str(there), runs[there]), memory_place(memory, str(here), "bbbbbbbbbbbbbbbb", "0")]
+    for place in (*mine, *others):
+        alive(place, 3600)
+    assert all(str(one.root) in clean(capsys, memory, "--ckpt-dir", here)[1] for one in mine)
+    assert clean(capsys, memory, "--remove", "--ckpt-dir", here)[0] == 0
+    assert not any(one.root.exists() for one in mine) and all(one.root.exists() for one in others)
+    code, _, err = clean(capsys, memory, "--remove", "--ckpt-dir", tmp_path / "nowhere")
+    assert code == 1 and "nowhere" in err and all(one.root.exists() for one in others)
+
+
+@pytest.mark.parametrize("chosen", ["path", "all"])
+@pytest.mark.parametrize("ago, lease_s, stays", [(1, 30, True), (31, 30, False), (31, 60, True), (1, 0.5, False)])
+def test_a_job_younger_than_its_lease_stays(left, capsys, tmp_path, chosen, ago, lease_s, stays):
+    for place in left:
+        alive(place, ago, lease_s)
+    words = [left[0].root, left[1].root] if chosen == "path" else ["--all"]
+    code, _, err = clean(capsys, tmp_path, "--remove", *words)
+    assert (code, [one.root.exists() for one in left]) == (int(stays), [stays, stays])
+    assert ("--ended" in err) == stays
+    assert clean(capsys, tmp_path, "--remove", *words, "--ended")[0] == 0 or not stays
+    assert leftovers(tmp_path) == []
+
+
+def test_memory_without_a_lease_stays_as_long_as_by_default(left, capsys, tmp_path):
+    assert clean(capsys, tmp_path, "--remove", "--all")[0] == 1 and len(leftovers(tmp_path)) == 2
+    (left[0].root / ".lease").write_text("{")
+    assert clean(capsys, tmp_path, "--remove", "--all")[0] == 1 and len(leftovers(tmp_path)) == 2
+
+
+def test_a_renewed_lease_is_young(left):
+    alive(left[0], 3600)
+    assert lease_left_s(left[0].root) <= 0
+    renew_lease(left[0].root)
+    assert 25 < lease_left_s(left[0].root) <= 30
+    shutil.rmtree(left[0].root)
+    renew_lease(left[0].root)  # a newer generation may have removed the directory
+    assert not left[0].root.exists()
+
+
+def test_memory_that_a_process_uses_stays_until_it_is_killed(ended, user, capsys, tmp_path):
+    store = Store(ended[0])
     before = files(store)
-    code, out, err = clean(capsys, tmp_path, "--remove")
-    assert code == 1 and err == f"clean_memory: {left[0].root} is used by process {user.pid}: stop that job first\n"
-    assert files(store) == before and not left[1].root.exists()
+    code, out, err = clean(capsys, tmp_path, "--remove", "--all", "--ended")
+    assert code == 1 and err == f"clean_memory: {ended[0].root} is used by process {user.pid}: stop that job first\n"
+    assert files(store) == before and not ended[1].root.exists()
     assert f"used by process {user.pid}" in clean(capsys, tmp_path)[1]
     user.send_signal(signal.SIGKILL)
     user.wait()
-    assert clean(capsys, tmp_path, "--remove")[0] == 0
+    assert clean(capsys, tmp_path, "--remove", "--all", "--ended")[0] == 0
     assert leftovers(tmp_path) == []
 
 
-def test_nothing_else_is_removed(left, capsys, tmp_path):
+def test_nothing_else_is_removed(ended, capsys, tmp_path):
     (tmp_path / "others").mkdir()
     code, _, err = clean(capsys, tmp_path, tmp_path / "others", "--remove")
     assert code == 1 and "is no memory of a job" in err

@@ -3,7 +3,7 @@
 import signal
 
 from moc.runtime.children import belong
-from moc.runtime.signals import STOPS
+from moc.runtime.stop_report import STOPS
 
 if __name__ == "__main__":
     belong()

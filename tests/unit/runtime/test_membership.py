@@ -347,7 +347,7 @@ def test_it_is_said_why_a_worker_was_killed():
 def test_a_job_whose_program_ends_by_the_signal_that_asks_it_to_stop_is_over():
     membership, names = running()
     membership.stopping(15)
-    assert membership.ended(names[0], -15) == [End(143, "worker 0 was killed by signal 15", False)]
+    assert membership.ended(names[0], -15) == [End(143, "worker 0 was killed by signal 15", False, asked=15)]
 
 
 def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
@@ -390,7 +390,9 @@ def test_a_job_that_was_asked_to_stop_does_not_start_over():
 def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
     membership = Membership(SIZE, PER_NODE, 1000)
     membership.joined(0)
-    assert membership.stopping(2) == [End(130, "the job was asked to stop (signal 2): nothing has begun", False)]
+    assert membership.stopping(2) == [
+        End(130, "the job was asked to stop (signal 2): nothing has begun", False, asked=2)
+    ]
 
     membership = Membership(SIZE, PER_NODE, 1000)
     assert membership.joined(0, asked=15)[0].code == 143

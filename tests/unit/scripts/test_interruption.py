@@ -58,6 +58,54 @@ def test_torchrun_lets_workers_save_and_passes_on_their_code(tmp_path):
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
+ENDS = """
+import os, pathlib, signal, sys, time
+sys.path.insert(0, sys.argv[2])
+from megatron.pretraining.process.early_stop import end_at_once
+from moc.runtime.progress import PROGRESS
+end_at_once("worker.py")
+PROGRESS.iteration = 7
+pathlib.Path(sys.argv[1], os.environ.get("RANK", "0")).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_signal_that_ends_workers_is_reported_in_one_line(tmp_path, launcher, number):
+    (tmp_path / "worker.py").write_text(ENDS)
+    torchrun = [ROOT / "scripts" / "torchrun.py", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [sys.executable, *(torchrun if launcher == "torchrun" else []), tmp_path / "worker.py", tmp_path, ROOT],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until_exist(process, *(tmp_path / str(rank) for rank in range(2 if launcher == "torchrun" else 1)))
+    process.send_signal(number)
+    said = process.communicate()[1]
+    assert process.returncode == (128 + number if launcher == "torchrun" else -number)
+    (line,) = [line for line in said.splitlines() if number.name in line]
+    assert "iteration 7 " in line and f"exit code {128 + number}" in line and "Traceback" not in said
+
+
+@pytest.mark.parametrize("program", ["scripts/torchrun.py", "moc/launch.py"])
+def test_a_signal_while_a_launcher_imports_is_reported_in_one_line(tmp_path, program):
+    """A module that the launcher imports early waits, as on a slow file system."""
+    name = "psutil" if program.startswith("scripts") else "asyncio"
+    slow = "import pathlib, time\npathlib.Path(__file__).with_name('imports').touch()\ntime.sleep(1000)\n"
+    (tmp_path / f"{name}.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, ROOT / program, "--standalone", "worker.py"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until_exist(process, tmp_path / "imports")
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130 and len(said.splitlines()) == 1 and "SIGINT" in said and "exit code 130" in said
+
+
 ONE_TASK = """
 echo $$ >pids
 while [ "$1" != bash ]; do shift; done
@@ -114,6 +162,7 @@ class Slurm:
                 **environment,
             },
             stdout=subprocess.DEVNULL,
+            stderr=(self.directory / "stderr").open("w"),
         )
 
     @property
@@ -285,16 +334,44 @@ def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
     assert (tmp_path / "seen").read_text() == "a b\n"
 
 
+RECIPE = "it", "a", "b", "c d"
+CLEAN = "import sys, pathlib; pathlib.Path('cleaned').write_text('|'.join(sys.argv[1:]))"
+
+
 @pytest.mark.parametrize("code, keep, cleaned", [(0, "yes", True), (75, "yes", False), (75, "no", True)])
 def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "clean_memory.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).touch()")
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "temporary").mkdir()
     training = f"touch $TMPDIR/there; exit {code}"
-    job = with_mocrun(tmp_path, training).submit(TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
+    job = with_mocrun(tmp_path, training).submit(*RECIPE, TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
     assert job.wait(120) == 0
     assert not list((tmp_path / "temporary").iterdir())
-    assert (tmp_path / "--remove").exists() == cleaned
+    assert (tmp_path / "cleaned").exists() == cleaned
+
+
+@pytest.mark.parametrize(
+    "command, memory, directory",
+    [
+        (RECIPE, "/dev/shm", "c d/snapshots"),
+        ((*RECIPE, "--save", "e"), "/dev/shm", "e/snapshots"),
+        ((*RECIPE, "--save=e", "--ckpt-dir=f g"), "/dev/shm", "f g"),
+        ((*RECIPE, "--ckpt-memory-dir", "/m", "--ckpt-dir", "f", "--ckpt-dir", "g"), "/m", "g"),
+        (("own.py", "--save", "e"), "/dev/shm", "e/snapshots"),
+        (("own.py",), "/dev/shm", None),
+    ],
+)
+def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, command, memory, directory):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
+    (tmp_path / "own.py").touch()
+    python = f'#!/usr/bin/env bash\n[ "$1" = -m ] || exec {sys.executable} "$@"\n'  # the launcher does nothing
+    (tmp_path / "python").write_text(python)
+    (tmp_path / "python").chmod(0o755)
+    assert with_mocrun(tmp_path, "exit 0").submit(*command).wait(120) == 0
+    cleaned = tmp_path / "cleaned"
+    removed = f"--memory-dir|{memory}|--remove|--ended|--ckpt-dir|{directory}"
+    assert (cleaned.read_text() if cleaned.exists() else None) == (removed if directory else None)
 
 
 def test_a_container_of_another_kind_is_refused(tmp_path):

@@ -193,7 +193,8 @@ def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
 
 def test_trainer_accepts_the_flags_of_the_smoke_test(tmp_path):
     (tmp_path / "pretrain_gpt_moe.py").touch()
-    srun = 'while [ "$1" != - ]; do shift; done; shift; printf "%q " "$@"'
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    srun = 'while [ "$1" != smoke_cpu.sbatch ]; do shift; done; shift; printf "%q " "$@"'
     for name, text in {"srun": srun, "scontrol": "echo node0"}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

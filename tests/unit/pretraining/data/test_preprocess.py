@@ -444,6 +444,22 @@ def test_ended_by_sigterm_it_cleans_up(tmp_path):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_a_pool_has_ended_when_it_is_left():
+    """A thread of a pool that is still ending uses descriptors that the interpreter closes at its exit."""
+    before = set(threading.enumerate())
+    with program.worker_pool(len, 8):
+        assert len(multiprocessing.active_children()) == 8
+    assert not multiprocessing.active_children() and set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("data, code", [(b"", 1), (b"1 2\n", 0)], ids=["empty", "one line"])
+def test_more_workers_than_lines(tmp_path, capsys, data, code):
+    (tmp_path / "in.txt").write_bytes(data)
+    args = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", 8]
+    assert preprocess(*args) == code
+    assert capsys.readouterr().err.count("\n") == code
+
+
 def test_a_killed_worker_ends_the_run(tmp_path):
     process, pipe = run_from_pipe(tmp_path, 2)
     wait_until(lambda: len(children(process.pid)) == 2)

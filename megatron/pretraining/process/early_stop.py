@@ -1,0 +1,25 @@
+"""Ends a worker that a signal stops before the flags are known, or without ``--exit-signal-handler``."""
+
+from __future__ import annotations
+
+import os
+
+from moc.runtime import environment
+from moc.runtime.progress import PROGRESS
+from moc.runtime.stop_report import die_by, end_at_signals, stop_sentence
+
+
+def end_at_once(program: str) -> None:
+    """From now on, a signal that asks to stop ends this worker at once, with one line of rank 0.
+
+    Under ``mocrun`` the launcher reports it, and the signal keeps its default action.
+    """
+    if environment.AGENT in os.environ:
+        return
+
+    def report(number: int) -> str | None:
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        return f"{program}: {stop_sentence(number, 128 + number, PROGRESS.iteration)}"
+
+    end_at_signals(report, die_by)

@@ -1,0 +1,66 @@
+"""Reports of programs that a signal stops: one line with the iteration, the exit code and how to continue."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from moc.runtime.exit_codes import SAVED
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a job to stop."""
+
+
+def received_stops() -> list[signal.Signals]:
+    """The signals of :data:`STOPS` that this process is to receive: ``nohup`` has it ignore SIGHUP."""
+    return [one for one in STOPS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+
+
+def stop_sentence(number: int, code: int, iteration: int | None) -> str:
+    """The line of a job that a signal has stopped.
+
+    Args:
+        number: of the signal.
+        code: exit code of the job.
+        iteration: the last completed one, of which the state is saved if the code is 75; None if there is none.
+    """
+    where = f"after iteration {iteration}" if iteration else "before the first iteration"
+    what = f"stopped by {signal.Signals(number).name} {where} (exit code {code})"
+    if code == SAVED and iteration:
+        return f"{what}: the state of this iteration is saved, and the same command continues from it"
+    if iteration:
+        return f"{what}: the same command continues from the newest snapshot or checkpoint"
+    return f"{what}: nothing has to be saved, and the same command starts again"
+
+
+def end_at_signals(
+    report: Callable[[int], str | None], end: Callable[[int], object], numbers: Iterable[int] | None = None
+) -> None:
+    """From now on, a signal of :data:`STOPS` ends this process at once, with a line on standard error.
+
+    Args:
+        report: gives the line for the number of the signal; None for no line.
+        end: ends the process, which may be importing or waiting for other workers: it runs no ``finally`` block.
+        numbers: the signals; by default :func:`received_stops`.
+    """
+
+    def stop(number: int, _frame: object) -> None:
+        if (line := report(number)) is not None:
+            os.write(2, f"{line}\n".encode())
+        end(number)
+
+    for number in received_stops() if numbers is None else numbers:
+        signal.signal(number, stop)
+
+
+def exit_by(number: int) -> NoReturn:
+    """Exits with 128 + n, as a launcher does."""
+    os._exit(128 + number)
+
+
+def die_by(number: int) -> None:
+    """Dies of the signal itself, as a worker does: so its launcher learns which signal it was."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

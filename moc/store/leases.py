@@ -1,0 +1,63 @@
+"""Leases of memory: how long after its last sign of life a job may still continue from what it left there.
+
+A job records its lease when it takes a directory, and renews it by the file's modification time.  While a lease lasts,
+the job may be replacing its workers, so that no process uses the memory, and nobody else may remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from moc.files import decode
+from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.store.storage import Storage
+
+NAME = ".lease"
+
+DEFAULT_S = 30.0
+"""Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The field of a lease: its length in seconds."""
+
+    seconds: decode.Seconds
+
+
+def record_lease(place: Storage, seconds: float) -> None:
+    """Records the lease of the job that has taken a directory, from now on.
+
+    Raises:
+        SupersededError: another claim has taken the place.
+        OSError: it cannot be written.
+    """
+    place.write(NAME, [decode.sealed({"seconds": seconds}).encode()])
+
+
+def renew_lease(root: Path) -> None:
+    """Renews the lease; does nothing if the directory is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(root / NAME, follow_symlinks=False)
+
+
+def lease_left_s(root: Path) -> float:
+    """Seconds for which the job in a directory may still continue there; not positive afterwards.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    there = [root, *root.iterdir()]
+    newest = max(path.lstat().st_mtime for path in there)
+    return newest + _length_s(root) - time.time()
+
+
+def _length_s(root: Path) -> float:
+    try:
+        return decode.unsealed(Tree(root).read(NAME, SMALL), _Stored).seconds
+    except (FileNotFoundError, RefusedFileError, ValueError):
+        return DEFAULT_S
