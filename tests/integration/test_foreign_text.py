@@ -81,9 +81,9 @@ def checkpoint(request, root) -> Path:
 def test_tools_for_checkpoints_in_a_hostile_directory(checkpoint):
     (checkpoint / NAME).write_text(CONTROLS)
     (checkpoint.parent / f".{NAME}").write_text(CONTROLS)
-    for flags in ([], ["--all"], ["--all", "--json"]):
-        printed = tool("verify_checkpoint", checkpoint.parent, *flags)
-        assert "--json" not in flags or json.loads(printed)["verified"]
+    for flags in ([], ["--all"], ["--all", "--json"]):  # the other file is not listed in the manifest
+        printed = tool("verify_checkpoint", checkpoint.parent, *flags, code=1)
+        assert "--json" not in flags or not json.loads(printed)["verified"]
     for flags in ([], ["--by", "file"], ["--json"]):
         printed = tool("inspect_checkpoint", checkpoint.parent, *flags)
         assert "--json" not in flags or CONTROLS in json.loads(printed)["path"]
@@ -137,7 +137,7 @@ def test_hostile_memory_of_jobs(root):
     (place.root.parent / NAME).mkdir()
     tool("clean_memory", "--memory-dir", root)
     tool("clean_memory", "--memory-dir", root, root / "none", code=1)
-    tool("clean_memory", "--memory-dir", root, "--remove")
+    tool("clean_memory", "--memory-dir", root, "--all", "--remove", "--ended")
 
 
 @pytest.mark.parametrize("name", ["verify_checkpoint", "inspect_checkpoint", "convert_checkpoint", "train_tokenizer"])
@@ -146,7 +146,7 @@ def test_an_error_of_the_command_line(name, tmp_path):
 
 
 def test_a_plan_with_a_hostile_name_of_a_model():
-    tool("plan_checkpoint", "--model", CONTROLS, code=1)
+    tool("plan_checkpoint", "--model", CONTROLS, code=2)
 
 
 def test_text_for_tokenizers_and_datasets(root):
