@@ -32,6 +32,6 @@ else
 fi
 # its warnings are of newer versions, of which it would ask the network
 PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$PYTHON" -m pyright --pythonpath "$PYTHON" || status=1
-shellcheck --external-sources .ci/run scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.sbatch || status=1
+shellcheck --external-sources .ci/run .ci/install scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.sbatch || status=1
 ((status == 0)) && say "Lint: nothing to say"
 exit "$status"

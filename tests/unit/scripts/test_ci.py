@@ -1,5 +1,7 @@
 """What failed is run once more by itself, and told."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +50,41 @@ def test_what_fails_again_or_too_many_failures_fail_the_run(broken, told, tmp_pa
     ended = again(tmp_path, broken, monkeypatch)
     assert ended.returncode == 1 and told in ended.stdout
     assert "FLAKY" not in ended.stdout
+
+
+COMMANDS = {  # "there" is installed; "broken" cannot be
+    "dpkg-query": 'for last; do true; done; [ "$last" = there ] && printf "install ok installed" || exit 1',
+    "apt-get": 'echo "$*" >>calls; [ "$1" = update ] && exit "$UPDATE"; case $* in *broken) exit 100 ;; esac; exit 0',
+    "sudo": 'shift; exec "$@"',
+}
+
+
+def installed(directory: Path, packages: str, update: str = "0") -> tuple[subprocess.CompletedProcess, list[str]]:
+    """Runs ``.ci/install`` with stand-ins for Debian's commands; returns also what apt-get was called with."""
+    shutil.copy(AGAIN.with_name("install"), directory)
+    (directory / "packages").write_text(packages)
+    for name, text in COMMANDS.items():
+        (directory / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (directory / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}", "UPDATE": update}
+    done = subprocess.run(["bash", directory / "install"], env=environment, capture_output=True, text=True)
+    calls = directory / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_packages_that_are_missing_are_installed(tmp_path):
+    done, calls = installed(tmp_path, "# a comment\nthere\n\none  # why\ntwo\n")
+    assert done.returncode == 0 and not done.stderr
+    assert [call.split()[0] for call in calls] == ["update", "install", "install"]
+    assert [call.split()[-1] for call in calls[1:]] == ["one", "two"]
+
+
+def test_a_package_that_cannot_be_installed_is_named_and_the_others_are_installed(tmp_path):
+    done, calls = installed(tmp_path, "broken\none\n", update="100")
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "broken" in done.stderr
+    assert [call.split()[-1] for call in calls[1:]] == ["broken", "one"]
+
+
+def test_nothing_is_asked_of_debian_if_all_is_there(tmp_path):
+    done, calls = installed(tmp_path, "there\n")
+    assert done.returncode == 0 and not calls

@@ -55,7 +55,7 @@ def data(tmp_path):
 def test_shellcheck_has_nothing_to_say():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed; it comes with the extra [dev]")
-    files = [ROOT / ".ci" / "run", *(ROOT / "scripts").rglob("*.sh"), *BATCH_SCRIPTS]
+    files = [ROOT / ".ci" / "run", ROOT / ".ci" / "install", *(ROOT / "scripts").rglob("*.sh"), *BATCH_SCRIPTS]
     result = run("shellcheck", "--external-sources", *files, cwd=ROOT)
     assert result.returncode == 0, result.stdout
 
