@@ -116,7 +116,7 @@ def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
 
 def describe(path: Path) -> dict:
     """Syncs a file to disk, and returns its entry in the manifest."""
-    with open(path, "rb", buffering=0) as file:
+    with open(Tree(path.parent).open(path.name), "rb", buffering=0) as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "xxh3_128": digest_of_file(file, size)}

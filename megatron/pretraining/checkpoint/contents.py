@@ -20,6 +20,7 @@ from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
+from moc.files.decode import parse
 from moc.files.text import shown
 from moc.runtime.agreement import first_line
 from moc.runtime.world import World
@@ -181,13 +182,13 @@ def shape(config: Config) -> dict:
     """The values that must be equal for weights to fit, by flag name, as they read back from JSON."""
     groups = {group: getattr(config, group) for group in _SHAPE}
     values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
-    return json.loads(json.dumps(values))
+    return parse(json.dumps(values))
 
 
 def model(config: Config, tokens: int) -> dict:
     """All flags of network and experts by field name, and ``vocab_size`` without padding: what converters read."""
     flags = config.to_dict()
-    return json.loads(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
+    return parse(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
 
 
 def tokenizer(flags: TokenizerFlags) -> dict:
