@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
+from moc.files import decode
+from moc.files.events import NAME
+from moc.files.tree import Tree
 from moc.runtime.lease import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
@@ -37,7 +41,7 @@ class EventLog:
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
-        self._path = Path(directory or "") / "events.jsonl"  # not opened without a directory
+        self._path = Path(directory or "") / NAME  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
@@ -139,14 +143,16 @@ class EventLog:
         self._descriptor, self._written = None, 0
 
     def _newest(self, event: str) -> dict:
-        if not self._path.exists():
+        try:
+            descriptor = Tree(self._path.parent).open(self._path.name)
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        with open(self._path, "rb") as lines:
-            lines.seek(max(0, self._path.stat().st_size - _TAIL))
-            told = [line for line in lines.read().splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
+        with open(descriptor, "rb", buffering=0) as file:
+            tail = os.pread(descriptor, _TAIL, max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        told = [line for line in tail.splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
         for line in reversed(told):
-            with contextlib.suppress(ValueError, RecursionError):  # torn
-                return json.loads(line)
+            with contextlib.suppress(ValueError):  # torn
+                return decode.decode(line, dict[str, Any])
         return {}
 
     def _close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
 from benchmarks.live.job import ROOT, SHARED, free_ports
-from moc.simulate.profile import read_events
+from moc.files.events import read_events
 from moc.store.tiers import memory_found
 
 ARTICLE = r"^ = [^=]+ = $"  # the first line of an article of WikiText

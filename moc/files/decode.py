@@ -38,6 +38,9 @@ Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x
 FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
 """The name of a file in the directory of a checkpoint itself."""
 
+Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+"""Sizes or offsets of a tensor by axis; no library has tensors of more than 64 axes."""
+
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 """An xxh3-128 in hex."""
 
@@ -56,8 +59,8 @@ def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) 
         ValueError: the text is not JSON in UTF-8, is nested too deeply, or repeats a key.
     """
     try:
-        hook = _object if unique_keys else None
-        return json.loads(bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=hook)
+        parser = _PARSER if unique_keys else _REPEATING
+        return parser.decode(text if isinstance(text, str) else str(text, "utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -177,5 +180,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+_PARSER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _digest(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+_REPEATING = json.JSONDecoder()

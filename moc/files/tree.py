@@ -14,15 +14,22 @@ from pathlib import Path
 from moc.files.text import shown
 
 SMALL = 1 << 20
-"""Limit in bytes of a file with a few values: a fence, the name of a run, a tracker."""
+"""Limit in bytes of a file with a few values: a fence, the name of a run, a tracker, the configuration of a model."""
 MANIFEST = 64 << 20
-"""Limit in bytes of a manifest or a report: half a million operators."""
+"""Limit in bytes of a manifest, a report, an index or a training state: half a million operators."""
+HEADER = 64 << 20
+"""Limit in bytes of the header of a safetensors file: a quarter of a million boxes."""
+METADATA = 1 << 30
+"""Limit in bytes of ``.metadata`` of torch_dist: some million shards."""
+LINE = 1 << 20
+"""Limit in bytes of a line of a log of events."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _AS_IT_IS = {"follow_symlinks": False}
 _DEEPEST = 32  # levels of directories that are deleted
+_HUB = re.compile(r"(models|datasets|spaces)--.+")  # directory of a repository in the cache of the Hugging Face hub
 _OURS = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
     r"|\.(fence|run\.json|lock)(\.[\w.-]*)?"
@@ -42,6 +49,9 @@ class Tree:
 
     The path of the root itself is the caller's and may contain links.  Methods raise OSError, and its subclass
     :class:`RefusedFileError` for what is neither a regular file nor a directory.
+
+    One kind of link is read: in the cache of the Hugging Face hub, the files of a snapshot are links to the ``blobs``
+    of the same repository (``models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH``).
 
     Args:
         root: the directory.
@@ -77,9 +87,7 @@ class Tree:
             path: path of the file.
             most: largest size in bytes; None for any.
         """
-        above, name = self._split(path)
-        with self.directory(above) as directory:
-            descriptor = self._opened(name, _FILE, directory, path)
+        descriptor = self._opened_file(path)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -95,6 +103,14 @@ class Tree:
         """The contents of a regular file of at most ``most`` bytes."""
         with open(self.open(path, most), "rb") as file:
             return file.read(most)
+
+    def lines(self, path: str, most: int) -> Iterator[bytes]:
+        """Yields the lines of a regular file; raises :class:`RefusedFileError` at one of more than ``most`` bytes."""
+        with open(self.open(path), "rb") as file:
+            while line := file.readline(most + 1):
+                if len(line) > most:
+                    raise RefusedFileError(f"a line has more than {most} bytes", self.root / path)
+                yield line
 
     def names(self, path: str = "") -> list[str]:
         """Names in a directory, sorted; empty if it does not exist, or is a link or a file."""
@@ -192,12 +208,24 @@ class Tree:
             raise ValueError(f"{shown(path)} is outside of {self.root}")
         return parts
 
+    def _opened_file(self, path: str) -> int:
+        above, name = self._split(path)
+        with self.directory(above) as directory:
+            try:
+                return self._opened(name, _FILE, directory, path)
+            except RefusedFileError:
+                blob = _blob_of(self.root, above, _target(directory, name))
+                if blob is None:
+                    raise
+        with Tree(blob.parent).directory() as directory:
+            return self._opened(blob.name, _FILE, directory, path)
+
     def _opened(self, name: str, flags: int, directory: int, path: str) -> int:
         self._parts(name)
         try:
             return os.open(name, flags, dir_fd=directory)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(directory, name):
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and _target(directory, name) is not None:
                 raise RefusedFileError("it is a symbolic link", self.root / path) from None
             if error.errno == errno.ENXIO:
                 raise RefusedFileError("it is not a regular file", self.root / path) from None
@@ -294,10 +322,27 @@ def _mount_of(descriptor: int) -> str | int:
         return os.fstat(descriptor).st_dev
 
 
-def _is_link(directory: int, name: str) -> bool:
+def _target(directory: int, name: str) -> str | None:
+    """The target of a symbolic link; None if the entry is none."""
     with contextlib.suppress(OSError):
-        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
-    return False
+        return os.readlink(name, dir_fd=directory)
+    return None
+
+
+def _blob_of(root: Path, above: str, target: str | None) -> Path | None:
+    """The blob that a link of a hub snapshot leads to; None for all other links.
+
+    Args:
+        root: root of a tree, which is the snapshot or a directory in it.
+        above: path of the link's directory in the tree.
+        target: target of the link.
+    """
+    here = Path(os.path.realpath(root))
+    snapshot = next((one for one in (here, *here.parents) if one.parent.name == "snapshots"), None)
+    if target is None or snapshot is None or not _HUB.fullmatch(snapshot.parent.parent.name):
+        return None
+    blob = Path(os.path.normpath(here / above / target))
+    return blob if blob.parent == snapshot.parent.parent / "blobs" else None
 
 
 def _make_root(root: Path) -> None:

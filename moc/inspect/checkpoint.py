@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moc.files import decode, tree
+from moc.files.decode import Count, Name
 from moc.files.tree import Tree
 from moc.store import dense_files
 from moc.store import manifest as manifests
@@ -136,6 +138,11 @@ def _read_snapshot(directory: Path) -> Checkpoint:
     files = {name: asdict(entry) for name, entry in manifest.files.items()}
     same = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
     checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **same)
+    try:
+        _checked(manifest.state)
+    except ValueError as error:
+        checkpoint.state = {}
+        checkpoint.problems.append(f"{MANIFEST}: its state is damaged ({error})")
     _compare_names(checkpoint)
     _compare_sizes(checkpoint)
     if not manifest.complete:
@@ -175,7 +182,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
     if STATE in checkpoint.broken or not path.is_file():
         return  # reported already
     try:
-        state = dict(decode.table(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)), "it"))
+        state = _checked(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)))
     except (ValueError, OSError) as error:
         checkpoint.broken.add(STATE)
         checkpoint.problems.append(f"{STATE}: cannot be read ({error})")
@@ -187,6 +194,25 @@ def _read_state(checkpoint: Checkpoint) -> None:
         )
     if state.get("optimizer") and not checkpoint.region_files:
         checkpoint.problems.append(f"{MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
+
+
+@dataclass(frozen=True)
+class _State:
+    """The part of the non-tensor state that these tools use."""
+
+    iteration: Count | None = None
+    consumed_samples: Count | None = None
+    skipped_iterations: Count | None = None
+    optimizer: Name | None = None
+    optimizer_step: Count | None = None
+    shape: dict[Name, Any] | None = None
+    grad_scaler: dict[Name, float | int | list[float]] | None = None
+
+
+def _checked(state: Any) -> Mapping:
+    """The non-tensor state; raises ValueError if a value that these tools use has another type."""
+    decode.convert(state, _State)
+    return state
 
 
 def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+import numpy
+from msgspec import Meta
+
+from moc.files import decode
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
 from moc.state.operators import Operator, is_module_state, operator_of
@@ -17,6 +22,9 @@ SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentu
 """The slots that each optimizer keeps for every parameter."""
 PARAM = "param"
 """The slot of compute weights, and of module state, which no optimizer updates."""
+MOST_OPERATORS = 1 << 18
+"""Largest number of operators of a model that is read from a file."""
+_MOST_COMPARED = 100_000  # pairs of a box and a hole
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
@@ -82,9 +90,9 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     """
     there = {operator_or_other(name) for name in names}
     try:
-        wanted = list(_operators(shape["num_layers"], shape["num_experts"] or 0, shape["moe_layer_freq"]))
-    except (LookupError, TypeError, ZeroDivisionError):
-        raise ValueError("does not describe the shape of a model") from None
+        wanted = _operators(decode.convert(shape, _Shape))
+    except ValueError as error:
+        raise ValueError(f"does not describe the shape of a model ({error})") from None
     return [operator for operator in wanted if operator not in there]
 
 
@@ -111,17 +119,36 @@ def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[s
     return [f"{operator}: no file holds any {kept} of it" for operator in missing]
 
 
-def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
-    """The operators of a model of this shape."""
-    if isinstance(frequency, int):  # the first of every N layers; else 0 or 1 for each layer
-        frequency = [int(experts > 0 and layer % frequency == 0) for layer in range(layers)]
-    yield "embedding"
-    for layer in range(layers):
-        yield from (f"layers.{layer}.attention", f"layers.{layer}.mlp")
-        if experts and frequency[layer]:
-            yield f"layers.{layer}.router"
-            yield from (f"layers.{layer}.expert.{expert}" for expert in range(experts))
-    yield "output"
+@dataclass(frozen=True)
+class _Shape:
+    """The part of a model's shape that determines its operators."""
+
+    num_layers: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)]
+    num_experts: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)] | None
+    moe_layer_freq: Annotated[int, Meta(ge=1, le=decode.MOST)] | list[Literal[0, 1]]
+    """Experts are in the first of every N layers; or 0 or 1 for each layer."""
+
+    def expert_layers(self) -> list[bool]:
+        """Whether each layer has experts."""
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return [layer % frequency == 0 for layer in range(self.num_layers)]
+        if len(frequency) < self.num_layers:
+            raise ValueError("moe_layer_freq lists too few layers")
+        return [bool(one) for one in frequency[: self.num_layers]]
+
+
+def _operators(shape: _Shape) -> list[str]:
+    """The operators of a model of this shape; raises ValueError if they are too many."""
+    experts, found = shape.num_experts or 0, ["embedding"]
+    with_experts = shape.expert_layers()
+    if len(with_experts) * 2 + sum(with_experts) * (experts + 1) > MOST_OPERATORS:
+        raise ValueError(f"it has more than {MOST_OPERATORS:,} operators")
+    for layer, has_experts in enumerate(with_experts):
+        found += [f"layers.{layer}.attention", f"layers.{layer}.mlp"]
+        if experts and has_experts:
+            found += [f"layers.{layer}.router", *(f"layers.{layer}.expert.{expert}" for expert in range(experts))]
+    return [*found, "output"]
 
 
 def operator_or_other(name: str) -> str:
@@ -160,36 +187,47 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
         if box.region.intersect(whole) != box.region:
             yield f"{_place(box.region)} in {box.file} reaches out of the tensor, which is {_place(whole)}"
             return
-    overlaps = list(_overlaps(boxes))
-    if overlaps:
-        first, second, common = overlaps[0]
-        more = f" (and {len(overlaps) - 1} more overlaps)" if len(overlaps) > 1 else ""
-        yield f"overlaps at {_place(common)} in {first.file} and {second.file}{more}"
-    if overlaps or sum(box.region.numel for box in boxes) != whole.numel:
-        if holes := _holes(whole, boxes):
+    overlap = _overlap(boxes)
+    if overlap is not None:
+        first, second, common = overlap
+        yield f"overlaps at {_place(common)} in {first.file} and {second.file}"
+    lost = whole.numel - sum(box.region.numel for box in boxes)
+    if overlap is not None or lost != 0:
+        holes = _holes(whole, boxes)
+        if holes is None:
+            if overlap is None:
+                yield f"has holes: {lost:,} of {whole.numel:,} elements are in no file"
+        elif holes:
             lost = sum(hole.numel for hole in holes)
             yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
 
 
-def _overlaps(boxes: list[StoredBox]) -> Iterator[tuple[StoredBox, StoredBox, Region]]:
-    axes = range(len(boxes[0].region.offset))
-    axis = max(axes, key=lambda axis: len({box.region.offset[axis] for box in boxes}), default=None)
-    if axis is None:  # scalars
-        yield from ((boxes[0], other, other.region) for other in boxes[1:])
-        return
-    open_boxes: list[StoredBox] = []  # boxes that reach beyond the start of the next one
-    for box in sorted(boxes, key=lambda box: box.region.offset[axis]):
-        start = box.region.offset[axis]
-        open_boxes = [other for other in open_boxes if other.region.offset[axis] + other.region.shape[axis] > start]
-        for other in open_boxes:
-            if common := other.region.intersect(box.region):
-                yield other, box, common
-        open_boxes.append(box)
+def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | None:
+    """Two boxes that overlap, and their overlap, by a sweep along the axis with most offsets."""
+    offsets = numpy.array([box.region.offset for box in boxes], dtype=numpy.int64)
+    ends = offsets + numpy.array([box.region.shape for box in boxes], dtype=numpy.int64)
+    axes = offsets.shape[1]
+    if axes == 0:  # scalars
+        return (boxes[0], boxes[1], boxes[1].region) if len(boxes) > 1 else None
+    axis = max(range(axes), key=lambda axis: len(numpy.unique(offsets[:, axis])))
+    reached = numpy.empty(0, dtype=numpy.int64)  # boxes that reach beyond the start of the next one
+    for number in numpy.argsort(offsets[:, axis], kind="stable"):
+        reached = reached[ends[reached, axis] > offsets[number, axis]]
+        meets = ((offsets[reached] < ends[number]) & (ends[reached] > offsets[number])).all(axis=1)
+        if meets.any():
+            first, second = boxes[reached[meets.argmax()]], boxes[number]
+            return first, second, first.region.intersect(second.region) or second.region
+        reached = numpy.append(reached, number)
+    return None
 
 
-def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region]:
-    rest = [whole]
+def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region] | None:
+    """The parts of a tensor that no box holds; None if there are too many boxes and holes to compare."""
+    rest, compared = [whole], 0
     for box in boxes:
+        compared += len(rest)
+        if compared > _MOST_COMPARED:
+            return None
         common = ((part, part.intersect(box.region)) for part in rest)
         rest = [piece for part, cut in common for piece in (part.without(cut) if cut else [part])]
     return sorted(rest, key=lambda region: region.offset)

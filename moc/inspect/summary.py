@@ -202,7 +202,7 @@ def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
 def loss_scale(state: Mapping) -> float | None:
     """The loss scale in training_state.json, of fp16 with a loss scale that adapts."""
     scale = (state.get("grad_scaler") or {}).get("scale")
-    return scale[0] if isinstance(scale, list) else scale
+    return next(iter(scale), None) if isinstance(scale, list) else scale
 
 
 def show(view: View, boxes: list[StoredBox], problems: list[str]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moc.simulate.recoveries import is_kill, recovered, stretches
+from moc.simulate.recoveries import ByIteration, is_kill, recovered, stretches
 
 Event = Mapping
 """One event of ``events.jsonl``, in file order, since clocks of nodes differ."""
@@ -98,15 +99,15 @@ class Undone:
 
 def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone]]:
     """Iterations that count, by number; and the iterations that each ``start`` gave up, by its ``id``."""
-    counted: dict[int, Event] = {}
-    undone = {}
+    counted, undone, newest = ByIteration[Event](), {}, 0
     for event in events:
         if event["type"] == "start":
-            gone = [number for number in counted if number > event["iteration"]]
-            newest = max(counted, default=0)
-            undone[id(event)] = Undone(newest, tuple(counted.pop(number) for number in gone))
+            gone = counted.undo(event["iteration"])
+            undone[id(event)] = Undone(newest, tuple(gone))
+            newest = max(counted, default=0) if gone else newest
         elif event["type"] == "iteration":
             counted[event["iteration"]] = event
+            newest = max(newest, event["iteration"])
     return counted, undone
 
 
@@ -139,6 +140,7 @@ class _Walk:
         self._stretch_of = {id(event): stretch for stretch in lost for event in stretch}
         self._mark = began(events)  # all time before it is accounted for
         self._since: list[Event] = []  # events after the mark
+        self._lost = False  # one of them is a loss
         self._fresh, self._ended = True, False  # the next start is no recovery; the job was down before it
         self._stalled_s, self._workers = 0.0, 1
 
@@ -146,17 +148,18 @@ class _Walk:
         """Yields finished recoveries; afterwards all time is accounted for."""
         for event in self._events:
             self._since.append(event)
+            self._lost |= _is_loss(event)
             self._workers = event.get("world_size", self._workers)
             stretch = self._stretch_of.get(id(event))
             if stretch is None:
                 self._outside(event)
             elif event is stretch[-1]:
                 yield self._recovered(stretch)
-        self._pass("recoveries_s" if any(map(_is_loss, self._since)) else "other_s", self._events[-1]["time"])
+        self._pass("recoveries_s" if self._lost else "other_s", self._events[-1]["time"])
 
     def _pass(self, part: str, until: float) -> None:
         self.spent[part] += until - self._mark
-        self._mark, self._since = until, []
+        self._mark, self._since, self._lost = until, [], False
 
     def _outside(self, event: Event) -> None:
         """Handles an event outside of any finished recovery."""
@@ -177,7 +180,7 @@ class _Walk:
             self._stalled_s += event["seconds"]
         elif _is_loss(event):
             self._fresh = self._ended = False
-        elif kind == "resume" and event.get("tier") == "live" and not any(map(_is_loss, self._since)):
+        elif kind == "resume" and event.get("tier") == "live" and not self._lost:
             self._fresh = True  # a change of policy
 
     def _trained(self, event: Event) -> None:
@@ -205,7 +208,7 @@ class _Walk:
         within = set(map(id, trained))
         before_s = sum(self._seconds(event) for event in undone.values() if id(event) not in within)
         self._mark, self._since, self._stalled_s = stretch[-1]["time"], [], 0.0
-        self._fresh = self._ended = False
+        self._fresh = self._ended = self._lost = False
         return self._told(stretch, window_s - kept_s + before_s, given_up)
 
     def _told(self, stretch: Sequence[Event], outside_s: float, given_up: Sequence[Undone]) -> RecoveryTimes:
@@ -240,11 +243,13 @@ class _Walk:
     def _stopped_s(self, window: Sequence[Event]) -> float:
         """Seconds without any worker, before starts that no launcher announced as a new generation."""
         seconds, newest, regrouped = 0.0, self._mark, False
+        times = sorted(event["time"] for event in window)
         for event in window:
             regrouped |= event["type"] == "generation"
             if event["type"] == "start":
                 begun = _process_began(event)
-                newest = max([newest, *(other["time"] for other in window if other["time"] < begun)])
+                earlier = bisect_left(times, begun)
+                newest = max(newest, times[earlier - 1]) if earlier else newest
                 seconds += 0.0 if regrouped else max(0.0, begun - newest)
                 newest, regrouped = event["time"], False
         return seconds

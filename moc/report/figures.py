@@ -176,13 +176,15 @@ def report(name: str, events: Sequence[Event]) -> Report:
     """Computes the figures of a run from all its events, in file order.
 
     Raises:
-        ValueError: there is no iteration event.
+        ValueError: there is no iteration event, or all events are of one moment.
     """
     counted, _ = history(events)
     if not counted:
         raise ValueError("there is no iteration in it: nothing has been trained.")
     usual_s = _usual_s(events, counted)
     spent, each = wall_clock(events, usual_s)
+    if spent.wall_s <= 0:
+        raise ValueError("all of its events are of one moment.")
     in_order = [counted[number] for number in sorted(counted)]
     tokens = sum(event["tokens"] for event in in_order)
     ended = [event for event in events if event["type"] in ("start", "exit")][-1:]
@@ -237,7 +239,7 @@ def _together(events: Sequence[Event], each: Sequence[RecoveryTimes]) -> Recover
         alone=len(alone),
         stages=_spread(len(one.stages) for one in alone),
         again=_spread(one.again for one in each),
-        exact=sum(one.exact is True and one not in failed for one in each),
+        exact=sum(one.exact is True and one.lost_tokens <= 0 for one in each),
         not_exact=len(failed),
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.files.events import events_file, read_events
 from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
+from moc.simulate.recoveries import ByIteration
 
 EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         figure = draw(runs, args.title, args.smoothing, args.extra)
         with replacing(args.output) as name:
             figure.savefig(name, format="png", dpi=120)
-    except (ToolError, OSError) as error:
+    except (ToolError, ValueError, OSError) as error:
         return refused("plot_loss", error, args.output)
     points = sum(len(run.train) for run in runs)
     print_lines(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
@@ -71,7 +73,7 @@ def _event_files(args: argparse.Namespace) -> list[Path]:
     paths = [Path(name) for name in (*args.events, *args.log_dir)]
     if not paths:
         raise ToolError("Give an events.jsonl, or --log-dir.")
-    return [path / "events.jsonl" if path.is_dir() else path for path in paths]
+    return [events_file(path) for path in paths]
 
 
 @dataclass
@@ -79,9 +81,9 @@ class LossCurve:
     """The contents of one events.jsonl, by iteration."""
 
     name: str
-    train: dict[int, dict] = field(default_factory=dict)
+    train: ByIteration[Mapping] = field(default_factory=ByIteration)
     """Events of type "iteration"."""
-    valid: dict[int, float] = field(default_factory=dict)
+    valid: ByIteration[float] = field(default_factory=ByIteration)
     resumed: list[int] = field(default_factory=list)
 
     def between(self, start: int, end: int | None) -> LossCurve:
@@ -89,8 +91,8 @@ class LossCurve:
         stop = math.inf if end is None else end
         return LossCurve(
             self.name,
-            {i: event for i, event in self.train.items() if start <= i <= stop},
-            {i: loss for i, loss in self.valid.items() if start <= i <= stop},
+            ByIteration((i, event) for i, event in self.train.items() if start <= i <= stop),
+            ByIteration((i, loss) for i, loss in self.valid.items() if start <= i <= stop),
             [i for i in self.resumed if start <= i <= stop],
         )
 
@@ -99,7 +101,7 @@ class LossCurve:
         iterations = [i for i in sorted(self.train) if _is_finite(self.train[i].get(key))]
         return iterations, [self.train[i][key] for i in iterations]
 
-    def add(self, event: dict) -> None:
+    def add(self, event: Mapping) -> None:
         """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
         kind, iteration = event.get("type"), event.get("iteration")
         if not isinstance(iteration, int):
@@ -114,12 +116,13 @@ class LossCurve:
             self.valid[iteration] = event["loss"]
 
     def _rewind(self, iteration: int) -> None:
+        # iterations after the checkpoint are undone, even if the resumed run has not reached them yet
+        self.train.undo(iteration)
+        self.valid.undo(iteration)
+        while self.resumed and self.resumed[-1] > iteration:
+            self.resumed.pop()
         if iteration > 0:
             self.resumed.append(iteration)
-        # iterations after the checkpoint are undone, even if the resumed run has not reached them yet
-        self.train = {i: event for i, event in self.train.items() if i <= iteration}
-        self.valid = {i: loss for i, loss in self.valid.items() if i <= iteration}
-        self.resumed = [i for i in self.resumed if i <= iteration]
 
 
 def _is_finite(value) -> bool:
@@ -127,16 +130,10 @@ def _is_finite(value) -> bool:
 
 
 def read_run(path: Path) -> LossCurve:
-    """Reads an events.jsonl, whose directory names the run; lines torn by a killed writer are skipped."""
+    """Reads an events.jsonl, whose directory names the run; raises OSError and ValueError as :func:`read_events`."""
     run = LossCurve(path.resolve().parent.name)
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict):
-                run.add(event)
+    for event in read_events(path):
+        run.add(event)
     return run
 
 
@@ -171,8 +168,8 @@ def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
         _draw_extra(panels[1, 0], runs, extra)
     for panel in panels[:, 0]:
         panel.grid(alpha=0.3)
-        for iteration in {i for run in runs for i in run.resumed}:
-            panel.axvline(iteration, color=RESUME_COLOR, linewidth=1, zorder=0)
+        resumed = sorted({i for run in runs for i in run.resumed})
+        panel.vlines(resumed, 0, 1, transform=panel.get_xaxis_transform(), color=RESUME_COLOR, linewidth=1, zorder=0)
     panels[-1, 0].set_xlabel("iteration")
     return figure
 

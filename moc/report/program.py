@@ -7,11 +7,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+from moc.files.events import events_file, read_events
 from moc.output import Parser, escapes_output, refused, replacing
 from moc.report.figures import report
 from moc.report.plot import plot
 from moc.report.tables import show
-from moc.simulate.profile import events_file, read_events
 
 EPILOG = """\
 examples:
@@ -48,8 +48,6 @@ def main(argv: list[str] | None = None) -> int:
                 runs.append(report(str(events_file(path).parent), events[-1]))
             except ValueError as error:
                 raise ValueError(f"{events_file(path)}: {error}") from None
-            except KeyError as error:
-                raise ValueError(f"{events_file(path)}: an event has no {error}: it is not of this program.") from None
         show(runs)
         if args.json:
             path = args.json

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from moc.files.decode import parse
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
 from moc.runtime.addresses import name_of_interface
@@ -194,7 +195,7 @@ class Agent:
         answers = self._zygote.stdout
         assert answers is not None  # a pipe
         while line := await answers.readline():
-            said = json.loads(line)
+            said = parse(line)
             self._zygote_said = self._clock.now
             if "refuses" in said:
                 raise CannotStartError(said["refuses"])

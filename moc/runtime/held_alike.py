@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from moc.files.tree import Tree
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.boxes import StoredBox, read_boxes
@@ -122,11 +123,11 @@ def held_alike(store: Store, theirs: Manifest) -> HeldAlike:
 def _boxes(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
     """Reads the header of a file; a damaged one has no boxes of use."""
     try:
-        with path.open("rb") as file:
-            header = file.read(header_bytes)
+        with open(Tree(path.parent).open(path.name), "rb") as file:
+            header, size = file.read(header_bytes), os.fstat(file.fileno()).st_size
         if digest_of(header) != digest:
             return []
-        return read_boxes(path.name, path.stat().st_size, lambda start, stop: header[start:stop])
+        return read_boxes(path.name, size, lambda start, stop: header[start:stop])
     except (OSError, ValueError):
         return []
 

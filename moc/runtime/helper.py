@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from moc.files.decode import parse
 from moc.runtime import children
 
 PATIENCE_S = 600.0
@@ -107,7 +108,7 @@ class Helper:
             self._receive(until)
             self._started = True
         self._send(json.dumps(call).encode() + b"\n", until)
-        return json.loads(self._receive(until))
+        return parse(self._receive(until))
 
     def close(self) -> None:
         """Ends the process at once; whoever waits for its answer is told so."""
@@ -161,7 +162,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
     with contextlib.suppress(BrokenPipeError), open(children.reports(), "w") as worker:
         print("null", file=worker, flush=True)  # it has started
         for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), file=worker, flush=True)
+            print(json.dumps(answer(parse(line))), file=worker, flush=True)
 
 
 def _ready(pipe: int, event: int, until: float) -> bool:

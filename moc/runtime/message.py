@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from moc.files.decode import parse
+
 HEADER_LIMIT = 1 << 20
 """Most bytes of a message's JSON header."""
 
@@ -64,10 +66,7 @@ def decode(data: bytes) -> dict:
     Raises:
         ValueError: it is malformed.
     """
-    try:
-        header = json.loads(data.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    header = parse(data)
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
         raise ValueError("it is not a dict with a string named kind")
     return _Header(header)

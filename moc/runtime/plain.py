@@ -15,6 +15,8 @@ import json
 import sys
 from collections.abc import Mapping
 
+from moc.files.decode import parse
+
 OURS = ("moc.", "megatron.pretraining.")
 """Modules whose records are read."""
 
@@ -41,7 +43,7 @@ def decode(data: bytes) -> object:
         PlainError: it did not make that.
     """
     try:
-        return _unpacked(json.loads(data))
+        return _unpacked(parse(data))
     except PlainError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:

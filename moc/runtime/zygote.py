@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
+from moc.files.decode import parse
 from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.stop_report import STOPS
@@ -127,7 +128,7 @@ class Zygote:
                 if not data:
                     return
                 *lines, waiting = (waiting + data).split(b"\n")
-                for order in map(json.loads, lines):
+                for order in map(parse, lines):
                     if "ask" in order:
                         self._say({"ready": True})
                     else:

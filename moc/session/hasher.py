@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 
+from moc.files.tree import Tree
 from moc.runtime import children
 from moc.runtime.helper import serve
 from moc.store.digest import digest_of
@@ -34,7 +36,8 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
     Raises:
         OSError, ValueError: it cannot be mapped, or is another file, since it has another size.
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    opened = Tree(Path(path).parent).open(Path(path).name)
+    with open(opened, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         if len(mapped) != nbytes:
             raise ValueError(f"{path} has {len(mapped):,} bytes, not {nbytes:,}")
         with memoryview(mapped) as memory:

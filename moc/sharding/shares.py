@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
+from moc.files.decode import parse
 from moc.sharding.assign import Scheme, ShardingError, assign
 from moc.sharding.item import Item, cut_large
 from moc.state.detail import Detail
@@ -103,7 +104,7 @@ def unpack(text: bytes) -> list[Holding]:
 
 @functools.lru_cache(maxsize=64)  # replicas that hold the same experts describe their copies alike
 def _inflated(text: bytes) -> tuple[Holding, ...]:
-    return tuple(Holding(*row) for row in json.loads(zlib.decompress(text)))
+    return tuple(Holding(*row) for row in parse(zlib.decompress(text)))
 
 
 class StageHoldings:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from moc.files.events import events_file, read_events
 from moc.simulate.recoveries import Recovered, recovered, stretches
 
 _WARM_UP = 5  # iterations that allocate memory and connect
@@ -43,6 +43,7 @@ def read_profile(path: str | Path) -> Profile:
     """Reads ``events.jsonl``, given the file or its directory.
 
     Raises:
+        OSError: the file cannot be read.
         ValueError: the file is no event log, or has too few iterations.
     """
     events = read_events(path)
@@ -50,22 +51,6 @@ def read_profile(path: str | Path) -> Profile:
         return profile_of(events)
     except ValueError as error:
         raise ValueError(f"{events_file(path)}: {error}") from None
-
-
-def events_file(path: str | Path) -> Path:
-    """The path of ``events.jsonl``, given the file or its directory."""
-    path = Path(path)
-    return path / "events.jsonl" if path.is_dir() else path
-
-
-def read_events(path: str | Path) -> list[dict]:
-    """The events of a file, or of the one in a directory; lines torn by a killed worker are skipped.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is no event log.
-    """
-    return list(_events(events_file(path)))
 
 
 def profile_of(events: Iterable[Mapping]) -> Profile:
@@ -120,16 +105,3 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
 
 def _median(values: list[float]) -> float | None:
     return median(values) if values else None
-
-
-def _events(path: Path) -> Iterator[dict]:
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                if number > 1:
-                    continue  # torn by a worker that was killed while writing it
-                raise ValueError(f"{path}: line 1 is no JSON: is that an events.jsonl?") from None
-            if isinstance(event, dict) and "type" in event:
-                yield event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import NamedTuple
@@ -15,6 +16,28 @@ _LIVE = "live"  # tier of a resume from live workers without a loss, after a cha
 
 Event = Mapping
 """One event of ``events.jsonl``, in order of time."""
+
+
+class ByIteration[T](dict[int, T]):
+    """Values by iteration, of which a resumed run undoes the last ones."""
+
+    def __init__(self, values: Iterable[tuple[int, T]] = ()):
+        super().__init__()
+        self._numbers: list[int] = []  # ascending
+        for iteration, value in values:
+            self[iteration] = value
+
+    def __setitem__(self, iteration: int, value: T) -> None:
+        if iteration not in self:
+            insort(self._numbers, iteration)
+        super().__setitem__(iteration, value)
+
+    def undo(self, after: int) -> list[T]:
+        """Removes and returns the values of later iterations, in order."""
+        first = bisect_right(self._numbers, after)
+        gone = self._numbers[first:]
+        del self._numbers[first:]
+        return [self.pop(iteration) for iteration in gone if iteration in self]
 
 
 def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:

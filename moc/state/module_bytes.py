@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 
+from moc.files import decode, tree
+from moc.files.decode import Count, Name, Sizes
+
 _ALIGNMENT = 16
 _PLAIN = (bool, int, float, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set}
 _KINDS = {kind: name for name, kind in _SEQUENCES.items()} | {torch.Size: "tuple"}
+
+
+_Row = tuple[Name, Sizes, Count, Name]  # dtype, shape, offset after the header, and type of device
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the bytes hold."""
+
+    values: dict[str, Any]
+    tensors: list[_Row]
 
 
 class ModuleStateError(ValueError):
@@ -61,13 +77,15 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModuleStateError: the bytes are not valid.
     """
-    length = int.from_bytes(bytes(source[:8].tolist()), "little")
+    length = int.from_bytes(_plain(source[:8]), "little")
     if length == 0:
         return {}
     try:
-        header = json.loads(bytes(source[8 : 8 + length].tolist()))
-        reader = _Reader(source, _start_after(length), header["tensors"])
-        return {path: reader.value(tree, current.get(path)) for path, tree in header["values"].items()}
+        if length > min(source.numel() - 8, tree.HEADER):
+            raise ModuleStateError(f"the header cannot have {length:,} bytes")
+        header = decode.decode(_plain(source[8 : 8 + length]), _Header)
+        reader = _Reader(source, _start_after(length), header.tensors)
+        return {path: reader.value(described, current.get(path)) for path, described in header.values.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise ModuleStateError(
             f"module state: the saved bytes are not valid ({type(error).__name__}: {error}). Fix: resume from another "
@@ -134,7 +152,7 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor]:
 class _Reader:
     """Reads values of a header."""
 
-    def __init__(self, source: torch.Tensor, start: int, table: list):
+    def __init__(self, source: torch.Tensor, start: int, table: Sequence[_Row]):
         self._source, self._start, self._table = source, start, table
 
     def value(self, tree: Any, current: Any) -> Any:
@@ -167,10 +185,11 @@ class _Reader:
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
             raise ModuleStateError(f"{name} is no dtype")
-        elements = int(numpy.prod(shape, dtype=numpy.int64))
         begin = self._start + offset
-        part = self._source[begin : begin + elements * dtype.itemsize]
-        read = part.clone().view(dtype).reshape(shape)
+        end = begin + math.prod(shape) * dtype.itemsize
+        if end > self._source.numel():
+            raise ModuleStateError("a tensor reaches beyond the saved bytes")
+        read = self._source[begin:end].clone().view(dtype).reshape(shape)
         return read.cpu() if device == "cpu" else read
 
     def _from_tensor(self, kind: str, read: torch.Tensor, current: Any) -> Any:
@@ -184,6 +203,10 @@ class _Reader:
             generator.set_state(read.cpu())
             return generator
         return read.cpu().numpy()[()] if kind == "number" else read.cpu().numpy()
+
+
+def _plain(values: torch.Tensor) -> bytes:
+    return values.cpu().numpy().tobytes()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

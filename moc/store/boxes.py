@@ -6,17 +6,40 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moc.files import decode
+import msgspec
+
+from moc.files import decode, tree
+from moc.files.decode import Count, Digest, Name, Sizes
 from moc.files.text import shown
 from moc.state.region import Region
 from moc.store.described import Described
 
 INDEX = "regions"
 """Metadata key of the index of entries."""
-_MOST_HEADER = 1 << 30
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
 _NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
 _ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An entry of the header of a safetensors file."""
+
+    dtype: Name
+    """safetensors' name of the dtype."""
+    shape: Sizes
+    data_offsets: tuple[Count, Count]
+    """First byte, and the one after the last, from the end of the header."""
+
+
+class _Place(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An entry of the index: which box of which tensor an entry of the header is."""
+
+    name: Name
+    slot: Name
+    global_shape: Sizes
+    offset: Sizes
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -63,46 +86,69 @@ def read_boxes(
         OSError: the file cannot be read.
         ValueError: the header is malformed, or does not match the file's contents.
     """
+    tensors, metadata, begin = read_header(size, read)
+    if INDEX not in metadata:
+        raise ValueError("it is not one of regions")
+    index = decode.decode(metadata[INDEX], dict[Name, _Place])
+    if differing := tensors.keys() ^ index.keys():
+        raise ValueError(f"nothing says what its tensor {shown(min(differing))} is")
+    check_spans((tensors[key] for key in index), size - begin, slack)
+    return [_box(file, begin, tensors[key], place) for key, place in index.items()]
+
+
+def read_header(
+    size: int, read: Callable[[int, int], bytes | memoryview]
+) -> tuple[dict[str, StoredTensor], dict[str, str], int]:
+    """Reads the header of a safetensors file.
+
+    Args:
+        size: file size in bytes.
+        read: returns the bytes [start, stop).
+
+    Returns:
+        The tensors by name, the metadata, and the offset of the data.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the header is malformed or too long.
+    """
     length = int.from_bytes(read(0, _LENGTH), "little")
     begin = _LENGTH + length
-    if not 2 <= length <= min(size - _LENGTH, _MOST_HEADER):
+    if not 2 <= length <= min(size - _LENGTH, tree.HEADER):
         raise ValueError(f"it cannot have {length:,} bytes")
-    try:
-        header = decode.parse(bytes(read(_LENGTH, begin)))
-        index = decode.parse(header.pop("__metadata__")[INDEX])
-        if unknown := header.keys() - index.keys():
-            raise ValueError(f"nothing says what its tensor {shown(min(unknown))} is")
-        _check_spans((header[key]["data_offsets"] for key in index), size - begin, slack)
-        return [_box(file, begin, header[key], *about) for key, about in index.items()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is not one of regions: {shown(repr(error))}") from None
+    fields = {**decode.table(decode.parse(read(_LENGTH, begin)), "it")}
+    metadata = decode.convert(fields.pop("__metadata__", {}), dict[str, str])
+    return decode.convert(fields, dict[str, StoredTensor]), metadata, begin
 
 
-def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, digest=None) -> StoredBox:
-    shape = tensor["shape"]
-    decode.name(name, "a tensor")
-    decode.name(slot, f"a slot of {name}")
-    for each in (*global_shape, *offset, *shape):
-        decode.number(each, f"a size of {name}")
-    if decode.number(math.prod(global_shape), f"the number of elements of {name}") < math.prod(shape):
+def _box(file: str, begin: int, tensor: StoredTensor, place: _Place) -> StoredBox:
+    slot, name, shape = place.slot, place.name, tensor.shape
+    if not len(place.global_shape) == len(place.offset) == len(shape):
+        raise ValueError(f"{slot} of {name} has {len(place.global_shape)} axes, and a box of it {len(shape)}")
+    elements = math.prod(shape)
+    if decode.number(math.prod(place.global_shape), f"the number of elements of {name}") < elements:
         raise ValueError(f"a box of {slot} of {name} is larger than the tensor")
-    if digest is not None:
-        decode.digest(digest, f"the hash of a box of {name}")
-    if not len(global_shape) == len(offset) == len(shape):
-        raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
-    (start, stop), dtype = tensor["data_offsets"], decode.name(tensor["dtype"], f"the dtype of {name}")
-    element = _ELEMENT_BYTES.get(dtype)
-    if element and math.prod(shape) * element != stop - start:
-        raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
-    region = Region(tuple(offset), tuple(shape))
-    return StoredBox(file, name, slot, tuple(global_shape), region, stop - start, begin + start, digest, dtype)
+    (start, stop), element = tensor.data_offsets, _ELEMENT_BYTES.get(tensor.dtype)
+    if element and elements * element != stop - start:
+        raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {elements * element}")
+    region, first = Region(place.offset, shape), begin + start
+    return StoredBox(file, name, slot, place.global_shape, region, stop - start, first, place.digest, tensor.dtype)
 
 
-def _check_spans(spans: Iterable[list[int]], room: int, slack: bool) -> None:
+def check_spans(tensors: Iterable[StoredTensor], room: int, slack: bool) -> None:
+    """Checks that each byte of a file's data belongs to one tensor.
+
+    Args:
+        tensors: all tensors of the file.
+        room: bytes of data in the file.
+        slack: the file may be longer than its contents.
+
+    Raises:
+        ValueError: a byte belongs to none or to several of them, or to one beyond the end of the file.
+    """
     end = 0
-    numbers = ((decode.number(start, "an offset"), decode.number(stop, "an offset")) for start, stop in spans)
-    for start, stop in sorted(numbers):
-        if start != end:
+    for start, stop in sorted(tensor.data_offsets for tensor in tensors):
+        if start != end or stop < start:
             raise ValueError(
                 f"byte {min(start, end):,} of its data belongs to {'no' if start > end else 'more than one'} box"
             )

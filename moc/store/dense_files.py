@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moc.files import decode, tree
+from moc.files.decode import Count, Digest, Name
 from moc.files.text import shown
 from moc.files.tree import SMALL, RefusedFileError, Tree
 from moc.store import store
@@ -26,6 +29,22 @@ STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
 _UNFINISHED = ".iter_*.incomplete*"
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Size in bytes and hash of a file."""
+
+    bytes: Count
+    xxh3_128: Digest
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """What every manifest has."""
+
+    iteration: Count
+    files: dict[Name, _Listed]
 
 
 def directory_of(root: str | Path, iteration: int) -> Path:
@@ -76,15 +95,12 @@ def read_manifest(directory: Path) -> dict | None:
         return None
     try:
         manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {shown(manifest['format'])}; this program reads {FORMAT!r}")
-        decode.number(manifest["iteration"], "its iteration")
-        for name, entry in decode.table(manifest["files"], "files").items():
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is of format {shown(manifest.get('format'))}; this program reads {FORMAT!r}")
+        for name in decode.convert(manifest, _Listing).files:
             decode.inner_path(name)
-            decode.number(decode.table(entry, f"the entry of {name}")["bytes"], f"the size of {name}")
-            decode.digest(entry["xxh3_128"], f"the hash of {name}")
         return manifest
-    except (RefusedFileError, ValueError, KeyError, TypeError) as error:
+    except (RefusedFileError, ValueError) as error:
         raise damaged(f"{path} is damaged ({error})") from None
 
 
@@ -100,7 +116,7 @@ def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
 
 def describe(path: Path) -> dict:
     """Syncs a file to disk, and returns its entry in the manifest."""
-    with open(path, "rb", buffering=0) as file:
+    with open(Tree(path.parent).open(path.name), "rb", buffering=0) as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "xxh3_128": digest_of_file(file, size)}
@@ -190,16 +206,27 @@ def remove(root: str | Path, iteration: int) -> None:
     Tree(root).remove(doomed.name)
 
 
-def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
-    """Describes the first file that is missing, truncated or altered; None if all are intact."""
+def damage_in(directory: Path, files: Mapping[str, Any]) -> str | None:
+    """Describes the first file that is missing, truncated or altered, or whose entry is invalid; None if there is none.
+
+    Args:
+        directory: the directory of the files.
+        files: the entries of a manifest or of a record of unknown origin, by path relative to the directory.
+    """
     for name, entry in files.items():
-        path = directory / name
-        if not path.is_file():
+        try:
+            path, known = directory / decode.inner_path(name), decode.convert(entry, _Listed)
+        except ValueError as error:
+            return f"{directory} has an invalid entry of {shown(name)} in its list of files ({error})"
+        try:
+            with open(Tree(directory).open(name), "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != known.bytes:
+                    return f"{path} has {size} bytes instead of {known.bytes}: it is truncated or overwritten"
+                if digest_of_file(file, size) != known.xxh3_128:
+                    return f"{path} does not match its hash: its content is damaged"
+        except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            return f"{path} has {size} bytes instead of {entry['bytes']}: it is truncated or overwritten"
-        with open(path, "rb", buffering=0) as file:  # a link is one, too: model hubs keep files elsewhere
-            if digest_of_file(file, size) != entry["xxh3_128"]:
-                return f"{path} does not match its hash: its content is damaged"
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
     return None

@@ -107,7 +107,7 @@ class Manifest:
     def to_json(self) -> str:
         """The text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
-        described["state"] = json.loads(json.dumps(self.state))  # as a reader will see it: its keys may be numbers
+        described["state"] = decode.parse(json.dumps(self.state))  # as a reader will see it: its keys may be numbers
         fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
         text = _canonical({"format": FORMAT, **fields, **described, **author})

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from moc.files.events import read_events
 from moc.report.figures import report
-from moc.simulate.profile import read_events
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched

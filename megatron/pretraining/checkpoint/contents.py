@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
 
-import msgspec
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -22,8 +20,7 @@ from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
-from moc.files import decode
-from moc.files.decode import Amount, Count, Name, Positive
+from moc.files.decode import parse
 from moc.files.text import shown
 from moc.runtime.agreement import first_line
 from moc.runtime.world import World
@@ -89,60 +86,6 @@ def training_state(
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "sample_order": sample_order(config, world),
     } | described
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """State of megatron-core's scheduler of learning rate and weight decay; it counts steps in samples."""
-
-    num_steps: Count
-    max_lr: Amount
-    min_lr: Amount
-    lr_warmup_steps: Amount  # a fraction of the decay may be no whole number
-    lr_decay_steps: Count
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] | None
-    start_wd: Amount
-    end_wd: Amount
-    wd_incr_style: Literal["constant", "linear", "cosine"]
-    wd_incr_steps: Count
-    init_lr: Amount = 0.0
-    wsd_decay_steps: Count | None = None
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-
-
-@dataclass(frozen=True)
-class _GradScaler:
-    """State of fp16's dynamic loss scale."""
-
-    scale: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=1)]
-    growth_tracker: Count
-    hysteresis_tracker: int
-
-
-@dataclass(frozen=True)
-class _StoredState:
-    """The part of a checkpoint's state that this package reads; see :func:`training_state`."""
-
-    optimizer: Name | None
-    scheduler: _Schedule
-    grad_scaler: _GradScaler | None
-    sample_order: dict[str, Any]
-    shape: dict[str, Any]
-    iteration: Count
-    consumed_samples: Count
-    skipped_iterations: Count
-    optimizer_step: Count | None = None
-    params_dtype: Name | None = None
-    fp8: Name | None = None
-    main_params_dtype: Name | None = None
-    moments: tuple[Name, Name] | None = None
-    job: Name | None = None
-
-
-def check_types(saved: Mapping) -> None:
-    """Raises ValueError if a value of :func:`training_state` is missing or invalid."""
-    constant = {"grad_scaler": None} if saved.get("grad_scaler") == {} else {}  # a constant loss scale has no state
-    decode.convert({**saved, **constant}, _StoredState)
 
 
 def describe(config: Config, tokens: int) -> dict:
@@ -239,13 +182,13 @@ def shape(config: Config) -> dict:
     """The values that must be equal for weights to fit, by flag name, as they read back from JSON."""
     groups = {group: getattr(config, group) for group in _SHAPE}
     values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
-    return json.loads(json.dumps(values))
+    return parse(json.dumps(values))
 
 
 def model(config: Config, tokens: int) -> dict:
     """All flags of network and experts by field name, and ``vocab_size`` without padding: what converters read."""
     flags = config.to_dict()
-    return json.loads(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
+    return parse(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
 
 
 def tokenizer(flags: TokenizerFlags) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, writer
+from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config import Config, global_batch_size
 from megatron.pretraining.engine.module_state import ModuleState
@@ -62,7 +62,7 @@ class CheckpointLoader:
         checkpoint = self._config.checkpoint
         self._say(f"loading checkpoint {directory}")
         manifest = self._verified_manifest(directory)
-        state = json.loads((directory / dense_files.STATE).read_text()) if manifest else None
+        state = read_state(directory) if manifest else None
         if state:
             contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:

@@ -21,6 +21,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from moc import private_interfaces
+from moc.files import tree
+from moc.files.text import shown
+from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
 
 _NEEDED = {
@@ -38,6 +41,14 @@ _NEEDED = {
 }
 _ALLOWED = {(module, name) for module, names in _NEEDED.items() for name in names.split()}
 _ALLOWED |= {("torch", name) for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+_CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET"}
+_MOST_STEPS = 256
+_MOST_NUMBER = 1 << 60
+_LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch: ``torch.load`` is ``weights_only``, whatever its caller says."""
@@ -60,7 +71,7 @@ class _Pickle:
     def load(self, file, **_) -> Any:
         try:
             data = file.read()
-            _check_memo(data)
+            _check_cost(data)
             read = _Unpickler(io.BytesIO(data)).load()
             _check_paths(read)
         except CheckpointError:
@@ -73,11 +84,97 @@ class _Pickle:
         return getattr(pickle, name)
 
 
-def _check_memo(data: bytes) -> None:
-    """Python makes room for the largest number that an object is remembered by, were it 2^32: some 70 GB."""
-    for operation, number, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "LONG_BINPUT") and isinstance(number, int) and number > len(data):
-            raise CheckpointError(f".metadata numbers an object {number}, and is of {len(data)} bytes: it is refused")
+class _Node:
+    """An object that a pickle makes.
+
+    Attributes:
+        steps: steps that its hash takes; those of a list or a dict, which have none, count as one.
+        inner: sum of the steps of its elements.
+        shared: the pickle has used the object a second time.
+    """
+
+    __slots__ = ("inner", "shared", "steps")
+
+    def __init__(self, steps: int, inner: int = 0):
+        self.steps, self.inner, self.shared = 0, inner, False
+        self.grow(steps)
+
+    def grow(self, steps: int) -> None:
+        """Adds steps; raises CheckpointError if they are too many."""
+        self.steps += steps
+        if self.steps > _MOST_STEPS:
+            raise CheckpointError(f".metadata has an object whose hash takes more than {_MOST_STEPS} steps: refused")
+
+
+def _check_cost(data: bytes) -> None:
+    """Checks that unpickling takes linear time and memory, by following the pickle's stack without making objects.
+
+    A tuple that holds the one before twice, 60 levels deep, has a hash of 2^60 steps.  Numbers that are negative or
+    large may have equal hashes, and slow down dicts.  Python makes room for the largest number that an object is
+    remembered by.
+
+    Raises:
+        CheckpointError: it may take more.
+        Exception: the pickle is damaged.
+    """
+    stack: list[_Node | None] = []  # None is a mark
+    memo: dict[int, _Node | None] = {}
+    atom = _Node(1)
+
+    def popped(operation) -> list[_Node]:
+        if operation.stack_before[-1:] != [pickletools.stackslice]:
+            count = sum(one is not pickletools.markobject for one in operation.stack_before)
+            found = stack[len(stack) - count :]
+            del stack[len(stack) - count :]
+        else:
+            found = []
+            while (top := stack.pop()) is not None:
+                found.append(top)
+            if operation.stack_before[0] is not pickletools.markobject:
+                found.append(stack.pop())
+            found.reverse()
+        return [one for one in found if one is not None]
+
+    for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
+            raise CheckpointError(".metadata has more operations than torch_dist checkpoints have: refused")
+        name = operation.name
+        if name in _PUTS:
+            place = len(memo) if argument is None else argument
+            if place > len(data):
+                raise CheckpointError(
+                    f".metadata numbers an object {place}, and is of {len(data)} bytes: it is refused"
+                )
+            memo[place] = stack[-1]
+        elif name in _GETS or name == "DUP":
+            node = stack[-1] if name == "DUP" else memo[argument]
+            if node is not None:
+                node.shared = True
+            stack.append(node)
+        elif name == "MARK":
+            stack.append(None)
+        elif name in _CHANGES:
+            target, *added = popped(operation)
+            if name != "BUILD":
+                target.inner += sum(one.steps for one in added)
+            elif target.shared:
+                raise CheckpointError(".metadata changes an object after its use: refused")
+            else:
+                target.grow(sum(one.inner or one.steps for one in added))
+            stack.append(target)
+        elif operation.stack_after:
+            parts = popped(operation)
+            inner = sum(one.steps for one in parts)
+            if name in _CONTAINERS:
+                stack.append(_Node(1, inner))
+            elif parts:
+                stack.append(_Node(1 + inner, sum(one.inner or one.steps for one in parts)))
+            else:
+                if type(argument) is int and not 0 <= argument < _MOST_NUMBER:
+                    raise CheckpointError(f".metadata has the number {shown(argument)}, which no size can be: refused")
+                stack.append(atom)
+        elif operation.stack_before:
+            popped(operation)
 
 
 def _check_paths(metadata: Any) -> None:
@@ -119,12 +216,28 @@ def check_metadata(directory: Path) -> list[str]:
     """Returns the keys in the ``.metadata`` of a checkpoint; none if there is no such file.
 
     Raises:
-        CheckpointError: it is none, or could run code.
+        CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
     """
     try:
-        with open(directory / ".metadata", "rb") as file:
-            return list(_Pickle().load(file).state_dict_metadata)
+        return list(read_metadata(directory).state_dict_metadata)
     except FileNotFoundError:
         return []  # another format: megatron-core says what it misses
+
+
+def read_metadata(directory: Path) -> Any:
+    """The content of ``.metadata``, torch's class ``Metadata``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
+    """
+    if others := Tree(directory).refused():
+        raise CheckpointError(f"{directory / others[0]} is no regular file and no directory: remove it")
+    try:
+        return _Pickle().load(io.BytesIO(Tree(directory).read(".metadata", tree.METADATA)))
     except CheckpointError as error:
         raise CheckpointError(f"{directory}/{error}") from None
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{directory / '.metadata'} cannot be read ({error.strerror})") from None

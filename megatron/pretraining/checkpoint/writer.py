@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
+from moc.files import decode, tree
+from moc.files.decode import Count, Digest, Name
 from moc.files.tree import Tree
 from moc.runtime.children import serve_host
 from moc.store import dense_files
@@ -68,13 +71,13 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
-        report: dict = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} left no report"}
-        if "error" in report:
+        report = _read_report(staging, rank)
+        if report.error is not None:
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
+                f"the checkpoint of iteration {iteration} could not be written ({report.error}); "
                 f"earlier ones are untouched: make room or repair {root}, and start again"
             )
-        described |= report["files"]
+        described |= report.files
         Tree(root).remove(path.relative_to(root).as_posix())
     for path in staging.iterdir():
         if path.is_file():
@@ -86,6 +89,23 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
         for older in dense_files.saved_iterations(root):
             if older < iteration and older % retain_interval:
                 dense_files.remove(root, older)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a worker has written: the manifest entries of its files, or its error."""
+
+    files: dict[Name, dict[Name, Count | Digest]] = field(default_factory=dict)
+    error: str | None = None
+
+
+def _read_report(staging: Path, rank: int) -> _Report:
+    try:
+        return decode.decode(Tree(staging).read(_report(staging, rank).name, tree.MANIFEST), _Report)
+    except FileNotFoundError:
+        return _Report(error=f"worker {rank} left no report")
+    except (OSError, ValueError) as error:
+        return _Report(error=f"the report of worker {rank} cannot be read: {error}")
 
 
 def _report(staging: Path, rank: int) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.convert.contents import (
     COMPUTE,
     DTYPE_NAMES,
@@ -127,7 +128,7 @@ class DenseContents(ConvertedState):
 
     def _facts(self, directory: Path, ours: bool, writers: int) -> Facts:
         if ours:
-            state = json.loads((directory / dense_files.STATE).read_text(encoding="utf-8"))
+            state = read_state(directory)
         else:
             state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
         state = {"interval": None, **state}  # an interval that no policy has adapted yet

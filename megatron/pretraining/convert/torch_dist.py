@@ -46,7 +46,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
-from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
+from moc.files.tree import Tree  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
@@ -82,12 +83,9 @@ class WeightsReader:
     def __init__(self, directory: Path):
         self._directory, self._reader = directory, FileSystemReader(directory)
         try:
-            with nothing_runs():
-                self._metadata = self._reader.read_metadata()
-        except CheckpointError as error:
-            raise CheckpointError(f"{directory}/{error}") from None
-        except Exception as error:  # whatever a damaged pickle raises
-            raise CheckpointError(f"{directory}/.metadata cannot be read as torch_dist ({error})") from None
+            self._metadata = read_metadata(directory)
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory}/.metadata cannot be read as torch_dist: it is missing") from None
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._chunks: dict[str, _Chunks] = {}
 
@@ -232,7 +230,7 @@ def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, resul
     torch.save({"checkpoint_version": _VERSION, "iteration": iteration}, directory / COMMON_STATE_FNAME)
     save_config(_BACKEND, str(directory))
     for path in directory.iterdir():
-        with open(path, "rb") as file:
+        with open(Tree(directory).open(path.name), "rb") as file:
             os.fsync(file.fileno())
 
 

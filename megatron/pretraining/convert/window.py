@@ -6,7 +6,6 @@ The training program replays the window as a resuming run does (``moc/session/re
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config import Config, compose, layout_sizes
 from megatron.pretraining.config.composed import group_classes
 from megatron.pretraining.config.flag import flags_of
+from moc.files.events import read_events
 from moc.inspect.coverage import operators_of
 from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
@@ -102,9 +102,8 @@ def compute_again(
     launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
         raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(snapshots), str(window.root))}")
-    told = (Path(log_dir) / "events.jsonl").read_text(encoding="utf-8")
     elsewhere = layout_sizes(config, workers) != window.end.layout
-    for event in map(json.loads, told.splitlines()):
+    for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
     return dense_files.directory_of(Path(save), window.end.iteration), not elsewhere

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
 from megatron.pretraining.data.tokenizer import Vocabulary
@@ -95,7 +96,7 @@ class MegatronEngine:
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
         """Rejects an invalid state, another model or optimizer, and a window of another precision."""
-        contents.check_types(saved)
+        check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
         contents.check_shape(self._config, saved["shape"], where)

@@ -104,11 +104,12 @@ def test_the_figure_shows_the_curves(events):
     run = read_run(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
     figure = loss.draw([run], "a title", 3, [])
     (panel,) = figure.axes
-    raw, smoothed, resumed = panel.lines
+    raw, smoothed = panel.lines
+    (resumed,) = panel.collections
     assert panel.get_title() == "a title"
     assert list(raw.get_ydata()) == [5.0, 3.0]
     assert list(smoothed.get_ydata()) == pytest.approx(smooth([5.0, 3.0], 3))
-    assert list(resumed.get_xdata()) == [1, 1]
+    assert [segment.tolist() for segment in resumed.get_segments()] == [[[1, 0], [1, 1]]]
 
 
 def test_a_part_of_a_run(events):

@@ -103,7 +103,7 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
     with pytest.raises((KeyError, ValueError), match="nested too deeply|job"):  # Python 3.12 reads 990 levels
         Holder.from_json(deep)
     header = deep.encode()
-    with pytest.raises(ValueError, match="nested too deeply|not one of regions"):
+    with pytest.raises(ValueError, match="nested too deeply|Expected `object`"):
         whole = len(header).to_bytes(8, "little") + header
         read_boxes("file", len(whole), lambda start, stop: whole[start:stop])
 
@@ -152,4 +152,4 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
 )
 def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):
     with pytest.raises(ValueError, match=told):
-        boxes._check_spans(spans, 16, slack=False)
+        boxes.check_spans([boxes.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, slack=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
 from megatron.pretraining.convert.hugging_face.family import Config
+from moc.inspect.coverage import MOST_OPERATORS
 from moc.store.errors import CheckpointError
 
 _SIZES = {  # keys by our field
@@ -19,6 +20,8 @@ _SIZES = {  # keys by our field
     "vocab_size": "vocab_size",
 }
 _MOST_LAYERS = 10_000
+_MOST = 1 << 40  # of any size
+_LONGEST = 80  # characters of a value in a message
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
@@ -40,8 +43,8 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
         if default is None:
             raise key_missing(key)
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise unsupported(key, value, f"it must be a whole number, at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        raise unsupported(key, value, f"it must be a whole number from {least} to {_MOST}")
     return value
 
 
@@ -50,7 +53,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = default if config.get(key) is None else config[key]
     if value is None:
         raise key_missing(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:
         raise unsupported(key, value, "it must be a number")
     return float(value)
 
@@ -86,8 +89,7 @@ def read(
     """
     _check(config)
     values = LLAMA_LIKE | fixed | {field: whole(config, key) for field, key in _SIZES.items()}
-    if values["num_layers"] > _MOST_LAYERS:
-        raise unsupported("num_hidden_layers", values["num_layers"], f"at most {_MOST_LAYERS} are supported")
+    _layers(config)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     groups = whole(config, "num_key_value_heads", heads)
     base, share = _rope(config, theta, partial)
@@ -97,12 +99,12 @@ def read(
         kv_channels=whole(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        num_experts=_experts(config, experts),
+        num_experts=_experts(config, experts, values["num_layers"]),
         norm_epsilon=number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
         untie_embeddings_and_output_weights=not yes(config, "tie_word_embeddings", False),
-        attention_dropout=float(config.get("attention_dropout") or 0),
+        attention_dropout=number(config, "attention_dropout", 0.0),
         hidden_dropout=0.0,
     )
     if config.get("router_aux_loss_coef") is not None:
@@ -153,8 +155,8 @@ def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
 
 def dense_and_sparse(config: Config) -> dict[str, Any]:
     """Our fields of dense layers and experts, where a list of layers and a step say which are which."""
-    step, dense = whole(config, "decoder_sparse_step", 1), _items(config, "mlp_only_layers")
-    layers = range(whole(config, "num_hidden_layers"))
+    step, layers = whole(config, "decoder_sparse_step", 1), range(_layers(config))
+    dense = {layer for layer in _items(config, "mlp_only_layers") if isinstance(layer, int)}
     return dict(
         ffn_hidden_size=whole(config, "intermediate_size"),
         moe_ffn_hidden_size=whole(config, "moe_intermediate_size"),
@@ -193,12 +195,22 @@ def no_windows(config: Config, switch: str | None = None) -> None:
         raise unsupported("sliding_window", width, why)
 
 
-def _experts(config: Config, key: str) -> int:
+def _layers(config: Config) -> int:
+    layers = whole(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise unsupported("num_hidden_layers", layers, f"at most {_MOST_LAYERS} are supported")
+    return layers
+
+
+def _experts(config: Config, key: str, layers: int) -> int:
     """The number of experts, also by the keys that transformers takes for others: Qwen3-MoE has had two."""
     said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
     if len(said) > 1:
         raise CheckpointError(f"config.json has different numbers of experts ({', '.join(_EXPERTS)}): drop one of them")
-    return said.pop() if said else whole(config, key)
+    experts = said.pop() if said else whole(config, key)
+    if experts * layers > MOST_OPERATORS:
+        raise unsupported(key, experts, f"at most {MOST_OPERATORS} experts in all layers are supported")
+    return experts
 
 
 def _check(config: Config) -> None:
@@ -240,4 +252,5 @@ def _items(config: Config, key: str) -> list:
 
 
 def _written(value: object) -> str:
-    return json.dumps(value)
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron.pretraining.convert.hugging_face.names import name_map
 from megatron.pretraining.convert.hugging_face.recorded import recorded
 from megatron.pretraining.convert.hugging_face.tensors import Exported
 from megatron.pretraining.convert.source import contents_of, weights_of
+from moc.files import tree
+from moc.files.tree import Tree
 from moc.output import print_lines, progress
 from moc.store.dense_files import MANIFEST
 from moc.store.digest import digest_of
@@ -58,6 +61,7 @@ def _refuse_flags(flags: list[str]) -> list[str]:
 
 
 def _source(directory: Path, iteration: int) -> Mapping[str, object]:
-    manifest = directory / MANIFEST
     said = {"name": directory.resolve().name, "iteration": iteration}
-    return said | ({"manifest_xxh3_128": digest_of(manifest.read_bytes())} if manifest.is_file() else {})
+    with contextlib.suppress(FileNotFoundError):
+        return said | {"manifest_xxh3_128": digest_of(Tree(directory).read(MANIFEST, tree.MANIFEST))}
+    return said

@@ -13,8 +13,11 @@ import numpy
 import torch
 import xxhash
 
-from moc.files import decode
+from moc.files import decode, tree
+from moc.files.decode import FileName, Name
 from moc.files.text import shown
+from moc.files.tree import Tree
+from moc.store import boxes
 from moc.store.blobs import LocalBlob
 from moc.store.errors import CheckpointError
 from moc.store.regions import bytes_of
@@ -22,9 +25,8 @@ from moc.store.regions import bytes_of
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH = 8  # bytes of the number that a file starts with: that of its header
+_LENGTH = 8  # bytes of the number that a written file starts with: that of its header
 _ALIGNED = 8  # data start at a multiple of it
-_MOST_HEADER = 1 << 30
 
 Advance = Callable[[int], None]
 
@@ -64,11 +66,13 @@ class StoredTensor:
         return values.view(count, *tensor.shape[1:])
 
 
-def read_json(path: Path) -> Mapping:
-    """The object in a file; raises CheckpointError if there is none."""
+def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
+    """The object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
     try:
-        return decode.table(decode.parse(path.read_text(encoding="utf-8")), "it")
-    except (OSError, ValueError) as error:
+        return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
 
 
@@ -94,11 +98,17 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
+@dataclass(frozen=True)
+class _Index:
+    """What :data:`INDEX` says: the file of each tensor, by the tensor's name."""
+
+    weight_map: dict[Name, FileName]
+
+
 def _index(directory: Path) -> dict[str, str] | None:
     if (directory / INDEX).is_file():
         try:
-            table = decode.table(read_json(directory / INDEX).get("weight_map"), "weight_map")
-            return {name: decode.file_name(file) for name, file in table.items()}
+            return decode.convert(read_json(directory / INDEX), _Index).weight_map
         except ValueError as error:
             raise CheckpointError(f"{directory / INDEX} is damaged ({error})") from None
     if (directory / ONE_FILE).is_file():
@@ -113,26 +123,22 @@ def _index(directory: Path) -> dict[str, str] | None:
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
     try:
-        blob = LocalBlob(path.resolve())
-        length = int.from_bytes(blob.read(0, _LENGTH), "little")
-        begin = _LENGTH + length
-        if not 2 <= length <= min(blob.size - _LENGTH, _MOST_HEADER):
-            raise ValueError(f"its header cannot have {length:,} bytes")
-        header = decode.table(decode.parse(bytes(blob.read(_LENGTH, begin))), "its header")
-        found = {name: _stored(blob, begin, name, about) for name, about in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        blob = LocalBlob(path)
+        header, _, begin = boxes.read_header(blob.size, blob.read)
+        boxes.check_spans(header.values(), blob.size - begin, slack=False)
+        return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in header.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} is no whole file of safetensors ({error})") from None
-    return found
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: Mapping) -> StoredTensor:
-    start, stop = (decode.number(place, f"a place of {name}") for place in about["data_offsets"])
-    shape = tuple(decode.number(size, f"a size of {name}") for size in about["shape"])
-    if about["dtype"] not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {shown(about['dtype'])}, and only {', '.join(_DTYPES)} can be read")
-    tensor = Tensor(name, shape, _DTYPES[about["dtype"]])
-    if stop - start != tensor.nbytes or begin + stop > blob.size:
-        raise ValueError(f"{name} must have {tensor.nbytes:,} bytes, and has {min(stop, blob.size - begin) - start:,}")
+def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -> StoredTensor:
+    if about.dtype not in _DTYPES:
+        raise ValueError(f"{name} is of dtype {shown(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
+    tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
+    if stop - start != tensor.nbytes:
+        raise ValueError(f"{name} must have {tensor.nbytes:,} bytes, and has {stop - start:,}")
     return StoredTensor(tensor, blob, begin + start)
 
 

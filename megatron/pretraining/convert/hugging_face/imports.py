@@ -22,6 +22,7 @@ from megatron.pretraining.convert.hugging_face.names import name_map
 from megatron.pretraining.convert.hugging_face.recorded import first_state, recipe
 from megatron.pretraining.convert.hugging_face.tensors import Imported
 from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer
+from moc.files import decode, tree
 from moc.inspect.coverage import PARAM
 from moc.output import print_lines, progress
 from moc.store.durable import write_durably
@@ -44,7 +45,7 @@ def import_directory(args: argparse.Namespace) -> Path:
         raise CheckpointError(f"{recipe_file} exists: remove it, or name another output directory")
     with progress(0, "verifying") as advance:
         check_hashes(source, advance)
-    config = read_json(source / CONFIG)
+    config = read_json(source / CONFIG, tree.SMALL)
     family = family_of(config)
     model = family.flags_of(config)
     imported = Imported(read_directory(source), name_map(model, family), DTYPES.get(args.dtype or ""), {})
@@ -61,7 +62,7 @@ def import_directory(args: argparse.Namespace) -> Path:
         if args.verify:
             _compare(contents, DenseContents(written), advance)
     values = recipe(model, dtype, tokenizer)
-    write_durably(recipe_file, yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False))
+    write_durably(recipe_file, yaml.safe_dump(decode.parse(json.dumps(values)), sort_keys=False))
     if args.check_logits:
         print_lines(compare_logits(Asked(written, source, contents.facts.state["model"], dtype, False, False)))
     print_lines(*_told(args.output, recipe_file, model["vocab_size"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,14 @@ from megatron.pretraining.convert.hugging_face.recorded import composed  # noqa:
 from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
+from moc.files.decode import parse  # noqa: E402
+from moc.files.tree import SMALL, Tree  # noqa: E402
 from moc.state.operators import is_module_state  # noqa: E402
 
 
 def main(asked: str) -> int:
     """Writes the logits, fp32 of shape (sequences, tokens, vocabulary), that a file of :mod:`logits` asks for."""
-    ask = json.loads(Path(asked).read_text())
+    ask = parse(Tree(Path(asked).parent).read(Path(asked).name, SMALL))
     contents = contents_of(Path(ask["source"]), ask["allow_stale"], ask["trust"])
     weights = weights_of(contents, DTYPES.get(ask["dtype"] or ""))
     tokens = torch.from_numpy(numpy.load(ask["tokens"]))

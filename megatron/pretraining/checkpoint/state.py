@@ -1,0 +1,88 @@
+"""Types of ``training_state.json``, which is also the main part of a snapshot's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from moc.files import decode, tree
+from moc.files.decode import Amount, Count, Name, Positive
+from moc.files.tree import Tree
+from moc.store import dense_files
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """State of megatron-core's scheduler of learning rate and weight decay; it counts steps in samples."""
+
+    num_steps: Count
+    max_lr: Amount
+    min_lr: Amount
+    lr_warmup_steps: Amount  # a fraction of the decay may be no whole number
+    lr_decay_steps: Count
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] | None
+    start_wd: Amount
+    end_wd: Amount
+    wd_incr_style: Literal["constant", "linear", "cosine"]
+    wd_incr_steps: Count
+    init_lr: Amount = 0.0
+    wsd_decay_steps: Count | None = None
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+
+
+@dataclass(frozen=True)
+class _GradScaler:
+    """State of fp16's dynamic loss scale."""
+
+    scale: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=1)]
+    growth_tracker: Count
+    hysteresis_tracker: int
+
+
+@dataclass(frozen=True)
+class _StoredState:
+    """The part of a checkpoint's state that this package reads; see ``contents.training_state``."""
+
+    optimizer: Name | None
+    scheduler: _Schedule | None
+    grad_scaler: _GradScaler | None
+    sample_order: dict[str, Any]
+    shape: dict[str, Any]
+    iteration: Count
+    consumed_samples: Count
+    skipped_iterations: Count
+    optimizer_step: Count | None = None
+    params_dtype: Name | None = None
+    fp8: Name | None = None
+    main_params_dtype: Name | None = None
+    moments: tuple[Name, Name] | None = None
+    job: Name | None = None
+    model: dict[Name, Any] | None = None
+    tokenizer: dict[Name, Any] | None = None
+
+
+def check_types(saved: Mapping) -> None:
+    """Raises ValueError if a value of a training state is missing or invalid."""
+    constant = {"grad_scaler": None} if saved.get("grad_scaler") == {} else {}  # a constant loss scale has no state
+    if decode.convert({**saved, **constant}, _StoredState).optimizer and not saved["scheduler"]:
+        raise ValueError("it has an optimizer, and no schedule")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The training state of a dense checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing, or a value is missing or invalid.
+    """
+    try:
+        found = decode.parse(Tree(directory).read(dense_files.STATE, tree.MANIFEST))
+        check_types(decode.table(found, "it"))
+        return found
+    except OSError as error:
+        raise dense_files.damaged(f"{directory / dense_files.STATE} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise dense_files.damaged(f"{directory / dense_files.STATE} is damaged ({error})") from None

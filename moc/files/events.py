@@ -1,0 +1,83 @@
+"""Reads ``events.jsonl`` of unknown origin; the fields that programs use have declared types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from moc.files import decode, tree
+from moc.files.decode import Amount, Count, Name, Seconds
+from moc.files.tree import Tree
+
+NAME = "events.jsonl"
+_MOST_TORN = 1000  # lines; each start of a worker leaves at most one
+
+_Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
+_Difference = Annotated[float, Meta(ge=-1e12, le=1e12)]  # of two clocks, in seconds
+_BY_TYPE = {
+    Name: "type split tier action cause",
+    str: "reason what",
+    Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
+    _Difference: "noticed_s met_s",
+    Count: "iteration kept folded",
+    Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
+    Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
+    bool: "boosted",
+    bool | None: "exact",
+    list[Count]: "stages",
+    dict[Name, Seconds]: "startup_s",
+    dict[Name, Amount]: "by_layer survival",
+    float | None: "loss grad_norm learning_rate perplexity",
+    _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
+    "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share",
+}
+_FIELDS = msgspec.defstruct(
+    "_Fields",
+    [(name, kind | UnsetType, UNSET) for kind, names in _BY_TYPE.items() for name in names.split()],  # pyright: ignore[reportOperatorIssue]
+)
+
+
+class Event(dict[str, Any]):
+    """An event; a field that it lacks raises ValueError."""
+
+    def __missing__(self, field: str) -> Any:
+        raise ValueError(f"an event {self.get('type')} has no {field}: it is not of this program")
+
+
+def events_file(path: str | Path) -> Path:
+    """The path of ``events.jsonl``, given the file or its directory."""
+    path = Path(path)
+    return path / NAME if path.is_dir() else path
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """The events of a file, or of the one in a directory, without lines that a killed worker has torn.
+
+    Raises:
+        OSError: the file cannot be read, or a line is too long.
+        ValueError: the file is no event log, or a field has another type.
+    """
+    path = events_file(path)
+    found, torn = [], 0
+    for number, line in enumerate(Tree(path.parent).lines(path.name, tree.LINE), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = decode.parse(line)
+        except ValueError:
+            if number == 1:
+                raise ValueError(f"{path}: line 1 is no JSON: is that an {NAME}?") from None
+            torn += 1
+            if torn > _MOST_TORN:
+                raise ValueError(f"{path}: more than {_MOST_TORN} lines are no JSON: is that an {NAME}?") from None
+            continue
+        if isinstance(fields, dict) and "type" in fields:
+            try:
+                decode.convert(fields, _FIELDS)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number} is no event ({error})") from None
+            found.append(Event(fields))
+    return found
