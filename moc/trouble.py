@@ -71,11 +71,11 @@ class Trouble:
 
 
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a calculation; those of files and of communication have handlers of their own."""
+"""Errors of a calculation; errors of files and of communication have their own handlers."""
 
 
 class Harmless:
-    """Contexts for what only chooses or reports: an error there is printed, and does not end training.
+    """Contexts for choices and reports: an error is printed, and does not end training.
 
     Args:
         say: prints a message.

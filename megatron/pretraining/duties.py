@@ -1,4 +1,4 @@
-"""What is due after an iteration: decided by flags and by what a run has done, identically on all workers."""
+"""What is due after an iteration: a decision by the flags and the run's past, identical on all workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Done:
         evaluated: the last iteration whose validation loss was reported; 0 if there is none.
         saved: the last iteration that ``--save`` has; 0 if there is none.
         by_run: this run completed the last iteration, and not the one that left the dense checkpoint of ``--load``.
-        by_job: this launch completed it: what ended an earlier launch does not end this one.
+        by_job: this launch completed it; a limit that ended an earlier launch does not end this one.
         by_workers: workers that completed it are still there.  A launch may start others after a stop, on more nodes.
     """
 

@@ -13,6 +13,7 @@ from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import initialize, shut_down
+from megatron.pretraining.process.outputs import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
@@ -43,7 +44,9 @@ def pretrain(config: Config, providers: Providers) -> int:
     phases.done("import")
     while True:
         try:
-            parts = parts or build(config, initialize(config, job), providers, stop, phases)
+            if parts is None:
+                check_outputs(config, job)
+                parts = build(config, initialize(config, job), providers, stop, phases)
             parts.met(job.built())
             progress("setup")
             code = train(start(parts, stop, phases), stop)

@@ -85,7 +85,7 @@ class WorkerParts:
         replicas: with ``--elastic``, of experts.
         shards: with ``--elastic``, of the dense optimizer state, if that is sharded.
         rebalancer: of the current generation; None without ``--elastic``.
-        began: the iteration at which this worker began to train; None before.
+        began: iterations completed before this worker began to train; None until then.
     """
 
     config: Config
@@ -143,7 +143,7 @@ class TrainingRun:
         rebalancer: as in :class:`WorkerParts`.
         guests: nodes that come; None where their number does not vary, or workers are started anew.
         stops: a worker was asked to stop in set-up, and there is state to save.
-        missed: what was due after the last completed iteration, and has not happened.
+        missed: duties of the last completed iteration that are not done.
     """
 
     config: Config
@@ -315,7 +315,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
 
 def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, saved_by: str | None) -> Duties:
-    """What was due after the last completed iteration, and has not happened; a collective call."""
+    """Duties of the last completed iteration that are not done; a collective call."""
     at, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
 
     def known() -> list:
@@ -324,7 +324,7 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, save
 
     if not at:
         return Duties()
-    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for what was done")
+    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for saves and evaluations")
     here = any(gather(parts.began is not None and parts.began < at))
     by_job = here or any(gather(saved_by == job.id))
     done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)

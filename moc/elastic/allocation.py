@@ -30,7 +30,7 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
 def most_everywhere(wanted: int, experts: int, nodes: int, slots: int) -> int:
     """The most experts that every node can hold while the slots that are left keep f for the others.
 
-    All arguments, and what is raised, are those of :func:`least_replicas`.
+    It takes the arguments of :func:`least_replicas`, and raises the same errors.
     """
     kept = least_replicas(wanted, experts, nodes, slots)
 

@@ -34,7 +34,7 @@ class Settings:
         return cut(nodes, self.ranks, self.slots * self.ranks - hot, experts - hot, self.domain)
 
     def most_everywhere(self, nodes: int, experts: int) -> int:
-        """The largest h with which every expert has a place, and as many replicas as without h.
+        """The largest h that leaves every expert a place, and does not reduce the replicas of any.
 
         Raises:
             ValueError: the slots do not suffice for one replica of each expert.

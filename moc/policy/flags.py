@@ -52,7 +52,7 @@ class JobShape:
         bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
             held up until one.
         drops: experts have a capacity beyond which they drop tokens, and are not filled up to it.
-        elastic: workers go on in the same processes, and snapshots are on disk alone.
+        elastic: workers continue in the same processes, and the only tier is the disk.
     """
 
     ep: int = 1

@@ -60,6 +60,6 @@ def numbers_of_nodes() -> tuple[int, int]:
 
 
 def fewest_nodes() -> int | None:
-    """The nodes with which a job of MIN to MAX nodes still goes on; None if their number does not vary."""
+    """MIN, if a job of MIN to MAX nodes continues after it has lost nodes; None if their number does not vary."""
     least, most = numbers_of_nodes()
     return least if least < most else None

@@ -122,31 +122,31 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
     return copies_wanted(settings.replicas, len(set(nodes)), environment.fewest_nodes())
 
 
-def copies_wanted(told: int | None, nodes: int, fewest: int | None = None) -> int:
+def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
     """Returns how many other nodes keep copies of each node's snapshots: ``--replicas``, or the default.
 
     Args:
-        told: ``--replicas``; None for the default.
+        wanted: ``--replicas``; None for the default.
         nodes: of the job now.
-        fewest: nodes with which the job goes on if it loses others; None if it needs all.
+        fewest: nodes that suffice if the job loses others; None if it needs all.
 
     Raises:
         SettingsError: there are not that many other nodes, or there may be fewer later.
     """
-    if told is not None and fewest is not None and told > fewest - 1:
+    if wanted is not None and fewest is not None and wanted > fewest - 1:
         fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
         raise SettingsError(
-            f"--replicas {told} needs {told + 1} nodes, and --nnodes {fewest}:... goes on with {fewest}: {fewer}leave "
-            f"it out for as many as there are, up to {DEFAULT_REPLICAS}, or raise MIN to {told + 1}."
+            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {fewest}: {fewer}"
+            f"leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}."
         )
-    if told is None:
+    if wanted is None:
         return min(DEFAULT_REPLICAS, nodes - 1)
-    if told > nodes - 1:
+    if wanted > nodes - 1:
         raise SettingsError(
-            f"--replicas {told} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave it "
-            f"out for as many as there are, up to {DEFAULT_REPLICAS}."
+            f"--replicas {wanted} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave "
+            f"it out for as many as there are, up to {DEFAULT_REPLICAS}."
         )
-    return told
+    return wanted
 
 
 def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:

@@ -44,8 +44,8 @@ class StorageHealth:
         every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
             none.
         late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
-        publishes_in: the iterations in which storage that writes at once publishes a snapshot, as votes and later
-            snapshots of its window take.
+        publishes_in: iterations until a snapshot is published if the write takes no time: votes, and later snapshots
+            of its window.
         newest: iteration of the newest snapshot in storage; None if there is none.
         prepare: starts to prepare storage beside training, on the one worker that does; nothing goes there before.
     """

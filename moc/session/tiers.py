@@ -95,8 +95,8 @@ def nodes_of(told: str | None, world: World) -> list[str]:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
     if (fewest := environment.fewest_nodes()) is not None:
         raise SettingsError(
-            f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... goes on with fewer: drop it, or "
-            "start the job with a fixed number of nodes."
+            f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... continues with fewer: drop it, "
+            "or start the job with a fixed number of nodes."
         )
     nodes = node_names(told)
     if len(nodes) != world.size:

@@ -104,6 +104,15 @@ def test_the_program_ends_with_one_sentence(saved, data, tmp_path):
     assert "iter_0000003" in said
 
 
+@pytest.mark.parametrize("name", ["save", "log_dir", "tensorboard_dir", "data_cache_path"])
+def test_a_directory_that_cannot_be_written(name, data, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    flags = FLAGS | data | {name: str(tmp_path / "file/below"), "train_iters": 1}
+    (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
+    assert result.exit == 2 and f"--{name.replace('_', '-')} " in result.output
+    assert "Traceback" not in result.output and "iteration  " not in result.output
+
+
 def test_a_first_start_needs_no_checkpoint(data, tmp_path):
     assert train("1", data | dict(load=str(tmp_path), train_iters=1)).start == 0
 

@@ -114,7 +114,7 @@ class Checkpoints:
     def newest_saved(self, seconds: float) -> int:
         """The iteration of the newest checkpoint in ``--save``; 0 if there is none, or none is found in ``seconds``."""
         save = self._config.checkpoint.save
-        with contextlib.suppress(CheckpointError):  # a save is due then, and tells what is wrong
+        with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
             return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
         return 0
 

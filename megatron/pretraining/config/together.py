@@ -87,7 +87,7 @@ def _check_snapshots(config: FlagGroups) -> None:
     for kind in POLICIES.values():
         for sentence in kind.misfits(snapshot, job):
             refuse(True, sentence)
-    refuse(  # after the policies, one of which may need memory
+    refuse(  # after the policies, since one may need memory
         config.elastic.elastic and snapshot.ckpt_policy and snapshot.ckpt_tier != "disk",
         f"--elastic keeps replicas of experts in the workers themselves: choose --ckpt-tier disk, not "
         f"{snapshot.ckpt_tier}, or drop --elastic.",

@@ -104,8 +104,8 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:
-    """Raises ``ConfigError`` if training cannot go on once so few nodes are left, of so many workers each."""
-    left = f"--nnodes {nodes}:... goes on with {nodes} node{'s' * (nodes > 1)}"
+    """Raises ``ConfigError`` if training cannot continue on so few nodes, of so many workers each."""
+    left = f"--nnodes {nodes}:... continues with {nodes} node{'s' * (nodes > 1)}"
     if not why_anew(config, per_node):
         _check_fewest_members(config, nodes, per_node, left)
         return
@@ -116,7 +116,7 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
 
 
 def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str) -> None:
-    """As :func:`check_fewest`, where workers go on in the same processes."""
+    """As :func:`check_fewest`, where workers continue in the same processes."""
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # the flags require both
     of_model = nodes_of_model(config, per_node)

@@ -86,7 +86,7 @@ def test_worlds_that_do_not_fit(flags, world, sentence):
         (
             ELASTIC,
             1,
-            "--elastic-min-replicas 2 is more than the 1 nodes .*--nnodes 1:... goes on with 1 node: lower it to 1",
+            "--elastic-min-replicas 2 is more than the 1 nodes .*--nnodes 1:... continues with 1 node: lower it to 1",
         ),
         (f"{ELASTIC} --elastic-min-replicas 1 --elastic-slots 3", 1, "no room for some of 8 experts on 2 workers"),
     ],
@@ -152,7 +152,9 @@ def test_when_workers_are_started_anew(flags, why):
 
 def test_a_copy_of_the_model_needs_its_nodes():
     config = parse(f"{ELASTIC} {PP2} --ckpt-policy full --ckpt-dir snapshots --elastic-min-replicas 1")
-    with pytest.raises(ConfigError, match="takes 2 nodes, and --nnodes 1:... goes on with 1 node: make MIN at least 2"):
+    with pytest.raises(
+        ConfigError, match="takes 2 nodes, and --nnodes 1:... continues with 1 node: make MIN at least 2"
+    ):
         check_fewest(config, 1, 1)
     with pytest.raises(ConfigError, match="--elastic-slots 4 leave no room .* make it at least 8"):
         check_fewest(config, 3, 1)  # one worker of each stage
