@@ -80,7 +80,7 @@ def die_after(flags: dict, iteration: int) -> None:
     def mortal(run, stop):
         record = iterate(run, stop)
         if record.iteration > iteration - 8:
-            wait(under_way(run.session), timeout=2)
+            wait(under_way(run.session), timeout=60)
         if record.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
         return record

@@ -293,14 +293,14 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
     """The process is stopped for longer than anybody may be silent; it can hear nobody meanwhile."""
 
     async def main():
-        job = Job(silence_s=1.5)
-        flags = ["--listen", job.address, "--nnodes", "2", "--nproc-per-node", "1", "--silence-timeout", "1.5"]
+        job = Job(silence_s=6.0)  # longer than a busy machine leaves this process without a processor
+        flags = ["--listen", job.address, "--nnodes", "2", "--nproc-per-node", "1", "--silence-timeout", "6"]
         environment = os.environ | {job_token.VARIABLE: TOKEN.hex()}
         with subprocess.Popen([sys.executable, "-m", "moc.runtime.controller", *flags], env=environment) as controller:
             try:
                 (first, second), _ = await begun(job)
                 controller.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(3.0)
+                await asyncio.sleep(9.0)
                 controller.send_signal(signal.SIGCONT)
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(first.recv(), 1.0)  # no generation begins

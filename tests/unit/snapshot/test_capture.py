@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,14 +227,16 @@ def test_closing_a_capturer_opens_the_gate(small_pieces):
     assert copies[0].target.all()
 
 
-def test_waits_for_the_gate_are_no_part_of_the_time_that_copies_took(small_pieces):
-    gate = Gate()
+def test_waits_for_the_gate_are_no_part_of_the_time_that_copies_took(small_pieces, monkeypatch):
+    gate, now = Gate(), [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     gate.close()
-    capture = ThreadCapturer(gate).start([Copy(torch.ones(2), torch.zeros(2))])
-    begun = time.perf_counter()
-    time.sleep(0.2)
+    capturing = ThreadCapturer(gate)
+    capture = capturing.start([Copy(torch.ones(2), torch.zeros(2))])
+    until(lambda: capturing._thread._work_queue.empty())  # it has begun
+    now[0] = 100.0
     capture.wait()
-    assert capture.seconds < (time.perf_counter() - begun) / 2
+    assert capture.seconds == 0.0
 
 
 @pytest.fixture
