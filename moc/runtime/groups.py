@@ -16,9 +16,9 @@ one generation to the begin of the next, every use raises :class:`Aborted`.
     groups.begin(store, generation=2)
 
 **What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
-after an abort, by this process or a peer, the stream continues over undefined memory.  :func:`settled` synchronises and
-checks; results up to then are valid once all peers have done so and told each other in host memory
-(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_on_all`.
+after an abort, by this process or a peer, the stream continues over undefined memory.  :mod:`moc.runtime.results`
+synchronises and checks; results up to then are valid once all peers have done so and agreed in host memory
+(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_among`.
 
 **What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
 nobody has aborted: a peer may be gone, which the controller must confirm.
@@ -41,7 +41,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import device as compute_device
 from moc.runtime import host_group, sealed_objects
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
@@ -307,18 +306,6 @@ class Groups:
         if strangers or not members or len(set(members)) != len(members):
             raise ValueError(f"a group has different ranks from 0 to {self._size - 1}, each once, and not {members}")
         return members
-
-
-def settled(device: torch.device) -> None:
-    """Waits until all work enqueued on this process's device is complete, and checks that nobody here has aborted it.
-
-    Raises:
-        Aborted: the generation of our groups is over, so results are undefined.
-    """
-    compute_device.synchronize(device)
-    world = dist.group.WORLD
-    if isinstance(world, Group):
-        world.live()
 
 
 def _checked_rank(rank: int, size: int) -> int:

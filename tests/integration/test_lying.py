@@ -6,13 +6,19 @@ import pytest
 
 from moc.runtime.broken_devices import MAX_BROKEN
 from moc.runtime.exit_codes import LOST
+from tests.integration.elastic_jobs import FLAGS as ELASTIC
+from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_groups import store  # noqa: F401  # a fixture
 from tests.integration.test_pure_torch import running
+from tests.integration.tiny import FLAGS as TINY
+from tests.integration.tiny import LAYOUTS
+from tests.shared import ALL
 from tests.worlds import REPOSITORY, run_world, start_world
 
 BODIES = "tests.integration.lying_bodies"
+BODIES_OF_MOVES = "tests.integration.lying_elastic_bodies"
 
 
 def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: F811
@@ -110,3 +116,25 @@ def test_a_device_that_breaks_when_all_is_done_does_not_undo_it(tmp_path, monkey
     with running(tmp_path / "run", iterations=20, program=program) as run:
         assert run.process.wait(120) == 0, run.console
     assert run.console.count("has done its work, and leaves (1 of 1 NCCL groups could not be aborted") == 2
+
+
+@pytest.mark.parametrize("rounds", [12] if not ALL else [200])
+def test_workers_that_are_lost_while_state_moves_leave_the_state_of_the_others_right(data, rounds, store):  # noqa: F811
+    size, parallel = LAYOUTS["DP3"]
+    flags = TINY | parallel | data | ELASTIC | ZERO | dict(elastic_slots=4)
+    told = run_world(size, f"{BODIES_OF_MOVES}:moves", port=store.port, flags=flags, rounds=rounds, seed=rounds)
+    assert sum(worker["cut_off"] for worker in told) > 0 and sum(worker["landed"] for worker in told) > 0
+    assert [worker["wrong"] for worker in told] == [0] * size
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("point", ["landed", "rebalancing", "passing_on"] if ALL else ["landed"])
+@pytest.mark.parametrize("zero", [True, False] if ALL else [True])
+def test_nodes_of_an_elastic_job_are_lost_while_its_devices_move_state(data, tmp_path, point, zero):
+    faults = ["kill node=2 iteration=4", f"kill node=3 iteration=4 point={point}"]
+    more = dict(use_distributed_optimizer=zero, program="tests/integration/lying_losing_pretrain_gpt_moe.py")
+    with job_of(data, tmp_path, faults, **more) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data)
+    assert {event["tier"] for event in job.events("resume")} == {"live"}
+    assert [event["world_size"] for event in job.events("start")] == [4, 2]

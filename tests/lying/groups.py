@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import random
 import resource
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -34,19 +36,20 @@ _depth = threading.local()  # of open batches, as NCCL counts them
 class LyingWork(dist.Work):
     """An operation that is enqueued."""
 
-    def __init__(self, names: list[str], calls: list[tuple], ahead: list):
+    def __init__(self, names: list[str], calls: list[tuple], ahead: list, rank: int = 0):
         super().__init__()
         self.names, self.calls, self.ahead, self.done = names, calls, ahead, threading.Event()
         self.begun: list[dist.Work] = []
+        self._rank = rank
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """What it is to fill."""
+        """What it is to fill: not what it sends from the same memory."""
         return [
             tensor
             for name, (args, _) in zip(self.names, self.calls, strict=True)
-            if name not in _GIVES_NOTHING
-            for tensor in _tensors(args[0])
+            if name not in _GIVES_NOTHING and not (name == "broadcast" and args[1].rootRank == self._rank)
+            for tensor in (_others_parts(*args[:2], self._rank) if name == "_allgather_base" else _tensors(args[0]))
         ]
 
     def wait(self, timeout=None) -> bool:
@@ -66,6 +69,13 @@ class LyingWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it has been executed, or was aborted."""
         return self.done.is_set()
+
+
+def _others_parts(whole: torch.Tensor, mine: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """The parts of an all-gather's output that come from other ranks; all of it if this rank's part is elsewhere."""
+    parts = list(whole.view(-1).split(mine.numel())) if mine.numel() else []
+    in_place = bool(parts) and parts[rank].data_ptr() == mine.data_ptr()
+    return [part for number, part in enumerate(parts) if not (in_place and number == rank)]
 
 
 def _tensors(value) -> list[torch.Tensor]:
@@ -184,7 +194,7 @@ class LyingBackend:
                 raise RuntimeError(DEVICE.broken)
             if self._aborted:
                 raise RuntimeError("NCCL communicator was aborted on rank")
-            work = LyingWork([name for name, _ in calls], [call for _, call in calls], DEVICE.ahead)
+            work = LyingWork([name for name, _ in calls], [call for _, call in calls], DEVICE.ahead, self._group.rank())
             self._undone.append(work)
             self._queue.put(work)
             if self._thread is None:
@@ -275,7 +285,25 @@ def install(lies: Lies | None = None) -> None:
     Group.bound_device_id = property(lambda self: None)
     device.query, device.synchronize = _raise_if_broken, _synchronize
     _let_copies_follow_stream()
+    _exchange_in_host_memory()
     compute_on_stream()
+
+
+def _exchange_in_host_memory() -> None:
+    """What workers tell one another in host memory waits for no device, in whatever module it is used."""
+    from moc.runtime import exchange
+
+    for name in ("gather", "from_rank0"):
+        function = getattr(exchange, name)
+
+        @functools.wraps(function)
+        def aside(*args, function=function, **kwargs):
+            with DEVICE.aside():
+                return function(*args, **kwargs)
+
+        for module in [*sys.modules.values()]:
+            if vars(module).get(name) is function:
+                setattr(module, name, aside)
 
 
 def _let_copies_follow_stream() -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from moc.faults import reach
 from moc.recovery.scope import Replayed
 from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.groups import settled
+from moc.runtime.results import settled
 from moc.session.engine import Engine
 from moc.state.interface import FreezingError, TrainingState
 from moc.state.record import Position, StepRecord, mean_loss
