@@ -1,4 +1,4 @@
-"""What collectives have computed on a device, as far as it is valid: see :mod:`moc.runtime.groups`.
+"""Values that collectives have computed on a device, with a check that they are valid: :mod:`moc.runtime.groups`.
 
 Code that uses such values on the host, or installs them in state that outlives the generation, gets them by these
 functions: nothing else notices that the generation ended meanwhile, and the values are undefined.
@@ -14,7 +14,7 @@ from moc.runtime.group import Group
 
 
 def settled(device: torch.device) -> None:
-    """Waits until all work enqueued on this process's device is complete, and checks that nobody here has aborted it.
+    """Waits until all work enqueued on this process's device is complete; checks that this process has not aborted it.
 
     Raises:
         Aborted: the generation of our groups is over, so results are undefined.
@@ -24,7 +24,7 @@ def settled(device: torch.device) -> None:
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
-    """Copies values to host memory, which waits for the device, and checks that nobody here has aborted it meanwhile.
+    """Copies values to host memory, which waits for the device; checks that this process has not aborted them.
 
     That peers have not aborted it either is known only once all have agreed on the values, such as in a vote.
 

@@ -1,7 +1,7 @@
 """The replicas of experts on one worker: the plan in force, and moves of experts to another plan, in place.
 
-A move goes layer by layer: what a worker is to hold anew arrives beside its slots (staging), all workers of the stage
-agree that it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer whole; a
+A move goes layer by layer: new experts of a worker arrive in staging memory, all workers of the stage agree that
+it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer in force; a
 worker that misses the news, while others fill their slots, has what it needs to do so later
 (:mod:`megatron.pretraining.elastic.members`).
 

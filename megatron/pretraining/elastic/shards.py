@@ -1,8 +1,8 @@
 """The shards of dense optimizer state on one worker, and their move to another cut (ZeRO-1 with shadows).
 
 When members change, those that are left hold what they held: where the owner of a block is gone, a shadow owns it.
-From there, state moves to the cut of the new members.  All of it arrives beside what is in use, all workers agree that
-it has landed, and only then it is taken over and the rest dropped: a loss before that leaves everything as it was.
+From there, state moves to the cut of the new members.  All of it arrives in staging memory, all workers agree that it
+has landed, and only then it is taken over and the rest dropped: a loss before that leaves everything as it was.
 """
 
 from __future__ import annotations
