@@ -153,7 +153,7 @@ class Handle(dist.Work):
             Suspicion: the operation failed otherwise.
         """
         try:
-            with PROGRESS.waiting():
+            with PROGRESS.waiting(self._group.backend == "nccl"):
                 done = self._waited(timeout)
         except (CalledAway, RuntimeError) as error:
             if self._generation.over:
@@ -198,7 +198,7 @@ def _operation(name: str):
         operation, connection = getattr(self.live(), name), self.connection
         generation = connection.generation
         try:
-            with PROGRESS.waiting():
+            with PROGRESS.waiting(self.backend == "nccl"):
                 answer = operation(*args, **kwargs)
             if name in _BATCHES:  # so that one that is cut off is ended: Groups.begin()
                 connection.batch = args[0] if name == "_start_coalescing" else None

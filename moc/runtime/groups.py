@@ -46,6 +46,7 @@ from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
 from moc.runtime.interruptible import CalledAway
+from moc.runtime.progress import PROGRESS
 
 __all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 
@@ -98,6 +99,7 @@ class Groups:
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
         os.environ.update(NCCL_FLAGS)
+        PROGRESS.use(self._device)
         ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
         if self._token is not None:
             ours |= sealed_objects.functions(self._token, self._where)

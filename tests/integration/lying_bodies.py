@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moc.runtime.agreement import gather, sum_over_workers
 from moc.runtime.groups import Groups
 from moc.runtime.job import Job
+from moc.runtime.progress import PROGRESS, progress
 from moc.runtime.world import World
 from tests import lying
 from tests.integration.group_operations import (
@@ -191,6 +192,28 @@ def lost_while_connecting(port: int) -> str:
         os._exit(0)
     threading.Timer(1.0, groups.abort).start()
     return outcome(lambda: groups.begin(store, 0))
+
+
+def one_is_slow(port: int) -> list[bool]:
+    """Whether a worker reports that it waits, while another one is slow, and when it has come."""
+    groups, told = lying_groups(), []
+    groups.begin(store_at(port), 0)
+    progress("step")
+    gather(None)
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    seen = threading.Timer(0.5, lambda: told.append(PROGRESS.report()["waits"]))
+    seen.start()
+    gradient = torch.ones(8)
+    if dist.get_rank() == 0:
+        dist.all_reduce(gradient)
+    seen.join()
+    if dist.get_rank() == 1:
+        dist.all_reduce(gradient)
+    gradient.tolist()
+    told.append(PROGRESS.report()["waits"])
+    gather(None)
+    return told
 
 
 def votes_of_other_worlds(port: int) -> list[float]:

@@ -10,6 +10,7 @@ from tests.integration.elastic_jobs import FLAGS as ELASTIC
 from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
+from tests.integration.test_elastic import REPLICATED
 from tests.integration.test_groups import store  # noqa: F401  # a fixture
 from tests.integration.test_pure_torch import running
 from tests.integration.tiny import FLAGS as TINY
@@ -54,6 +55,10 @@ def test_groups_of_one_connect_when_they_are_used_and_where_they_can_be_left_beh
 
 def test_who_enqueues_after_an_error_is_free_at_once(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:seconds_until_free", port=store.port)[0] < 20  # torch's own: 60
+
+
+def test_a_worker_whose_device_waits_for_another_one_reports_it(store):  # noqa: F811
+    assert run_world(2, f"{BODIES}:one_is_slow", port=store.port) == [[True, False], [False, False]]
 
 
 def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
@@ -138,3 +143,17 @@ def test_nodes_of_an_elastic_job_are_lost_while_its_devices_move_state(data, tmp
     assert_as_of_fixed_members(job, data)
     assert {event["tier"] for event in job.events("resume")} == {"live"}
     assert [event["world_size"] for event in job.events("start")] == [4, 2]
+
+
+@pytest.mark.recovery
+def test_a_worker_that_is_slow_elsewhere_begins_no_generation(data, tmp_path, monkeypatch):
+    """The others wait in their steps, on the device, for longer than a step may take."""
+    monkeypatch.setenv("LYING_DEVICE", "{}")
+    snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
+    faults = ["slow rank=0 iteration=4 point=snapshot_published seconds=9"]
+    with node_memory() as memory:
+        flags = data | snapshots | REPLICATED | dict(ckpt_memory_dir=memory, train_iters=8, inject=faults)
+        own, program = ["--hang-timeout", "step=4"], "tests/integration/lying_pretrain_gpt_moe.py"
+        with Launched("DP2", flags, tmp_path / "job", *own, program=program) as job:
+            assert job.wait() == 0, job.console[-4000:]
+            assert "injected: slow" in job.console and job.events("generation") == []

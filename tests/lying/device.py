@@ -8,6 +8,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -67,6 +68,10 @@ class Later:
         """As the event of an operation: this object has its ``wait``."""
         return self
 
+    def is_set(self) -> bool:
+        """Whether it was executed."""
+        return self._compute is None
+
     def wait(self, timeout: float | None = None) -> None:
         """Executes the computation, unless that was done."""
         with self._lock:
@@ -74,6 +79,23 @@ class Later:
             if compute is not None:
                 with _disable_current_modes():  # else it would be enqueued again
                     compute()
+
+
+class StreamMark:
+    """A place on the stream, as ``torch.cuda.Event``; it counts as reached when somebody first sees that it is."""
+
+    def __init__(self):
+        self._ahead, self._reached = DEVICE.ahead, 0.0
+
+    def query(self) -> bool:
+        """Whether the stream has got there."""
+        if not self._reached and all(work.done.is_set() for work in self._ahead):
+            self._reached, self._ahead = time.monotonic(), []
+        return bool(self._reached)
+
+    def elapsed_time(self, end_event: StreamMark) -> float:
+        """Milliseconds from here to a later mark, both reached."""
+        return 1e3 * (end_event._reached - self._reached)
 
 
 class Stream:

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 from moc.runtime import generation
 from moc.runtime.abort import open_sockets, shut_down
 from moc.runtime.group import _OPERATIONS, Group
-from tests.lying.device import DEVICE, Lies, compute_on_stream, fill_with_garbage
+from tests.lying.device import DEVICE, Lies, StreamMark, compute_on_stream, fill_with_garbage
 
 DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 PATIENCE = timedelta(minutes=10)
@@ -269,6 +269,7 @@ class Connection(generation.GenerationGroup):
 
 def install(lies: Lies | None = None) -> None:
     """Lets groups of the backend ``nccl`` lie in this process, whose main thread computes on their device."""
+    from moc import stream
     from moc.runtime import device, groups
 
     global _lies
@@ -284,6 +285,7 @@ def install(lies: Lies | None = None) -> None:
     torch.cuda.nccl.version = lambda: (2, 28, 9)
     Group.bound_device_id = property(lambda self: None)
     device.query, device.synchronize = _raise_if_broken, _synchronize
+    stream.marker_of = lambda device: StreamMark
     _let_copies_follow_stream()
     _exchange_in_host_memory()
     compute_on_stream()
