@@ -1,4 +1,4 @@
-"""Waits for other workers on the stream of a compute device.
+"""Spans of the stream of a compute device, such as waits for other workers.
 
 A GPU executes later what the host enqueues.  So the host cannot measure how long a worker waits for another one, nor
 know when: marks on the stream, before and after the operation, show it.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 _MOST = 1 << 14
-"""Waits that are kept until :meth:`StreamWaits.take`; a stream has fewer before it."""
+"""Spans that are kept until :meth:`StreamSpans.take`; a stream has fewer before it."""
 
 
 class Mark(Protocol):
@@ -45,44 +45,44 @@ def _mark_stream() -> Mark:
     return event
 
 
-class StreamWaits:
-    """The waits of a stream for other workers; thread-safe."""
+class StreamSpans:
+    """Spans of one kind on a stream, such as its waits for other workers; thread-safe."""
 
     def __init__(self, mark: Marker):
         self._mark = mark
-        self._waits: deque[_Wait] = deque(maxlen=_MOST)
+        self._spans: deque[_Span] = deque(maxlen=_MOST)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context: the calling thread enqueues an operation that waits for another worker, or waits for one itself."""
-        wait = _Wait(self._try_to_mark())
+    def span(self) -> Iterator[None]:
+        """Context of a span: of what the calling thread enqueues, or of the time in which the stream is idle."""
+        span = _Span(self._try_to_mark())
         with self._lock:
-            self._waits.append(wait)
+            self._spans.append(span)
         try:
             yield
         finally:
-            wait.end, wait.is_enqueued = self._try_to_mark(), True
+            span.end, span.is_enqueued = self._try_to_mark(), True
 
     @property
     def under_way(self) -> bool:
-        """Whether the stream is at a wait: it has done all that precedes it."""
+        """Whether the stream is within a span: it has done all that precedes it."""
         with self._lock:
-            waits = [*self._waits]
-        return any(wait.begun and not wait.over for wait in waits)
+            spans = [*self._spans]
+        return any(span.begun and not span.over for span in spans)
 
     def take(self) -> float:
-        """Seconds of the waits that have ended since the last call."""
+        """Seconds of the spans that have ended since the last call."""
         seconds = 0.0
         with self._lock:
-            while self._waits and self._waits[0].over:
-                seconds += self._waits.popleft().seconds
+            while self._spans and self._spans[0].over:
+                seconds += self._spans.popleft().seconds
         return seconds
 
     def clear(self) -> None:
-        """Drops the waits, after an abort."""
+        """Drops all spans, after an abort."""
         with self._lock:
-            self._waits.clear()
+            self._spans.clear()
 
     def _try_to_mark(self) -> Mark | None:
         try:
@@ -91,7 +91,7 @@ class StreamWaits:
             return None
 
 
-class _Wait:
+class _Span:
     def __init__(self, begin: Mark | None):
         self.begin, self.is_enqueued = begin, False
         self.end: Mark | None = None

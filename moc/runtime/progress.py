@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from moc import stream
-from moc.stream import StreamWaits
+from moc.stream import StreamSpans
 
 
 class Progress:
@@ -23,13 +23,13 @@ class Progress:
         self._at: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
         self._waits, self._waited_s = False, 0.0
-        self._on_stream: StreamWaits | None = None
+        self._on_stream: StreamSpans | None = None
         self._lock = threading.Lock()
 
     def use(self, device: torch.device) -> None:
         """Counts waits of this device's stream, too."""
         mark = stream.marker_of(device)
-        self._on_stream = None if mark is None else StreamWaits(mark)
+        self._on_stream = None if mark is None else StreamSpans(mark)
 
     def enter(self, section: str) -> None:
         """Enters a section, possibly the same again; the previous one is complete, and its duration is recorded."""
@@ -59,7 +59,7 @@ class Progress:
         begun = time.monotonic()
         self._waits = True
         try:
-            with self._on_stream.waiting() if on_stream and self._on_stream is not None else contextlib.nullcontext():
+            with self._on_stream.span() if on_stream and self._on_stream is not None else contextlib.nullcontext():
                 yield
         finally:
             self._waits = False

@@ -1,45 +1,17 @@
 """When the stream of a device waits for other workers, and for how long; the host has gone on meanwhile."""
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 from moc.runtime.progress import Progress
-from moc.stream import StreamWaits
-
-
-@dataclasses.dataclass
-class Mark:
-    """A place on a stream that a test moves."""
-
-    at: float | None = None
-
-    def query(self) -> bool:
-        return self.at is not None
-
-    def elapsed_time(self, end_event) -> float:
-        return 1e3 * (end_event.at - self.at)
-
-
-class Stream:
-    """A stream, and the marks on it."""
-
-    def __init__(self):
-        self.marks: list[Mark] = []
-
-    def mark(self) -> Mark:
-        self.marks.append(Mark())
-        return self.marks[-1]
-
-    def reach(self, *moments: float) -> None:
-        for moment in moments:
-            next(mark for mark in self.marks if mark.at is None).at = moment
+from moc.stream import StreamSpans
+from tests.unit.streams import Mark, Stream
 
 
 def test_a_stream_waits_from_when_it_gets_to_an_operation_until_that_is_done():
     stream = Stream()
-    waits = StreamWaits(stream.mark)
+    waits = StreamSpans(stream.mark)
     for _ in range(2):
-        with waits.waiting():
+        with waits.span():
             pass
     assert not waits.under_way and waits.take() == 0.0  # it still computes
     stream.reach(10.0)
@@ -52,8 +24,8 @@ def test_a_stream_waits_from_when_it_gets_to_an_operation_until_that_is_done():
 
 def test_a_host_that_waits_itself_does_so_on_an_idle_stream():
     stream = Stream()
-    waits = StreamWaits(stream.mark)
-    with waits.waiting():
+    waits = StreamSpans(stream.mark)
+    with waits.span():
         assert not waits.under_way
         stream.reach(1.0)
         assert waits.under_way
@@ -66,8 +38,8 @@ def test_waits_on_a_device_that_breaks_are_over():
     def broken():
         raise RuntimeError("CUDA error")
 
-    waits = StreamWaits(broken)
-    with waits.waiting():
+    waits = StreamSpans(broken)
+    with waits.span():
         pass
     assert not waits.under_way and waits.take() == 0.0
 
@@ -105,10 +77,10 @@ def test_time_in_which_the_host_waits_does_not_count_once_it_is_over(monkeypatch
 
 
 def test_it_is_asked_while_others_wait():
-    waits = StreamWaits(lambda: Mark(0.0))
+    waits = StreamSpans(lambda: Mark(0.0))
 
     def use(number: int) -> float:
-        with waits.waiting():
+        with waits.span():
             return waits.take() + waits.under_way
 
     with ThreadPoolExecutor(4) as pool:
