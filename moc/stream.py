@@ -55,7 +55,7 @@ class StreamSpans:
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
-        """Context of a span: of what the calling thread enqueues, or of the time in which the stream is idle."""
+        """Context of a span: operations that the calling thread enqueues, or the time while it waits itself."""
         span = _Span(self._try_to_mark())
         with self._lock:
             self._spans.append(span)

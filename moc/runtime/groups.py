@@ -32,7 +32,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +65,8 @@ class Groups:
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
         token: the job's secret, which seals pickled objects (:mod:`moc.runtime.sealed_objects`); None for no seals.
+        collectives_only: descriptions of groups on which the program calls nothing but collectives, all members in the
+            same order: each connects when it is used first, and not when a generation begins.
 
     Raises:
         ValueError: the rank or the backend is invalid.
@@ -78,9 +80,11 @@ class Groups:
         timeout: timedelta,
         device: torch.device,
         token: bytes | None = None,
+        collectives_only: Collection[str] = (),
     ):
         self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
+        self._collectives_only = collectives_only
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._job = ""
         self._created = 0  # equal on all ranks
@@ -188,7 +192,8 @@ class Groups:
         if self._moving:
             group = self._moved(name, members, group_desc)
         else:
-            group = Group(name, members, self._rank, backend, timeout or self._timeout, pg_options, group_desc)
+            of_group = timeout or self._timeout, pg_options, group_desc, group_desc in self._collectives_only
+            group = Group(name, members, self._rank, backend, *of_group)
         self._groups.append(group)
         _register(group)
         if self._generation is not None and not self._generation.over and not group.lacks_members:
@@ -361,6 +366,8 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     Issued one by one, two ranks that both send first would deadlock.
     """
     group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+    if isinstance(group, Group):
+        group.check_transfers()
     if not (isinstance(group, Group) and group._get_backend(device).supports_coalescing):
         return _torch_batch_isend_irecv(p2p_op_list)
     c10d._check_p2p_op_list(p2p_op_list)

@@ -61,6 +61,28 @@ def test_a_worker_whose_device_waits_for_another_one_reports_it(store):  # noqa:
     assert run_world(2, f"{BODIES}:one_is_slow", port=store.port) == [[True, False], [False, False]]
 
 
+def test_groups_that_are_not_used_are_not_connected(data, store):  # noqa: F811
+    size, parallel = LAYOUTS["PP2xEP2"]
+    told = run_world(size, f"{BODIES}:connections", port=store.port, flags=TINY | parallel | data)
+    assert told == [[[2, 3], ["RuntimeError"] * 2]] * size  # that of all workers, and the pipeline
+
+
+@pytest.mark.parametrize("stages", [3, 4, 5] if ALL else [3])
+def test_stages_of_an_interleaved_pipeline_do_not_wait_for_each_other_for_ever(data, store, stages):  # noqa: F811
+    """Their transfers are not batched, follow one another on one communicator, and end when they are received."""
+    both = dict(pipeline_model_parallel_size=stages, num_virtual_stages_per_pipeline_rank=2, num_layers=2 * stages)
+    flags = TINY | data | both | REPLICATED | dict(global_batch_size=2 * stages, train_iters=2)
+    told = run_world(stages, f"{BODIES}:train", port=store.port, flags=flags)
+    assert told[0] == run_world(stages, "tests.integration.bodies:train", flags=flags)[0]["records"]
+    assert len(told[0]) == 2
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_two_that_send_before_they_receive_wait_for_ever_unless_that_is_a_batch(store, batched):  # noqa: F811
+    told = run_world(2, f"{BODIES}:both_send_first", port=store.port, batched=batched)
+    assert told == [[2.0], [1.0]] if batched else told == ["Aborted", "Aborted"]
+
+
 def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
     for told in run_world(2, f"{BODIES}:two_on_one_device", port=store.port):
         assert told == "Duplicate GPU detected: ranks [0, 1] are both on 0/0"

@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -26,6 +27,7 @@ DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 PATIENCE = timedelta(minutes=10)
 MOST_BYTES = 8 << 30  # garbage may be a size
 _RELEASE_S = 0.2  # for a thread whose sockets are cut
+_RECEIVED = 1 << 20  # added to the tag of a message
 _GIVES_NOTHING = ("send", "barrier")
 
 _lies = Lies()
@@ -221,8 +223,9 @@ class LyingBackend:
         try:
             for name, (args, kwargs) in zip(work.names, work.calls, strict=True):
                 work.begun.append(getattr(self._gloo, name)(*args, **kwargs))
-            for each in work.begun:
-                each.wait(PATIENCE)
+            for started in (lambda: work.begun, lambda: [*self._acknowledge(work)]):
+                for each in started():
+                    each.wait(PATIENCE)
         except RuntimeError:
             self._peer_is_gone(work)
             return
@@ -230,6 +233,13 @@ class LyingBackend:
             with contextlib.suppress(ValueError):  # it is being aborted
                 self._undone.remove(work)
             work.done.set()
+
+    def _acknowledge(self, work: LyingWork) -> Iterator[dist.Work]:
+        """Messages by which a send ends when it is received, as that of a large message does."""
+        back = {"send": "recv", "recv": "send"}
+        for name, (args, _) in zip(work.names, work.calls, strict=True):
+            if name in back:
+                yield getattr(self._gloo, back[name])([torch.zeros(1)], args[1], args[2] + _RECEIVED)
 
     def _peer_is_gone(self, work: LyingWork) -> None:
         """Kernels wait for ever for a peer that has died; for one that has aborted, they may complete with garbage."""
