@@ -39,6 +39,7 @@ EVENTS = {
             "parameters": "of rank 0's part of the model",
             "startup_s": "seconds of each phase of rank 0's set-up, by name; load begins with the first collective",
         },
+        {"exact": "whether recovery restores the same bits; null without snapshots"},
     ),
     "iteration": EventType(
         "An iteration is committed.",

@@ -6,7 +6,10 @@ import ctypes
 import gc
 import time
 
+import torch
+
 from megatron.pretraining.config import Config
+from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
 from megatron.pretraining.elastic.guests import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
@@ -39,6 +42,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
     """
+    config = deterministic_if_exact(config, torch.cuda.is_available())
     stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
     inject_faults(config, job)
     phases.done("import")

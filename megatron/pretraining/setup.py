@@ -11,7 +11,7 @@ from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations, why_anew
-from megatron.pretraining.config.deterministic import may_differ
+from megatron.pretraining.config.deterministic import about_bits, is_exact
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import Vocabulary, build_tokenizer, padded_vocab_size
 from megatron.pretraining.duties import Done, Duties, missed
@@ -193,8 +193,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     log = Log(config, world, rows, train_iters, timers)
     if release := transformer_engine():
         log.message(f"Transformer Engine {release}")
-    if world.device.type == "cuda" and (warning := may_differ(config)):
-        log.message(warning)
+    if world.device.type == "cuda" and (sentence := about_bits(config)):
+        log.message(sentence)
     stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("tokenizer")
 
@@ -306,6 +306,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         world_size=world.size,
         parameters=count_parameters(parts.chunks),
         startup_s=phases.seconds,
+        exact=is_exact(config, world.device.type == "cuda"),
     )
     parts.remains.trained = True
     lacks = _missed(parts, session, checkpoints, engine.saved_by)

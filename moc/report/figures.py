@@ -122,6 +122,7 @@ class Report:
 
     Attributes:
         workers: workers at the end.
+        exact: whether recovery restores the same bits; None if the events lack it.
         first: first iteration that counts.
         last: last iteration that counts.
         iterations: iterations that count, each once.
@@ -170,6 +171,7 @@ class Report:
     not_written: Mapping[str, int]
     periods: tuple[Period, ...] = ()
     moves: Moves | None = None
+    exact: bool | None = None
 
 
 def report(name: str, events: Sequence[Event]) -> Report:
@@ -217,6 +219,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
         not_written=_not_written(events),
         periods=periods(events, began(events)),
         moves=moves(events),
+        exact=_newest(events, "start").get("exact"),
     )
 
 

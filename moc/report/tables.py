@@ -213,6 +213,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
         "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
         "loss, newest": lambda run: _by(run.validation, "{:.4f}".format),
+        "recovery is exact": lambda run: None if run.exact is None else "yes" if run.exact else "no",
         "ended": lambda run: run.ended or "not in good order, or not yet",
     },
     "where the time went": {

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moc.runtime.exchange import from_rank0, gather
-from moc.runtime.groups import settled
 from moc.runtime.host_group import host_group
+from moc.runtime.results import on_host, settled
 from moc.runtime.world import World
 from moc.store.errors import CheckpointError, TakenError
 
@@ -86,7 +86,7 @@ def _packed_on_host(parts: list[torch.Tensor], device: torch.device) -> torch.Te
     there = [part for part in parts if part.device.type == device.type]
     if not there or device.type == "cpu":
         return torch.cat(parts)
-    brought = iter(torch.cat(there).cpu().split([part.numel() for part in there]))
+    brought = iter(on_host(torch.cat(there)).split([part.numel() for part in there]))
     return torch.cat([next(brought) if part.device.type == device.type else part for part in parts])
 
 
@@ -96,8 +96,17 @@ def settled_on_all(world: World) -> None:
     Raises:
         Aborted, Suspicion: it is not known to be so.
     """
-    settled(world.device)
-    gather(None)
+    settled_among(None, world.device)
+
+
+def settled_among(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Waits until what each worker of a group (default: all) has enqueued is complete and valid; a collective of it.
+
+    Raises:
+        Aborted, Suspicion: it is not known to be so.
+    """
+    settled(device)
+    gather(None, group)
 
 
 def first_line(error: BaseException) -> str:

@@ -44,6 +44,7 @@ class _Group(Protocol):
     backend: str
     timeout: timedelta
     options: Any
+    collectives_only: bool
 
     @property
     def group_name(self) -> Any: ...
@@ -182,15 +183,15 @@ class Generation:
     def _connect_nccl(self, made: GenerationGroup) -> None:
         """Connects in the deputy, which can be abandoned, rather than in the compute thread's first operation.
 
-        Most groups of one rank are never used, and each costs memory and a tenth of a second: those wait until they
-        are.
+        Most groups of one rank, and many that are used for collectives only, are never used, and each costs memory and
+        a tenth of a second: those wait until they are.
         """
         backend: Any = made.backend
 
         def connect() -> None:
             backend.eager_connect_single_device(self._device)
 
-        if made.group.size() > 1:
+        if made.group.size() > 1 and not made.group.collectives_only:
             connect()
         else:
             made.later = connect

@@ -46,13 +46,25 @@ class Group(dist.ProcessGroup):
         backend: ``gloo`` or ``nccl``.
         timeout: of an operation, as the backend interprets it.
         options: ``ProcessGroupNCCL.Options`` or None.
+        collectives_only: all members call its operations in the same order, so that the first one can connect it.
         connection: of the current generation; None before the first.
         lacks_members: nobody has some of its places.
     """
 
-    def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
+    def __init__(
+        self,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        backend: str,
+        timeout: timedelta,
+        options,
+        description,
+        collectives_only: bool = False,
+    ):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]  # stubs want a store, too
         self.backend, self.timeout, self.options = backend, timeout, options
+        self.collectives_only = collectives_only
         self._description = description or "undefined"
         self.move(name, ranks, rank)
 
@@ -114,12 +126,18 @@ class Group(dist.ProcessGroup):
 
     def _connect_now(self, connection: GenerationGroup, connect: Callable[[], None]) -> None:
         try:
-            connection.generation.deputy.do(connect)
+            with PROGRESS.waiting():
+                connection.generation.deputy.do(connect)
         except (CalledAway, RuntimeError) as error:
             if connection.generation.over:
                 raise Aborted(over(self, connection.generation)) from error
             raise Suspicion(str(error)) from error
         connection.later = None
+
+    def check_transfers(self) -> None:
+        """Raises RuntimeError if it may not be used for transfers between two ranks, which would not connect it."""
+        if self.collectives_only and self.size() > 1:
+            raise RuntimeError(f"{self} is used for collectives only: transfer in another group")
 
     def abort(self) -> None:
         """Raises RuntimeError: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`."""
@@ -153,7 +171,7 @@ class Handle(dist.Work):
             Suspicion: the operation failed otherwise.
         """
         try:
-            with PROGRESS.waiting():
+            with PROGRESS.waiting(self._group.backend == "nccl"):
                 done = self._waited(timeout)
         except (CalledAway, RuntimeError) as error:
             if self._generation.over:
@@ -195,10 +213,12 @@ def _operation(name: str):
     def operate(self, *args, **kwargs):
         if self._is_alone and name in _UNCHANGED_ALONE:
             return None
+        if name in _TRANSFERS:
+            self.check_transfers()
         operation, connection = getattr(self.live(), name), self.connection
         generation = connection.generation
         try:
-            with PROGRESS.waiting():
+            with PROGRESS.waiting(self.backend == "nccl"):
                 answer = operation(*args, **kwargs)
             if name in _BATCHES:  # so that one that is cut off is ended: Groups.begin()
                 connection.batch = args[0] if name == "_start_coalescing" else None
@@ -225,6 +245,7 @@ def _question(name: str):
 
 
 _UNCHANGED_ALONE = ("allreduce", "broadcast")
+_TRANSFERS = ("send", "recv", "recv_anysource")
 _BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single

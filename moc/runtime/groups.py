@@ -16,9 +16,9 @@ one generation to the begin of the next, every use raises :class:`Aborted`.
     groups.begin(store, generation=2)
 
 **What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
-after an abort, by this process or a peer, the stream continues over undefined memory.  :func:`settled` synchronises and
-checks; results up to then are valid once all peers have done so and told each other in host memory
-(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_on_all`.
+after an abort, by this process or a peer, the stream continues over undefined memory.  :mod:`moc.runtime.results`
+synchronises and checks; results up to then are valid once all peers have done so and agreed in host memory
+(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_among`.
 
 **What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
 nobody has aborted: a peer may be gone, which the controller must confirm.
@@ -32,7 +32,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -41,12 +41,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import device as compute_device
 from moc.runtime import host_group, sealed_objects
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
 from moc.runtime.interruptible import CalledAway
+from moc.runtime.progress import PROGRESS
 
 __all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 
@@ -65,6 +65,8 @@ class Groups:
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
         token: the job's secret, which seals pickled objects (:mod:`moc.runtime.sealed_objects`); None for no seals.
+        collectives_only: descriptions of groups on which the program calls nothing but collectives, all members in the
+            same order: each connects when it is used first, and not when a generation begins.
 
     Raises:
         ValueError: the rank or the backend is invalid.
@@ -78,9 +80,11 @@ class Groups:
         timeout: timedelta,
         device: torch.device,
         token: bytes | None = None,
+        collectives_only: Collection[str] = (),
     ):
         self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
+        self._collectives_only = collectives_only
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._job = ""
         self._created = 0  # equal on all ranks
@@ -99,6 +103,7 @@ class Groups:
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
         os.environ.update(NCCL_FLAGS)
+        PROGRESS.use(self._device)
         ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
         if self._token is not None:
             ours |= sealed_objects.functions(self._token, self._where)
@@ -187,7 +192,8 @@ class Groups:
         if self._moving:
             group = self._moved(name, members, group_desc)
         else:
-            group = Group(name, members, self._rank, backend, timeout or self._timeout, pg_options, group_desc)
+            of_group = timeout or self._timeout, pg_options, group_desc, group_desc in self._collectives_only
+            group = Group(name, members, self._rank, backend, *of_group)
         self._groups.append(group)
         _register(group)
         if self._generation is not None and not self._generation.over and not group.lacks_members:
@@ -309,18 +315,6 @@ class Groups:
         return members
 
 
-def settled(device: torch.device) -> None:
-    """Waits until all work enqueued on this process's device is complete, and checks that nobody here has aborted it.
-
-    Raises:
-        Aborted: the generation of our groups is over, so results are undefined.
-    """
-    compute_device.synchronize(device)
-    world = dist.group.WORLD
-    if isinstance(world, Group):
-        world.live()
-
-
 def _checked_rank(rank: int, size: int) -> int:
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not one of a world of {size}: give a rank from 0 to {size - 1}")
@@ -372,6 +366,8 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     Issued one by one, two ranks that both send first would deadlock.
     """
     group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+    if isinstance(group, Group):
+        group.check_transfers()
     if not (isinstance(group, Group) and group._get_backend(device).supports_coalescing):
         return _torch_batch_isend_irecv(p2p_op_list)
     c10d._check_p2p_op_list(p2p_op_list)

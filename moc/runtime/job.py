@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,12 +51,14 @@ class Job:
             workers has changed; None if this process then cannot go on.
         parts: nodes that a copy of the program's model takes; to be set before :meth:`connect`.  The number of workers
             is a multiple of theirs once that has returned, those of helpers not counted.
+        collectives_only: as of :class:`moc.runtime.groups.Groups`; to be set before :meth:`connect`.
         helpers: of the last nodes in the order of ranks, which have no whole copy: the part of the model that each has
             (:mod:`moc.runtime.seats`).
     """
 
     regroup: Callable[[], None] | None = None
     parts: int = 1
+    collectives_only: Collection[str] = ()
     helpers: tuple[int, ...] = ()
 
     def __init__(self):

@@ -110,7 +110,7 @@ class JobMember(Job):
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
         self._timeout, self._device = timeout, device
-        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token)
+        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token, self.collectives_only)
         self._groups.install()
         if self._together:
             self._meet()

@@ -6,8 +6,14 @@ progress("step")        # enters this section, and completes the previous one
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
+
+import torch
+
+from moc import stream
+from moc.stream import StreamSpans
 
 
 class Progress:
@@ -16,38 +22,68 @@ class Progress:
     def __init__(self):
         self._at: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
-        self._waits = False
+        self._waits, self._waited_s = False, 0.0
         self.iteration: int | None = None  # completed by this process, or that it resumed from
+        self._on_stream: StreamSpans | None = None
+        self._lock = threading.Lock()
+
+    def use(self, device: torch.device) -> None:
+        """Counts waits of this device's stream, too."""
+        mark = stream.marker_of(device)
+        self._on_stream = None if mark is None else StreamSpans(mark)
 
     def enter(self, section: str) -> None:
         """Enters a section, possibly the same again; the previous one is complete, and its duration is recorded."""
         before, since = self._at
-        self._at = section, time.monotonic()
+        self._begin(section)
         if before is not None:
             self._longest[before] = max(self._longest.get(before, 0.0), self._at[1] - since)
 
     def forget(self, section: str | None = None) -> None:
         """Discards an interrupted section's duration, and enters the given section or none."""
-        self._at = section, time.monotonic()
+        if self._on_stream is not None:
+            self._on_stream.clear()
+        self._begin(section)
+
+    def _begin(self, section: str | None) -> None:
+        with self._lock:
+            self._waited_on_stream()
+            self._at, self._waited_s = (section, time.monotonic()), 0.0
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Marks the thread as waiting for other workers within the block."""
+    def waiting(self, on_stream: bool = False) -> Iterator[None]:
+        """Marks the thread as waiting for other workers within the block.
+
+        Args:
+            on_stream: the block enqueues an operation, and the device's stream waits in it.
+        """
+        begun = time.monotonic()
         self._waits = True
         try:
-            yield
+            with self._on_stream.span() if on_stream and self._on_stream is not None else contextlib.nullcontext():
+                yield
         finally:
             self._waits = False
+            with self._lock:
+                self._waited_s += time.monotonic() - begun
 
     def report(self) -> dict:
-        """Reports ``section`` (None for none), ``since`` (seconds in it), ``waits``, ``longest`` and ``iteration``.
+        """The state of the thread.
 
-        ``longest`` has seconds by section.
+        Returns:
+            ``section`` (None for none); ``since``, seconds in it without completed waits; ``waits``, whether it or the
+            device's stream waits for other workers; ``longest``, seconds by section; and ``iteration``.
         """
-        section, since = self._at
+        with self._lock:
+            waits = self._waits or (self._on_stream is not None and self._on_stream.under_way)
+            self._waited_s += self._waited_on_stream()
+            section, since = self._at
+            seconds = max(0.0, time.monotonic() - since - self._waited_s)
         longest = dict(self._longest)
-        since_s = time.monotonic() - since
-        return dict(section=section, since=since_s, waits=self._waits, longest=longest, iteration=self.iteration)
+        return dict(section=section, since=seconds, waits=waits, longest=longest, iteration=self.iteration)
+
+    def _waited_on_stream(self) -> float:
+        return 0.0 if self._on_stream is None else self._on_stream.take()
 
 
 PROGRESS = Progress()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from moc.runtime.results import on_host
+
 _MAC_BYTES = 32
 
 
@@ -42,7 +44,7 @@ def functions(token: bytes, where: Callable[[Any], tuple[str, int, str]]) -> dic
         return whole, torch.tensor([whole.numel()], dtype=torch.int64, device=device)
 
     def unsealed(tensor, tensor_size, group, *more):
-        data = tensor.cpu().numpy().tobytes()[: int(tensor_size)]
+        data = on_host(tensor).numpy().tobytes()[: int(on_host(tensor_size))]
         pickled, seal = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         if not hmac.compare_digest(seal, seal_of(pickled, group)):
             _, generation, name = where(group)

@@ -26,7 +26,7 @@ from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
 from moc.sharding.shares import StageHoldings, describe, nodes_alike, pack, unpack
-from moc.snapshot.bubbles import Bubbles
+from moc.snapshot.bubbles import bubbles_on
 from moc.snapshot.contents import Contents
 from moc.snapshot.kept import KeptBuffers
 from moc.snapshot.saver import Saver
@@ -105,7 +105,7 @@ def build(
             undo.callback(tap.close)
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
-        bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
+        bubbles = tap.bubbles = bubbles_on(world.device) if policy.in_bubbles else None
         hasher = Hasher()
         undo.callback(hasher.close)
         places = tiers.memory, tiers.storage

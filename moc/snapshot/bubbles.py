@@ -8,7 +8,11 @@ from collections import deque
 from collections.abc import Iterator
 from statistics import median_low
 
+import torch
+
+from moc import stream
 from moc.snapshot.capture import PIECE, Gate, Split
+from moc.stream import Marker, StreamSpans
 
 _PIECES = 256
 """Pieces that the bubbles of an iteration have time for: each wait, however short, is overrun by one at most."""
@@ -17,6 +21,9 @@ _LEAST_PIECE = 64 << 10
 """Bytes below which a check of the gate takes longer than the copy."""
 
 _RECENT = 10
+
+_LOOKS_S = 2e-4
+"""Seconds between two looks at the stream of a device."""
 
 
 def split_of(amount: int, fitting: float | None) -> Split:
@@ -29,6 +36,12 @@ def split_of(amount: int, fitting: float | None) -> Split:
     if fitting is None:
         return Split(beside=amount)
     return Split(beside=max(0, amount - int(fitting)), piece=int(min(PIECE, max(_LEAST_PIECE, fitting / _PIECES))))
+
+
+def bubbles_on(device: torch.device) -> Bubbles:
+    """The bubbles of a worker with this device."""
+    mark = stream.marker_of(device)
+    return Bubbles() if mark is None else StreamBubbles(mark)
 
 
 class Bubbles(Gate):
@@ -53,13 +66,13 @@ class Bubbles(Gate):
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Context in which this worker waits for another one."""
-        before, begun = (self.is_open, self.waits), time.perf_counter()
-        self.waits = True
+        before, begun = (self.is_open, self._waits), time.perf_counter()
+        self._waits = True
         self.open()
         try:
             yield
         finally:
-            was_open, self.waits = before
+            was_open, self._waits = before
             if not was_open:
                 self.close()
             self._waited_s += time.perf_counter() - begun
@@ -79,3 +92,55 @@ class Bubbles(Gate):
         """As :meth:`Gate.split`: by medians of the last iterations and snapshots."""
         known = self._seconds and self._rates
         return split_of(amount, median_low(self._seconds) * median_low(self._rates) if known else None)
+
+
+class StreamBubbles(Bubbles):
+    """As its base class, by the stream of a device: the host enqueues an iteration before the device computes it.
+
+    Copies pass unless the stream is within a forward or backward, and no wait is under way there.
+    """
+
+    def __init__(self, mark: Marker):
+        super().__init__()
+        self._computed, self._waited = StreamSpans(mark), StreamSpans(mark)
+
+    @property
+    def is_open(self) -> bool:
+        """See :class:`Gate`."""
+        return super().is_open or not self._computed.under_way or self._waited.under_way
+
+    @property
+    def waits(self) -> bool:
+        """See :class:`Gate`."""
+        return self._waited.under_way
+
+    def wait(self) -> None:
+        """See :class:`Gate`; nothing wakes this thread when the stream gets to a wait."""
+        while not self.is_open:
+            self._is_open.wait(_LOOKS_S)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """See :class:`Bubbles`; on return, the stream may not have begun."""
+        self._computed.take()
+        self._waited.take()
+        self.close()
+        try:
+            with self._computed.span():
+                yield
+        except BaseException:
+            self._computed.clear()
+            self._waited.clear()
+            self.open()
+            raise
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """See :class:`Bubbles`."""
+        with self._waited.span():
+            yield
+
+    def take(self) -> float:
+        """See :class:`Bubbles`; to be called after the vote, for which the host has waited for the stream."""
+        self._waited_s = self._waited.take()
+        return super().take()

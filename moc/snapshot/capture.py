@@ -49,16 +49,18 @@ class Gate:
         piece: bytes copied between two checks of the gate; None for :data:`PIECE`.
 
     Attributes:
-        waits: whether it is open because this worker waits for another one; by default, nobody tells.
         passed: bytes that have passed meanwhile.
     """
 
-    waits = False
-
     def __init__(self, piece: int | None = None):
-        self._is_open, self._piece = threading.Event(), piece
+        self._is_open, self._piece, self._waits = threading.Event(), piece, False
         self.passed = 0
         self.open()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is open because this worker waits for another one; by default, it never does."""
+        return self._waits
 
     @property
     def is_open(self) -> bool:

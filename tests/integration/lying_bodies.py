@@ -8,10 +8,15 @@ import time
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron.pretraining.config import compose
+from megatron.pretraining.process import initialize
 from moc.runtime.agreement import gather, sum_over_workers
 from moc.runtime.groups import Groups
 from moc.runtime.job import Job
+from moc.runtime.progress import PROGRESS, progress
+from moc.runtime.results import on_host
 from moc.runtime.world import World
 from tests import lying
 from tests.integration.group_operations import (
@@ -193,6 +198,28 @@ def lost_while_connecting(port: int) -> str:
     return outcome(lambda: groups.begin(store, 0))
 
 
+def one_is_slow(port: int) -> list[bool]:
+    """Whether a worker reports that it waits, while another one is slow, and when it has come."""
+    groups, told = lying_groups(), []
+    groups.begin(store_at(port), 0)
+    progress("step")
+    gather(None)
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    seen = threading.Timer(0.5, lambda: told.append(PROGRESS.report()["waits"]))
+    seen.start()
+    gradient = torch.ones(8)
+    if dist.get_rank() == 0:
+        dist.all_reduce(gradient)
+    seen.join()
+    if dist.get_rank() == 1:
+        dist.all_reduce(gradient)
+    gradient.tolist()
+    told.append(PROGRESS.report()["waits"])
+    gather(None)
+    return told
+
+
 def votes_of_other_worlds(port: int) -> list[float]:
     """A vote of three workers, and then one of two of them."""
     mine, groups, told = int(os.environ[RANK]), lying_groups(), []
@@ -203,3 +230,59 @@ def votes_of_other_worlds(port: int) -> list[float]:
             groups.begin(store_at(port), generation)
             told.append(sum_over_workers({"workers": 1.0}, world())["workers"])
     return told
+
+
+def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
+    """Groups of several workers that are connected when a generation begins, and after one was used; and errors."""
+    groups, told = lying_groups(), []
+
+    def connected() -> int:
+        found = [group for group in groups._groups if group.backend == "nccl" and group.size() > 1]
+        return sum(group.connection is not None and group.connection.later is None for group in found)
+
+    groups._collectives_only = initialize.COLLECTIVES_ONLY
+    initialize._build_groups(compose(flags), Job())
+    begin_together(groups, store_at(port), 0)
+    told.append(connected())
+    experts = parallel_state.get_expert_model_parallel_group()
+    dist.all_reduce(torch.ones(1), group=experts)
+    told.append(connected())
+    values, peer = torch.ones(1), dist.get_process_group_ranks(experts)[dist.get_rank(experts) - 1]
+    batch = [dist.P2POp(dist.isend, values, peer, experts)]
+    errors = [outcome(lambda: dist.send(values, peer, group=experts)), outcome(lambda: dist.batch_isend_irecv(batch))]
+    gather(None)
+    return told, errors
+
+
+def both_send_first(port: int, batched: bool) -> list | str:
+    """What a worker of two receives, each of which sends first; the generation is over after two seconds."""
+    groups, store = lying_groups(), store_at(port)
+    begin_together(groups, store, 0)
+    mine, received, other = torch.full((1,), 1.0 + dist.get_rank()), torch.zeros(1), 1 - dist.get_rank()
+    operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, received, other)]
+    ending = threading.Timer(2.0, groups.abort)
+    ending.start()
+
+    def receive() -> None:
+        each = dist.batch_isend_irecv(operations) if batched else [o.op(o.tensor, other) for o in operations]
+        for work in each:
+            work.wait()
+        on_host(received)
+
+    problem = outcome(receive)
+    ending.join()
+    return problem or received.tolist()
+
+
+def train(port: int, flags: dict) -> list[dict]:
+    """The step records of a training whose groups are on the device."""
+    from tests.integration import bodies
+
+    def connect(job, backend, timeout, device):
+        lying.install()
+        groups = Groups(job.rank, job.size, backend, timeout, device, collectives_only=job.collectives_only)
+        groups.install()
+        groups.begin(store_at(port), 0)
+
+    Job.connect = connect
+    return bodies.train(flags | dict(distributed_backend="nccl"))["records"]

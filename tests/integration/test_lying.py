@@ -6,13 +6,20 @@ import pytest
 
 from moc.runtime.broken_devices import MAX_BROKEN
 from moc.runtime.exit_codes import LOST
+from tests.integration.elastic_jobs import FLAGS as ELASTIC
+from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
+from tests.integration.test_elastic import REPLICATED
 from tests.integration.test_groups import store  # noqa: F401  # a fixture
 from tests.integration.test_pure_torch import running
+from tests.integration.tiny import FLAGS as TINY
+from tests.integration.tiny import LAYOUTS
+from tests.shared import ALL
 from tests.worlds import REPOSITORY, run_world, start_world
 
 BODIES = "tests.integration.lying_bodies"
+BODIES_OF_MOVES = "tests.integration.lying_elastic_bodies"
 
 
 def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: F811
@@ -48,6 +55,32 @@ def test_groups_of_one_connect_when_they_are_used_and_where_they_can_be_left_beh
 
 def test_who_enqueues_after_an_error_is_free_at_once(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:seconds_until_free", port=store.port)[0] < 20  # torch's own: 60
+
+
+def test_a_worker_whose_device_waits_for_another_one_reports_it(store):  # noqa: F811
+    assert run_world(2, f"{BODIES}:one_is_slow", port=store.port) == [[True, False], [False, False]]
+
+
+def test_groups_that_are_not_used_are_not_connected(data, store):  # noqa: F811
+    size, parallel = LAYOUTS["PP2xEP2"]
+    told = run_world(size, f"{BODIES}:connections", port=store.port, flags=TINY | parallel | data)
+    assert told == [[[2, 3], ["RuntimeError"] * 2]] * size  # that of all workers, and the pipeline
+
+
+@pytest.mark.parametrize("stages", [3, 4, 5] if ALL else [3])
+def test_stages_of_an_interleaved_pipeline_do_not_wait_for_each_other_for_ever(data, store, stages):  # noqa: F811
+    """Their transfers are not batched, follow one another on one communicator, and end when they are received."""
+    both = dict(pipeline_model_parallel_size=stages, num_virtual_stages_per_pipeline_rank=2, num_layers=2 * stages)
+    flags = TINY | data | both | REPLICATED | dict(global_batch_size=2 * stages, train_iters=2)
+    told = run_world(stages, f"{BODIES}:train", port=store.port, flags=flags)
+    assert told[0] == run_world(stages, "tests.integration.bodies:train", flags=flags)[0]["records"]
+    assert len(told[0]) == 2
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_two_that_send_before_they_receive_wait_for_ever_unless_that_is_a_batch(store, batched):  # noqa: F811
+    told = run_world(2, f"{BODIES}:both_send_first", port=store.port, batched=batched)
+    assert told == [[2.0], [1.0]] if batched else told == ["Aborted", "Aborted"]
 
 
 def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
@@ -110,3 +143,39 @@ def test_a_device_that_breaks_when_all_is_done_does_not_undo_it(tmp_path, monkey
     with running(tmp_path / "run", iterations=20, program=program) as run:
         assert run.process.wait(120) == 0, run.console
     assert run.console.count("has done its work, and leaves (1 of 1 NCCL groups could not be aborted") == 2
+
+
+@pytest.mark.parametrize("rounds", [12] if not ALL else [200])
+def test_workers_that_are_lost_while_state_moves_leave_the_state_of_the_others_right(data, rounds, store):  # noqa: F811
+    size, parallel = LAYOUTS["DP3"]
+    flags = TINY | parallel | data | ELASTIC | ZERO | dict(elastic_slots=4)
+    told = run_world(size, f"{BODIES_OF_MOVES}:moves", port=store.port, flags=flags, rounds=rounds, seed=rounds)
+    assert sum(worker["cut_off"] for worker in told) > 0 and sum(worker["landed"] for worker in told) > 0
+    assert [worker["wrong"] for worker in told] == [0] * size
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("point", ["landed", "rebalancing", "passing_on"] if ALL else ["landed"])
+@pytest.mark.parametrize("zero", [True, False] if ALL else [True])
+def test_nodes_of_an_elastic_job_are_lost_while_its_devices_move_state(data, tmp_path, point, zero):
+    faults = ["kill node=2 iteration=4", f"kill node=3 iteration=4 point={point}"]
+    more = dict(use_distributed_optimizer=zero, program="tests/integration/lying_losing_pretrain_gpt_moe.py")
+    with job_of(data, tmp_path, faults, **more) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    assert_as_of_fixed_members(job, data)
+    assert {event["tier"] for event in job.events("resume")} == {"live"}
+    assert [event["world_size"] for event in job.events("start")] == [4, 2]
+
+
+@pytest.mark.recovery
+def test_a_worker_that_is_slow_elsewhere_begins_no_generation(data, tmp_path, monkeypatch):
+    """The others wait in their steps, on the device, for longer than a step may take."""
+    monkeypatch.setenv("LYING_DEVICE", "{}")
+    snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
+    faults = ["slow rank=0 iteration=4 point=snapshot_published seconds=9"]
+    with node_memory() as memory:
+        flags = data | snapshots | REPLICATED | dict(ckpt_memory_dir=memory, train_iters=8, inject=faults)
+        own, program = ["--hang-timeout", "step=4"], "tests/integration/lying_pretrain_gpt_moe.py"
+        with Launched("DP2", flags, tmp_path / "job", *own, program=program) as job:
+            assert job.wait() == 0, job.console[-4000:]
+            assert "injected: slow" in job.console and job.events("generation") == []

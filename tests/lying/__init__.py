@@ -6,7 +6,10 @@
 Groups of the backend ``nccl`` are gloo's underneath (:mod:`tests.lying.groups`), and behave as NCCL's:
 
 * operations are only enqueued.  ``wait()`` returns at once; the *stream* waits, which here is the compute thread at its
-  next computation or read (:mod:`tests.lying.device`);
+  next computation or read (:mod:`tests.lying.device`).  Copies are enqueued, too, and executed when the stream gets
+  there;
+* a send ends when it is received, and a communicator executes transfers in the order of the calls;
+* what workers exchange in host memory waits for no stream;
 * after an abort the stream goes on, over garbage, and nothing raises.  A peer's death or abort may do the same to an
   operation of a worker that has not aborted;
 * an error keeps the lock of enqueuing for as long as NCCL's watchdog sleeps: ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``;

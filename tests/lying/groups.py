@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import random
 import resource
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -18,12 +21,13 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 from moc.runtime import generation
 from moc.runtime.abort import open_sockets, shut_down
 from moc.runtime.group import _OPERATIONS, Group
-from tests.lying.device import DEVICE, Lies, compute_on_stream, fill_with_garbage
+from tests.lying.device import DEVICE, Lies, StreamMark, compute_on_stream, fill_with_garbage
 
 DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 PATIENCE = timedelta(minutes=10)
 MOST_BYTES = 8 << 30  # garbage may be a size
 _RELEASE_S = 0.2  # for a thread whose sockets are cut
+_RECEIVED = 1 << 20  # added to the tag of a message
 _GIVES_NOTHING = ("send", "barrier")
 
 _lies = Lies()
@@ -34,19 +38,20 @@ _depth = threading.local()  # of open batches, as NCCL counts them
 class LyingWork(dist.Work):
     """An operation that is enqueued."""
 
-    def __init__(self, names: list[str], calls: list[tuple], ahead: list):
+    def __init__(self, names: list[str], calls: list[tuple], ahead: list, rank: int = 0):
         super().__init__()
         self.names, self.calls, self.ahead, self.done = names, calls, ahead, threading.Event()
         self.begun: list[dist.Work] = []
+        self._rank = rank
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """What it is to fill."""
+        """What it is to fill: not what it sends from the same memory."""
         return [
             tensor
             for name, (args, _) in zip(self.names, self.calls, strict=True)
-            if name not in _GIVES_NOTHING
-            for tensor in _tensors(args[0])
+            if name not in _GIVES_NOTHING and not (name == "broadcast" and args[1].rootRank == self._rank)
+            for tensor in (_others_parts(*args[:2], self._rank) if name == "_allgather_base" else _tensors(args[0]))
         ]
 
     def wait(self, timeout=None) -> bool:
@@ -66,6 +71,13 @@ class LyingWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it has been executed, or was aborted."""
         return self.done.is_set()
+
+
+def _others_parts(whole: torch.Tensor, mine: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """The parts of an all-gather's output that come from other ranks; all of it if this rank's part is elsewhere."""
+    parts = list(whole.view(-1).split(mine.numel())) if mine.numel() else []
+    in_place = bool(parts) and parts[rank].data_ptr() == mine.data_ptr()
+    return [part for number, part in enumerate(parts) if not (in_place and number == rank)]
 
 
 def _tensors(value) -> list[torch.Tensor]:
@@ -184,7 +196,7 @@ class LyingBackend:
                 raise RuntimeError(DEVICE.broken)
             if self._aborted:
                 raise RuntimeError("NCCL communicator was aborted on rank")
-            work = LyingWork([name for name, _ in calls], [call for _, call in calls], DEVICE.ahead)
+            work = LyingWork([name for name, _ in calls], [call for _, call in calls], DEVICE.ahead, self._group.rank())
             self._undone.append(work)
             self._queue.put(work)
             if self._thread is None:
@@ -211,8 +223,9 @@ class LyingBackend:
         try:
             for name, (args, kwargs) in zip(work.names, work.calls, strict=True):
                 work.begun.append(getattr(self._gloo, name)(*args, **kwargs))
-            for each in work.begun:
-                each.wait(PATIENCE)
+            for started in (lambda: work.begun, lambda: [*self._acknowledge(work)]):
+                for each in started():
+                    each.wait(PATIENCE)
         except RuntimeError:
             self._peer_is_gone(work)
             return
@@ -220,6 +233,13 @@ class LyingBackend:
             with contextlib.suppress(ValueError):  # it is being aborted
                 self._undone.remove(work)
             work.done.set()
+
+    def _acknowledge(self, work: LyingWork) -> Iterator[dist.Work]:
+        """Messages by which a send ends when it is received, as that of a large message does."""
+        back = {"send": "recv", "recv": "send"}
+        for name, (args, _) in zip(work.names, work.calls, strict=True):
+            if name in back:
+                yield getattr(self._gloo, back[name])([torch.zeros(1)], args[1], args[2] + _RECEIVED)
 
     def _peer_is_gone(self, work: LyingWork) -> None:
         """Kernels wait for ever for a peer that has died; for one that has aborted, they may complete with garbage."""
@@ -259,6 +279,7 @@ class Connection(generation.GenerationGroup):
 
 def install(lies: Lies | None = None) -> None:
     """Lets groups of the backend ``nccl`` lie in this process, whose main thread computes on their device."""
+    from moc import stream
     from moc.runtime import device, groups
 
     global _lies
@@ -274,8 +295,27 @@ def install(lies: Lies | None = None) -> None:
     torch.cuda.nccl.version = lambda: (2, 28, 9)
     Group.bound_device_id = property(lambda self: None)
     device.query, device.synchronize = _raise_if_broken, _synchronize
+    stream.marker_of = lambda device: StreamMark
     _let_copies_follow_stream()
+    _exchange_in_host_memory()
     compute_on_stream()
+
+
+def _exchange_in_host_memory() -> None:
+    """What workers tell one another in host memory waits for no device, in whatever module it is used."""
+    from moc.runtime import exchange
+
+    for name in ("gather", "from_rank0"):
+        function = getattr(exchange, name)
+
+        @functools.wraps(function)
+        def aside(*args, function=function, **kwargs):
+            with DEVICE.aside():
+                return function(*args, **kwargs)
+
+        for module in [*sys.modules.values()]:
+            if vars(module).get(name) is function:
+                setattr(module, name, aside)
 
 
 def _let_copies_follow_stream() -> None:

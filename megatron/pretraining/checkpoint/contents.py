@@ -11,10 +11,12 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
 from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.deterministic import is_exact, promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
@@ -78,6 +80,8 @@ def training_state(
         **asdict(position),
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
         "optimizer_step": get_step(optimizer.core),
+        "optimizer_package": package_of(optimizer.core),
+        "exact": is_exact(config, world.device.type == "cuda"),
         "params_dtype": _compute_format(config),
         "fp8": _products(config),
         "main_params_dtype": config.mixed_precision.main_params_dtype,
@@ -133,6 +137,36 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
         remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
         formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
         raise CheckpointError(f"{where} holds moments in {formats[0]}, not in {formats[1]}: {remedy}")
+
+
+def package_of(core: MegatronOptimizer) -> str:
+    """The packages that implement an optimizer's updates: ``torch``, ``transformer_engine``, ``apex``, ..."""
+    updaters = [getattr(member, "optimizer", None) for member in members(core)]
+    return ", ".join(sorted({type(one).__module__.partition(".")[0] for one in updaters if one is not None}))
+
+
+def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
+    """Warns if another implementation of the optimizer updated the saved state."""
+    there, here = saved.get("optimizer_package"), package_of(optimizer.core)
+    if there and here and there != here:
+        say(
+            f"WARNING: the optimizer of {there} updated the saved state, and the optimizer of {here} continues: "
+            "the bits differ from a run without interruption"
+        )
+
+
+def check_package(config: Config, optimizer: VotedOptimizer, saved: Mapping, where: object) -> None:
+    """Refuses a window whose updates were made by another implementation of the optimizer, if recovery is exact.
+
+    Raises:
+        CheckpointError: the implementations differ.
+    """
+    there, here = saved.get("optimizer_package"), package_of(optimizer.core)
+    if there and here and there != here and promises_bits(config) and not config.training.allow_nondeterministic:
+        raise CheckpointError(
+            f"{where} ends a window whose updates the optimizer of {there} made, and this run uses {here}, whose "
+            f"bits differ: resume where {there} is installed, or pass --allow-nondeterministic"
+        )
 
 
 def check_window(config: Config, saved: Mapping, where: object) -> None:

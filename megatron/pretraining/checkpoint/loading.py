@@ -81,6 +81,8 @@ class CheckpointLoader:
         if not state:
             iteration = int(loaded.get("iteration", 0))
             return Position(iteration, iteration * global_batch_size(self._config, self._world.size))
+        if checkpoint.load_optim:
+            contents.warn_of_other_package(self._optimizer, state, self._say)
         contents.warn_of_other_samples(self._config, self._world, state["sample_order"], self._say)
         return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
 

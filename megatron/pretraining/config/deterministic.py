@@ -9,6 +9,8 @@ from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import refuse
 from moc.policy import AUTO, policy_named
 
+_OTHERWISE = "--allow-nondeterministic"
+
 
 class _Needed(NamedTuple):
     variable: str
@@ -29,27 +31,54 @@ def deterministic_environment(config: Config, environment: Mapping[str, str]) ->
     Raises:
         ConfigError: the environment or another flag asks for what is not deterministic.
     """
+    otherwise = f", or pass {_OTHERWISE}" if promises_bits(config) else ""
     for needed in _NEEDED:
         given = environment.get(needed.variable)
         refuse(
             given is not None and given.strip().lower() not in {value.lower() for value in needed.values},
             f"--deterministic-mode cannot go with {needed.variable}={given}: {needed.why}; unset it, or make it "
-            f"{needed.values[0]}.",
+            f"{needed.values[0]}{otherwise}.",
         )
     refuse(
         config.moe.moe_token_dispatcher_type == "flex",
         "--deterministic-mode cannot go with --moe-token-dispatcher-type flex, whose kernels promise no order of "
-        "additions: choose alltoall or allgather.",
+        f"additions: choose alltoall or allgather{otherwise}.",
     )
     return {needed.variable: needed.values[0] for needed in _NEEDED if needed.variable not in environment}
 
 
-def may_differ(config: Config) -> str | None:
-    """Returns a warning for a run on CUDA whose recovery promises bit-identical results that its kernels do not."""
+def promises_bits(config: Config) -> bool:
+    """Whether recovery by the run's policy is exact, if its computation is deterministic."""
     name = config.snapshot.ckpt_policy
-    if config.training.deterministic_mode or name is None or name != AUTO and not policy_named(name).exact:
+    return name is not None and (name == AUTO or policy_named(name).exact)
+
+
+def is_exact(config: Config, cuda: bool) -> bool | None:
+    """Whether recovery restores the same bits, on CUDA or on the CPU; None without a policy."""
+    if config.snapshot.ckpt_policy is None:
         return None
+    computes_again = not config.training.allow_nondeterministic and (config.training.deterministic_mode or not cuda)
+    return promises_bits(config) and computes_again
+
+
+def deterministic_if_exact(config: Config, cuda: bool) -> Config:
+    """Turns on ``--deterministic-mode`` on CUDA if recovery is to be exact."""
+    training = config.training
+    if not cuda or training.deterministic_mode or training.allow_nondeterministic or not promises_bits(config):
+        return config
+    return config.replace("training", deterministic_mode=True)
+
+
+def about_bits(config: Config) -> str | None:
+    """Returns the sentence in the log of a run on CUDA about exact recovery; None if the policy promises none."""
+    if not promises_bits(config):
+        return None
+    if config.training.deterministic_mode:
+        name = config.snapshot.ckpt_policy
+        return (
+            f"deterministic mode is on, so that recovery by --ckpt-policy {name} is exact ({_OTHERWISE} turns it off)"
+        )
     return (
-        "WARNING: without --deterministic-mode, kernels and NCCL add in any order, so what is computed again after a "
-        "loss may differ in the last bits from what was lost: pass it for bit-identical recovery"
+        f"WARNING: with {_OTHERWISE}, kernels and NCCL add in any order: iterations that are computed again after a "
+        "loss may differ in the last bits, and the run is reported as not exact"
     )

@@ -47,7 +47,13 @@ class TrainingFlags(FlagGroup):
     deterministic_mode: bool = flag(
         False,
         "Use only what is deterministic on CUDA, kernels and NCCL's algorithm, without torch.compile: slower, with "
-        "bit-identical repeated runs, as CPUs always give (docs/reference/bit-identity.md).",
+        "bit-identical repeated runs, as CPUs always give (docs/reference/bit-identity.md).  Policies whose recovery "
+        "is exact turn it on, unless --allow-nondeterministic is given.",
+    )
+    allow_nondeterministic: bool = flag(
+        False,
+        "Do not turn on --deterministic-mode on CUDA for policies whose recovery is exact; the run is then reported as "
+        "not exact.",
     )
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU; their values are the same either way.")
     manual_gc: bool = flag(False, "Run Python's garbage collector at the same iterations on all workers.")
@@ -55,6 +61,10 @@ class TrainingFlags(FlagGroup):
 
     def validate(self) -> None:
         """Rejects a training length given twice or not at all, and incomplete recomputation options."""
+        refuse(
+            self.deterministic_mode and self.allow_nondeterministic,
+            "--deterministic-mode contradicts --allow-nondeterministic: drop one of them.",
+        )
         refuse(
             self.train_iters is None and self.train_samples is None,
             "the length of the training is missing: give --train-iters or --train-samples.",

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from moc.elastic.dispatch import Capacities, Exchange, exchange
+from moc.runtime.results import on_host
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ def _transposed(sizes: numpy.ndarray, columns: Sequence[int] | None = None) -> t
     return torch.from_numpy(numpy.repeat(starts - before, lengths) + numpy.arange(lengths.sum(), dtype=numpy.int64))
 
 
+def _on_device(indices: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies indices in host memory to a device, together: each copy of memory that is not locked waits for it."""
+    together = torch.cat([*indices])
+    together = together.pin_memory() if device.type == "cuda" else together
+    return list(together.to(device, non_blocking=True).split([len(each) for each in indices]))
+
+
 class ElasticDispatcher(MoETokenDispatcher):
     """Sends tokens to replicas of their experts, and the experts' output back."""
 
@@ -106,7 +114,9 @@ class ElasticDispatcher(MoETokenDispatcher):
         counts = self._gathered(routing_map)
         flow = exchange(counts, capacities(counts.sum(axis=1), replicas), dist.get_rank(self._group))
         self._route = route_of(flow, slots)
-        order = self._route.send_order.to(tokens.device, non_blocking=True)
+        order, self._by_slot, self._restore = _on_device(
+            [self._route.send_order, self._route.by_slot, self._route.restore], tokens.device
+        )
         numbers = torch.arange(len(tokens), device=tokens.device).expand(by_expert.shape)
         self._sources = numbers.masked_select(by_expert)[order]
         return tokens.index_select(0, self._sources), probs.T.masked_select(by_expert).index_select(0, order)
@@ -116,7 +126,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         mine = routing_map.sum(dim=0, dtype=torch.int64)
         everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return numpy.ascontiguousarray(everybody.view(-1, len(mine)).cpu().numpy().T)
+        return numpy.ascontiguousarray(on_host(everybody).view(-1, len(mine)).numpy().T)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""
@@ -124,13 +134,13 @@ class ElasticDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sorts received tokens by slot; returns them, their number by slot, and their probabilities."""
-        order = self._route.by_slot.to(hidden_states.device, non_blocking=True)
+        order = self._by_slot
         counts = torch.tensor(self._route.in_slots)
         return hidden_states.index_select(0, order), counts, probs.index_select(0, order)
 
     def combine_preprocess(self, hidden_states: torch.Tensor):
         """Sorts the experts' output by sender."""
-        return hidden_states.index_select(0, self._route.restore.to(hidden_states.device, non_blocking=True))
+        return hidden_states.index_select(0, self._restore)
 
     def token_combine(self, hidden_states: torch.Tensor):
         """Sends the experts' output back."""

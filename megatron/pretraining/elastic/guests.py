@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.faults import reach
-from moc.runtime.groups import settled
+from moc.runtime.results import settled
 from moc.runtime.world import World
 from moc.session.engine import VoteParticipant
 

@@ -23,6 +23,7 @@ from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads
 from moc.events import EventLog
 from moc.runtime.agreement import gather
+from moc.runtime.results import settled
 from moc.session.engine import VoteParticipant
 
 _BITS = 32  # of a hash in a vote
@@ -230,8 +231,9 @@ class Rebalancer(VoteParticipant):
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first one opens connections
+            settled(self._world.device)
             begun = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)
-            torch.cuda.synchronize() if self._world.device.type == "cuda" else None
+            settled(self._world.device)
             speed = self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
         return speed

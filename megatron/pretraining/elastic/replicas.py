@@ -1,7 +1,7 @@
 """The replicas of experts on one worker: the plan in force, and moves of experts to another plan, in place.
 
-A move goes layer by layer: what a worker is to hold anew arrives beside its slots (staging), all workers of the stage
-tell that it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer whole; a
+A move goes layer by layer: new experts of a worker arrive in staging memory, all workers of the stage agree that
+it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer in force; a
 worker that misses the news, while others fill their slots, has what it needs to do so later
 (:mod:`megatron.pretraining.elastic.members`).
 
@@ -31,6 +31,7 @@ from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
 from moc.faults import reach
+from moc.runtime.agreement import settled_among
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,7 @@ class Replicas:
             landing = Landing(layer, mixed, self._exchanged(layer, flow[layer]))
             reach("rebalancing")
             self._landing = landing
-            landed = torch.zeros(1, device=_device(self.layers[layer]))
-            dist.all_reduce(landed, group=exchange_group())
-            landed.item()  # on a device, the host waits here
+            settled_among(exchange_group(), _device(self.layers[layer]))
             reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())

@@ -1,8 +1,8 @@
 """The shards of dense optimizer state on one worker, and their move to another cut (ZeRO-1 with shadows).
 
 When members change, those that are left hold what they held: where the owner of a block is gone, a shadow owns it.
-From there, state moves to the cut of the new members.  All of it arrives beside what is in use, all workers tell that
-it has landed, and only then it is taken over and the rest dropped: a loss before that leaves everything as it was.
+From there, state moves to the cut of the new members.  All of it arrives in staging memory, all workers agree that it
+has landed, and only then it is taken over and the rest dropped: a loss before that leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.pretraining.engine.sharded import ShardedOptimizer
 from moc.elastic.boxes import Tensor, transfers
 from moc.elastic.shards import Cut, cut
 from moc.faults import reach
-from moc.runtime.agreement import gather
+from moc.runtime.agreement import gather, settled_among
 from moc.state.fragments import OwnedSlice
 from moc.state.region import Region
 
@@ -77,9 +77,7 @@ class Shards:
         self._arrived = self._exchanged(cut)
         reach("rebalancing")
         self.awaited = cut
-        landed = torch.zeros(1, device=self._device)
-        dist.all_reduce(landed, group=exchange_group())
-        landed.item()  # on a device, the host waits here
+        settled_among(exchange_group(), self._device)
         reach("landed")
         taken = sum(state.nbytes for state in self._arrived.values())
         self.land(cut)

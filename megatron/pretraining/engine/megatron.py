@@ -103,9 +103,11 @@ class MegatronEngine:
         contents.check_optimizer(self._config, saved, where)
         if window:
             contents.check_window(self._config, saved, where)
+            contents.check_package(self._config, self._stepper.optimizer, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
-        """Warns if the saved run reads samples in another order."""
+        """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""
+        contents.warn_of_other_package(self._stepper.optimizer, saved, say)
         contents.warn_of_other_samples(self._config, self.world, saved["sample_order"], say)
 
     def replay(

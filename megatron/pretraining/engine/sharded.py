@@ -114,25 +114,30 @@ class ShardedOptimizer(FragmentedOptimizer):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Gives the weights of each block from its owner to all ranks; a collective call, safe to repeat."""
+        """Gives the weights of each block from its owner to all ranks; a collective call, safe to repeat.
+
+        Blocks that this rank holds stay as they are: it has the owner's bits, and may be the next owner, while what
+        arrives is undefined if a peer is lost meanwhile.
+        """
         size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
-            owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
-            for block, holders in zip(self.blocks, self._holders, strict=True):
+            owned: list[dict[int, torch.Tensor]] = [{} for _ in range(size)]
+            for number, (block, holders) in enumerate(zip(self.blocks, self._holders, strict=True)):
                 parameter = self._parameters[block.tensor]
                 if parameter.dtype is dtype:
-                    owned[holders[0]].append(parameter.detach().view(-1)[block.start : block.stop])
-            most = max(sum(part.numel() for part in parts) for parts in owned)
+                    owned[holders[0]][number] = parameter.detach().view(-1)[block.start : block.stop]
+            most = max(sum(part.numel() for part in parts.values()) for parts in owned)
             mine = torch.zeros(most, dtype=dtype, device=self._parameters[0].device)
             if owned[rank]:
-                own = torch.cat(owned[rank])
+                own = torch.cat([*owned[rank].values()])
                 mine[: own.numel()].copy_(own)
             everything = mine.new_empty(size * most)
             dist.all_gather_into_tensor(everything, mine, group=self._group)
             for parts, arrived in zip(owned, everything.view(size, most), strict=True):
-                lengths = [part.numel() for part in parts]
-                for part, values in zip(parts, arrived[: sum(lengths)].split(lengths), strict=True):
-                    part.copy_(values)
+                lengths = [part.numel() for part in parts.values()]
+                for number, values in zip(parts, arrived[: sum(lengths)].split(lengths), strict=True):
+                    if number not in self.held:
+                        parts[number].copy_(values)
 
     # a megatron-core optimizer
 

@@ -23,6 +23,7 @@ from megatron.pretraining.engine.owned import (
     write_step,
 )
 from megatron.pretraining.model.parameters import parameter_pieces
+from moc.runtime.agreement import settled_among
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
@@ -136,15 +137,23 @@ class MegatronState:
 
         Broadcasts the router biases, too, from the peer that owns them.  Required after masters or weights are loaded;
         does nothing with a replicated optimizer.
+
+        Whatever a loss leaves undefined, another call repairs: no peer's own part of the weights changes, and biases
+        change only where all peers have got them.
         """
         if self._zero:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
         if self._sharded is not None:
             self._sharded.gather_weights()
-        for buffer, committed in self._modules.committed.items() if self._is_sharded else ():
-            dist.broadcast(committed, group=self._peers, group_src=self._first_peer)
-            self._modules.loaded(buffer)
+        if self._is_sharded and (biases := self._modules.committed):
+            arriving = {buffer: committed.clone() for buffer, committed in biases.items()}
+            for values in arriving.values():
+                dist.broadcast(values, group=self._peers, group_src=self._first_peer)
+            settled_among(self._peers, next(iter(arriving.values())).device)
+            for buffer, values in arriving.items():
+                biases[buffer].copy_(values)
+                self._modules.loaded(buffer)
 
     def steps(self) -> dict[str, int]:
         """Updates in the moments of each operator that this rank's optimizer owns a slice of (Adam); empty with SGD."""

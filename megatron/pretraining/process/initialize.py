@@ -29,6 +29,21 @@ from moc.runtime.environment import fewest_nodes, numbers_of_nodes
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
+COLLECTIVES_ONLY = """
+    DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
+    DATA_PARALLEL_GROUP_WITH_GTP_REMAT EMBEDDING_GROUP EXPERT_DATA_PARALLEL_GROUP
+    EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT EXPERT_MODEL_PARALLEL_GROUP EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
+    EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+    EXPERT_TENSOR_PARALLEL_GROUP INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
+    INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP MODEL_PARALLEL_GROUP POSITION_EMBEDDING_GROUP
+    TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    TENSOR_MODEL_PARALLEL_GROUP
+""".split()
+"""megatron-core's groups, by description, in which nothing is sent from rank to rank.
+
+Pipeline stages send in theirs, ring attention in that of context parallelism.
+"""
+
 
 def initialize(config: Config, job: Job | None = None) -> World:
     """Joins the job (by default the one that torchrun's environment describes) and builds every process group.
@@ -51,6 +66,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
+    job.collectives_only = COLLECTIVES_ONLY
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config, job)
     if goes_on:

@@ -27,7 +27,7 @@ from moc.faults import reach
 from moc.files import decode
 from moc.recovery.scope import Replayed
 from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.groups import settled
+from moc.runtime.results import settled
 from moc.session.engine import Engine
 from moc.state.interface import FreezingError, TrainingState
 from moc.state.record import Position, StepRecord, mean_loss

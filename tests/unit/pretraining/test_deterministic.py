@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from megatron.pretraining.config import ConfigError, together
-from megatron.pretraining.config.deterministic import deterministic_environment, may_differ
+from megatron.pretraining.config.deterministic import (
+    about_bits,
+    deterministic_environment,
+    deterministic_if_exact,
+    is_exact,
+)
 from megatron.pretraining.process import initialize
 from tests.unit.pretraining.flags import parse
 
@@ -40,10 +45,45 @@ def test_kernels_that_promise_nothing_are_refused(monkeypatch):
         deterministic_environment(config, {})
 
 
-def test_exact_recovery_without_the_flag_is_warned_of():
-    exact, lossy = "--ckpt-policy full --save x", "--ckpt-policy pec --save x"
-    assert "pass it for bit-identical recovery" in str(may_differ(parse(exact)))
-    assert may_differ(parse(f"{exact} --deterministic-mode")) is may_differ(parse(lossy)) is may_differ(parse()) is None
+EXACT, LOSSY, ALLOW = "--ckpt-policy full --save x", "--ckpt-policy pec --save x", "--allow-nondeterministic"
+
+
+@pytest.mark.parametrize(
+    ("flags", "cuda", "on", "exact"),
+    [
+        (EXACT, True, True, True),
+        (EXACT.replace("full", "auto"), True, True, True),
+        (EXACT, False, False, True),
+        (f"{EXACT} {ALLOW}", True, False, False),
+        (f"{EXACT} {ALLOW}", False, False, False),
+        (LOSSY, True, False, False),
+        (f"{LOSSY} --deterministic-mode", True, True, False),
+        ("", True, False, None),
+    ],
+)
+def test_a_policy_whose_recovery_is_exact_makes_cuda_deterministic_unless_that_is_kept_off(flags, cuda, on, exact):
+    config = deterministic_if_exact(parse(flags), cuda)
+    assert config.training.deterministic_mode == on and is_exact(config, cuda) is exact
+
+
+def test_the_log_says_which_bits_recovery_restores():
+    assert ALLOW in about_bits(deterministic_if_exact(parse(EXACT), cuda=True))
+    warning = about_bits(deterministic_if_exact(parse(f"{EXACT} {ALLOW}"), cuda=True))
+    assert warning.startswith("WARNING") and ALLOW in warning
+    assert about_bits(parse(LOSSY)) is about_bits(parse()) is None
+
+
+def test_flags_that_contradict_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(f"--deterministic-mode {ALLOW}")
+    assert ALLOW in capsys.readouterr().err
+
+
+def test_what_an_exact_policy_cannot_have_names_the_flag_that_drops_it():
+    config = deterministic_if_exact(parse(EXACT), cuda=True)
+    with pytest.raises(ConfigError, match=ALLOW):
+        deterministic_environment(config, {"NCCL_ALGO": "Tree"})
+    assert not deterministic_if_exact(parse(f"{EXACT} {ALLOW}"), cuda=True).training.deterministic_mode
 
 
 def test_a_process_becomes_deterministic(monkeypatch):

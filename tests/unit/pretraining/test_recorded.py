@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,3 +53,29 @@ def test_flags_that_may_change_between_runs_are_no_part_of_the_shape():
     contents.check_shape(
         compose(FLAGS | dict(moe_aux_loss_coeff=0.5, rotary_base=500)), contents.shape(config), "there"
     )
+
+
+class Optimizer:
+    """An optimizer whose updates are made by the classes of some packages."""
+
+    def __init__(self, *packages: str):
+        adams = [type("Adam", (), {"__module__": f"{package}.optimizers"})() for package in packages]
+        each = [SimpleNamespace(optimizer=adam, is_stub_optimizer=False) for adam in adams]
+        self.core = SimpleNamespace(chained_optimizers=each)
+
+
+def test_another_implementation_of_the_optimizer_is_warned_of():
+    here, told = Optimizer("torch", "torch"), []
+    for there in ("torch", None, "transformer_engine"):
+        contents.warn_of_other_package(here, {"optimizer_package": there}, told.append)
+    assert len(told) == 1 and "transformer_engine" in told[0] and "torch" in told[0]
+    assert contents.package_of(Optimizer("torch", "apex").core) == "apex, torch"
+
+
+def test_a_window_of_another_implementation_is_refused_where_recovery_is_exact():
+    saved, exact = {"optimizer_package": "transformer_engine"}, FLAGS | dict(ckpt_policy="sparse", ckpt_dir="x")
+    with pytest.raises(CheckpointError, match="--allow-nondeterministic"):
+        contents.check_package(compose(exact), Optimizer("torch"), saved, "there")
+    contents.check_package(compose(exact), Optimizer("transformer_engine"), saved, "there")
+    contents.check_package(compose(exact | dict(allow_nondeterministic=True)), Optimizer("torch"), saved, "there")
+    contents.check_package(compose(exact), Optimizer("torch"), {}, "there")

@@ -1,8 +1,13 @@
 """When a worker is taken to hang: what is learned, what caps it, and who has to wait for others."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, parse_caps
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,16 @@ def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
     limits.learn({"step": 8.0})
     assert limits.of("step", waits=False) == 300.0
     assert limits.of("save", waits=False) == CAPS["save"] and limits.of("setup", waits=False) == CAPS["setup"]
+
+
+def test_every_section_has_a_limit():
+    sections = {
+        call.args[0].value
+        for path in (REPOSITORY / "megatron/pretraining").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call).startswith("progress('")
+    }
+    assert sections == {*CAPS}
 
 
 def test_who_waits_for_others_has_the_time_of_what_they_may_be_in():

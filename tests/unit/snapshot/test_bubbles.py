@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from moc.snapshot import bubbles as module
-from moc.snapshot.bubbles import Bubbles, split_of
+from moc.snapshot.bubbles import Bubbles, StreamBubbles, split_of
 from moc.snapshot.capture import PIECE, Split, ThreadCapturer
 from moc.snapshot.copies import Copy
 from tests.unit.snapshot.test_capture import until
+from tests.unit.streams import Stream
 
 
 class Clock:
@@ -79,6 +80,54 @@ def test_the_gate_is_open_but_where_a_stage_computes():
     with pytest.raises(ConnectionError), bubbles.computing(), bubbles.waiting():
         raise ConnectionError
     assert bubbles.is_open
+
+
+def test_on_a_device_the_gate_is_open_but_where_the_stream_computes():
+    stream = Stream()
+    bubbles = StreamBubbles(stream.mark)
+    with bubbles.computing():
+        assert bubbles.is_open  # the device has not begun
+        stream.reach(1.0)
+        assert not bubbles.is_open
+        with bubbles.waiting():
+            assert not bubbles.is_open  # the host waits for its own kernels, such as with batch_p2p_sync
+    assert not bubbles.is_open  # the host is done, and the device is not
+    stream.reach(3.0)
+    assert bubbles.is_open and bubbles.waits
+    stream.reach(5.0)
+    assert not bubbles.is_open and not bubbles.waits
+    stream.reach(9.0)
+    assert bubbles.is_open and not bubbles.waits
+    with bubbles.waiting():
+        stream.reach(10.0)
+        assert bubbles.waits
+    stream.reach(10.5)
+    assert bubbles.take() == 2.5
+
+
+def test_on_a_device_copies_pass_when_the_stream_gets_to_a_wait():
+    stream, copies = Stream(), [Copy(torch.ones(6), torch.zeros(6))]
+    bubbles = StreamBubbles(stream.mark)
+    bubbles.copied(10**9, 1.0)
+    bubbles._seconds.append(1.0)
+    with bubbles.computing():
+        stream.reach(1.0)
+        capture = ThreadCapturer(bubbles).start(copies)
+        with bubbles.waiting():
+            pass
+    assert not capture._done.done()
+    stream.reach(2.0)
+    capture.wait(opens=False)
+    assert capture.bubble_bytes == 24 and copies[0].target.all()
+
+
+def test_on_a_device_a_cut_off_iteration_leaves_the_gate_open():
+    stream = Stream()
+    bubbles = StreamBubbles(stream.mark)
+    with pytest.raises(ConnectionError), bubbles.computing(), bubbles.waiting():
+        stream.reach(1.0)
+        raise ConnectionError
+    assert bubbles.is_open and bubbles.take() == 0.0
 
 
 def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):

@@ -1,0 +1,42 @@
+"""Values that collectives have computed on a device, with a check that they are valid: :mod:`moc.runtime.groups`.
+
+Code that uses such values on the host, or installs them in state that outlives the generation, gets them by these
+functions: nothing else notices that the generation ended meanwhile, and the values are undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moc.runtime import device as compute_device
+from moc.runtime.group import Group
+
+
+def settled(device: torch.device) -> None:
+    """Waits until all work enqueued on this process's device is complete; checks that this process has not aborted it.
+
+    Raises:
+        Aborted: the generation of our groups is over, so results are undefined.
+    """
+    compute_device.synchronize(device)
+    _check_generation()
+
+
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """Copies values to host memory, which waits for the device; checks that this process has not aborted them.
+
+    That peers have not aborted it either is known only once all have agreed on the values, such as in a vote.
+
+    Raises:
+        Aborted: the generation of our groups is over, so the values are undefined.
+    """
+    there = values.cpu()
+    _check_generation()
+    return there
+
+
+def _check_generation() -> None:
+    world = dist.group.WORLD
+    if isinstance(world, Group):
+        world.live()

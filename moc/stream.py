@@ -1,0 +1,119 @@
+"""Spans of the stream of a compute device, such as waits for other workers.
+
+A GPU executes later what the host enqueues.  So the host cannot measure how long a worker waits for another one, nor
+know when: marks on the stream, before and after the operation, show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+_MOST = 1 << 14
+"""Spans that are kept until :meth:`StreamSpans.take`; a stream has fewer before it."""
+
+
+class Mark(Protocol):
+    """A place on the stream, as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether the stream has got there."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later mark, once the stream has got to both."""
+        ...
+
+
+Marker = Callable[[], Mark]
+"""Puts a mark behind all that the calling thread has enqueued."""
+
+
+def marker_of(device: torch.device) -> Marker | None:
+    """The marker of a device; None on the CPU, where nothing is enqueued."""
+    return _mark_stream if device.type == "cuda" else None
+
+
+def _mark_stream() -> Mark:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class StreamSpans:
+    """Spans of one kind on a stream, such as its waits for other workers; thread-safe."""
+
+    def __init__(self, mark: Marker):
+        self._mark = mark
+        self._spans: deque[_Span] = deque(maxlen=_MOST)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def span(self) -> Iterator[None]:
+        """Context of a span: operations that the calling thread enqueues, or the time while it waits itself."""
+        span = _Span(self._try_to_mark())
+        with self._lock:
+            self._spans.append(span)
+        try:
+            yield
+        finally:
+            span.end, span.is_enqueued = self._try_to_mark(), True
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the stream is within a span: it has done all that precedes it."""
+        with self._lock:
+            spans = [*self._spans]
+        return any(span.begun and not span.over for span in spans)
+
+    def take(self) -> float:
+        """Seconds of the spans that have ended since the last call."""
+        seconds = 0.0
+        with self._lock:
+            while self._spans and self._spans[0].over:
+                seconds += self._spans.popleft().seconds
+        return seconds
+
+    def clear(self) -> None:
+        """Drops all spans, after an abort."""
+        with self._lock:
+            self._spans.clear()
+
+    def _try_to_mark(self) -> Mark | None:
+        try:
+            return self._mark()
+        except RuntimeError:  # the device is broken, which the next use of its results reports
+            return None
+
+
+class _Span:
+    def __init__(self, begin: Mark | None):
+        self.begin, self.is_enqueued = begin, False
+        self.end: Mark | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.begin is None or _reached(self.begin)
+
+    @property
+    def over(self) -> bool:
+        return self.is_enqueued and (self.end is None or _reached(self.end))
+
+    @property
+    def seconds(self) -> float:
+        try:
+            return 0.0 if self.begin is None or self.end is None else self.begin.elapsed_time(self.end) / 1e3
+        except RuntimeError:
+            return 0.0
+
+
+def _reached(mark: Mark) -> bool:
+    try:
+        return mark.query()
+    except RuntimeError:
+        return True

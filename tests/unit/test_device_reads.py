@@ -1,0 +1,55 @@
+"""What collectives have computed reaches the host by functions that check whether it is valid."""
+
+import ast
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READS = ("cpu", "item", "numpy", "synchronize", "tolist")  # methods that read a device, or wait for it
+APART = ("convert", "data", "planning")  # programs, and parts, that use no collective
+ALLOWED = {  # by file, the values that it reads, and why their validity needs no check there
+    "megatron/pretraining/checkpoint/contents.py": "v",  # of the scheduler: plain numbers
+    "megatron/pretraining/checkpoint/dense.py": "f.view",  # workers agree in host memory before they publish it
+    "megatron/pretraining/elastic/dispatcher.py": "arriving.sum(axis=1), flow.sends.sum(axis=0), on_host(everybody)",
+    "megatron/pretraining/elastic/layer.py": "numpy.flatnonzero(row)",
+    "megatron/pretraining/elastic/replicas.py": "steps",  # settled_among() precedes it; the state must not land in part
+    "megatron/pretraining/elastic/shards.py": "steps",  # as in replicas.py
+    "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
+    "megatron/pretraining/process/cpu.py": "tensor",  # on the CPU
+    "moc/logs/writer.py": "copied, self._stream",  # logs of an iteration count once it is committed
+    "moc/runtime/agreement.py": "packed",  # the sum, in host memory
+    "moc/runtime/device.py": "torch.cuda",  # the function that others call
+    "moc/runtime/exchange.py": "data, lengths, whole",  # in host memory
+    "moc/runtime/results.py": "compute_device, values",  # the functions that check
+    "moc/runtime/sealed_objects.py": "on_host(tensor), pickled",
+    "moc/snapshot/capture.py": "done, mark",  # a snapshot is of a committed iteration, and is sealed by a later vote
+    "moc/state/module_bytes.py": "read, read.cpu(), source[8:8 + length], source[:8]",  # loaded from a snapshot
+    "moc/store/regions.py": "tensor.contiguous(), tensor.values.detach()",  # files
+}
+
+
+def reads_of(path: Path) -> set[str]:
+    """The values that a file reads by the methods, without views of them."""
+    tree = ast.parse(path.read_text())
+    imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    if not any("torch" in one for one in imports):
+        return set()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return {
+        ast.unparse(_base(call.func.value))
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in READS
+        and (call.func.attr[0] == "s" or not call.args)
+    }
+
+
+def _base(value: ast.expr) -> ast.expr:
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "view":
+        value = value.func.value
+    return value
+
+
+def test_files_read_devices_as_the_table_says():
+    files = [path for part in ("moc", "megatron/pretraining") for path in (REPOSITORY / part).rglob("*.py")]
+    found = {str(path.relative_to(REPOSITORY)): reads_of(path) for path in files if not {*APART} & {*path.parts}}
+    assert {name: ", ".join(sorted(reads)) for name, reads in found.items() if reads} == ALLOWED

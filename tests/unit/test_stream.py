@@ -1,0 +1,89 @@
+"""When the stream of a device waits for other workers, and for how long; the host has gone on meanwhile."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from moc.runtime.progress import Progress
+from moc.stream import StreamSpans
+from tests.unit.streams import Mark, Stream
+
+
+def test_a_stream_waits_from_when_it_gets_to_an_operation_until_that_is_done():
+    stream = Stream()
+    waits = StreamSpans(stream.mark)
+    for _ in range(2):
+        with waits.span():
+            pass
+    assert not waits.under_way and waits.take() == 0.0  # it still computes
+    stream.reach(10.0)
+    assert waits.under_way and waits.take() == 0.0
+    stream.reach(12.0)
+    assert not waits.under_way and waits.take() == 2.0
+    stream.reach(15.0, 15.5)
+    assert not waits.under_way and waits.take() == 0.5 and waits.take() == 0.0
+
+
+def test_a_host_that_waits_itself_does_so_on_an_idle_stream():
+    stream = Stream()
+    waits = StreamSpans(stream.mark)
+    with waits.span():
+        assert not waits.under_way
+        stream.reach(1.0)
+        assert waits.under_way
+    assert waits.under_way  # the second mark is behind
+    stream.reach(4.0)
+    assert waits.take() == 3.0
+
+
+def test_waits_on_a_device_that_breaks_are_over():
+    def broken():
+        raise RuntimeError("CUDA error")
+
+    waits = StreamSpans(broken)
+    with waits.span():
+        pass
+    assert not waits.under_way and waits.take() == 0.0
+
+
+def test_a_worker_whose_stream_waits_reports_it_and_its_time_does_not_count(monkeypatch):
+    now, stream, progress = [100.0], Stream(), Progress()
+    monkeypatch.setattr("moc.runtime.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("moc.stream.marker_of", lambda device: stream.mark)
+    progress.use("cuda")
+    progress.enter("step")
+    with progress.waiting(on_stream=True):
+        pass
+    now[0] += 5.0
+    assert not progress.report()["waits"] and progress.report()["since"] == 5.0  # its kernels compute
+    stream.reach(105.0)
+    now[0] += 70.0
+    assert progress.report()["waits"]
+    stream.reach(175.0)
+    assert not progress.report()["waits"] and progress.report()["since"] == 5.0
+    progress.enter("step")
+    assert progress.report()["since"] == 0.0 and progress.report()["longest"] == {"step": 75.0}
+
+
+def test_time_in_which_the_host_waits_does_not_count_once_it_is_over(monkeypatch):
+    now, progress = [0.0], Progress()
+    monkeypatch.setattr("moc.runtime.progress.time.monotonic", lambda: now[0])
+    progress.enter("step")
+    with progress.waiting():
+        now[0] += 300.0
+        assert progress.report()["waits"] and progress.report()["since"] == 300.0
+    assert progress.report() == dict(section="step", since=0.0, waits=False, longest={})
+    progress.enter("save")
+    now[0] += 2.0
+    assert progress.report()["since"] == 2.0
+
+
+def test_it_is_asked_while_others_wait():
+    waits = StreamSpans(lambda: Mark(0.0))
+
+    def use(number: int) -> float:
+        with waits.span():
+            return waits.take() + waits.under_way
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(use, range(200))) >= 0.0
+    waits.take()
+    assert not waits.under_way
