@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="*", type=Path, help="only these directories, as the list shows them")
     parser.add_argument("--ckpt-dir", help="only the run whose checkpoints are in this directory or URL")
-    parser.add_argument("--all", action="store_true", help="all jobs of this user, also those that wait to resume")
+    parser.add_argument("--all", action="store_true", help="all jobs of this user, including jobs that wait to resume")
     parser.add_argument("--remove", action="store_true", help="remove what a path, --ckpt-dir or --all names")
     parser.add_argument(
         "--ended", action="store_true", help="the jobs have ended: do not keep what a job used within its lease"

@@ -10,7 +10,7 @@ from moc.runtime.stop_report import die_by, end_at_signals, stop_sentence
 
 
 def end_at_once(program: str) -> None:
-    """From now on, a signal that asks to stop ends this worker at once, with one line of rank 0.
+    """From now on, a signal that asks to stop ends this worker immediately, with one line of rank 0.
 
     Under ``mocrun`` the launcher reports it, and the signal keeps its default action.
     """

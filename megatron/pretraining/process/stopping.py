@@ -21,7 +21,7 @@ class StopRequested(Exception):
     def __init__(self):
         super().__init__(
             f"exiting in set-up after a signal (exit code {EXIT_REQUEUE}), with nothing to save: the same command "
-            "continues from the newest snapshot or checkpoint that is whole, or begins if there is none"
+            "continues from the newest complete snapshot or checkpoint, or begins if there is none"
         )
 
 
