@@ -7,6 +7,7 @@ import pkgutil
 
 from megatron.pretraining.convert.hugging_face.described import described
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from moc.files.text import shown
 from moc.store.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
@@ -30,7 +31,7 @@ def family_named(name: str) -> Family:
             f"{name} has multi-head latent attention (MLA), which megatron-core's own layers do not compute: the "
             f"families are {', '.join(FAMILIES)}"
         )
-    raise CheckpointError(f"models of {name} are not known: the families are {', '.join(FAMILIES)}")
+    raise CheckpointError(f"models of {shown(name)} are not known: the families are {', '.join(FAMILIES)}")
 
 
 def family_of(config: Config) -> Family:
