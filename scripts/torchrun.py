@@ -3,7 +3,7 @@
 Takes torchrun's arguments, and differs from it in two things:
 
 - SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the workers, which save and exit when they are ready, or
-  end at once and report it. torchrun kills them 30 seconds after a SIGTERM, and dies of a SIGUSR1 itself.
+  end immediately and report it. torchrun kills them 30 seconds after a SIGTERM, and dies of a SIGUSR1 itself.
 - It exits with the code of the first worker that failed, such as 75 for "saved after a signal, start
   me again". torchrun's own code is always 1.
 """
@@ -29,7 +29,7 @@ stopped_by: set[int] = set()
 
 
 def pass_on(number: int, _frame) -> None:
-    """Sends the signal to every worker; ends at once if there is none yet."""
+    """Sends the signal to every worker; ends immediately if there is none yet."""
     stopped_by.add(number)
     workers = psutil.Process().children()
     if not workers:

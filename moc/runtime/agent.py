@@ -141,7 +141,7 @@ class Agent:
 
     @property
     def stopped_by(self) -> int | None:
-        """Number of the signal that ended the job as it asked to; None if the job goes on or ended otherwise."""
+        """Number of the signal that ended the job as it asked to; None if the job runs or ended otherwise."""
         return self._ended.result()["asked"] if self._ended.done() else None
 
     async def _give_memory_back(self) -> None:

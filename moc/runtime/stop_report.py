@@ -24,7 +24,7 @@ def stop_sentence(number: int, code: int, iteration: int | None) -> str:
     Args:
         number: of the signal.
         code: exit code of the job.
-        iteration: the last completed one, of which the state is saved if the code is 75; None if there is none.
+        iteration: the last completed one, whose state is saved if the code is 75; None if there is none.
     """
     where = f"after iteration {iteration}" if iteration else "before the first iteration"
     what = f"stopped by {signal.Signals(number).name} {where} (exit code {code})"
@@ -38,7 +38,7 @@ def stop_sentence(number: int, code: int, iteration: int | None) -> str:
 def end_at_signals(
     report: Callable[[int], str | None], end: Callable[[int], object], numbers: Iterable[int] | None = None
 ) -> None:
-    """From now on, a signal of :data:`STOPS` ends this process at once, with a line on standard error.
+    """From now on, a signal of :data:`STOPS` ends this process immediately, with a line on standard error.
 
     Args:
         report: gives the line for the number of the signal; None for no line.

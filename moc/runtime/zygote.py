@@ -171,7 +171,7 @@ class Zygote:
 
     def _forget_zygote(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, *STOPS):  # SIGINT too: a worker has nobody to show a KeyboardInterrupt to
+        for number in (signal.SIGCHLD, *STOPS):  # SIGINT too: a KeyboardInterrupt only prints a traceback
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         for descriptor in (self._orders, self._tell, self._woken, self._wake):

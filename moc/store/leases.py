@@ -1,7 +1,7 @@
-"""Leases of memory: how long after its last sign of life a job may still continue from what it left there.
+"""Leases of memory: how long after its last sign of life a job may still continue from its snapshots there.
 
 A job records its lease when it takes a directory, and renews it by the file's modification time.  While a lease lasts,
-the job may be replacing its workers, so that no process uses the memory, and nobody else may remove it.
+the job may be replacing its workers, so that no process uses the memory, and no tool may remove it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def renew_lease(root: Path) -> None:
 
 
 def lease_left_s(root: Path) -> float:
-    """Seconds for which the job in a directory may still continue there; not positive afterwards.
+    """Seconds until the lease of the job in a directory expires; not positive afterwards.
 
     Raises:
         OSError: the directory cannot be read.

@@ -3,7 +3,8 @@
 ``TEST_HELD_BEFORE`` is the number of these last iterations, if they are more.
 However slow a test is, it finds the job running.  Workers wait in a collective, so they can be lost and woken there,
 and nodes that come are met there.  Each worker writes which iterations it begins, in a file beside the other one.
-``TEST_WAITS_IN`` is an iteration in which the first worker lets all others wait, until a file ``may go on`` is there.
+``TEST_WAITS_IN`` names iterations, separated by commas, in which the first worker lets all others wait, until a file
+``may go on in N`` is there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def hold(may_end: Path) -> None:
     from moc.runtime.agreement import run_on_rank0, sum_over_workers
 
     iterate, before = loop.iterate, int(os.environ.get("TEST_HELD_BEFORE", "2"))
-    begun, may_go_on = may_end.parent / f"begun by {os.getpid()}", may_end.parent / "may go on"
-    waits_in = int(os.environ.get("TEST_WAITS_IN", "0"))
+    begun = may_end.parent / f"begun by {os.getpid()}"
+    waits_in = {int(number) for number in os.environ.get("TEST_WAITS_IN", "0").split(",")}
 
     def held(run, stop):
         while run.position.iteration == run.train_iters - before and not run_on_rank0(may_end.exists, "waiting"):
@@ -34,7 +35,8 @@ def hold(may_end: Path) -> None:
             time.sleep(0.05)
         with open(begun, "a") as file:
             file.write(f"{run.position.iteration + 1}\n")
-        while run.position.iteration + 1 == waits_in and run.world.rank == 0 and not may_go_on.exists():
+        may_go_on = may_end.parent / f"may go on in {run.position.iteration + 1}"
+        while run.position.iteration + 1 in waits_in and run.world.rank == 0 and not may_go_on.exists():
             time.sleep(0.02)
         return iterate(run, stop)
 

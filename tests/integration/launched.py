@@ -191,9 +191,9 @@ class Launched:
         """Expects that a node is lost, or is about to be."""
         self._lost.add(node)
 
-    def go_on(self) -> None:
-        """Lets the first worker go on in the iteration that ``TEST_WAITS_IN`` names."""
-        (self._directory / "may go on").touch()
+    def go_on(self, iteration: int) -> None:
+        """Lets the first worker go on in an iteration that ``TEST_WAITS_IN`` names."""
+        (self._directory / f"may go on in {iteration}").touch()
 
     def wait(self, seconds: float = 240) -> int:
         """The exit code, when it has ended; from now on it may."""

@@ -83,7 +83,7 @@ def begun_again(job):
 def test_nodes_are_taken_in_between_two_iterations_so_that_none_is_dropped(data, growing):
     job = growing()
     before = job.pids
-    job.go_on()
+    job.go_on(5)
     job.tells("3 nodes continue from iteration 5")
     assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, layout="DP3", elastic_slots=4)
@@ -102,7 +102,7 @@ def test_a_node_is_lost_before_it_has_met_one_that_comes(data, growing, moment):
     if moment == "before the vote":
         job.lose(2)
         job.tells("node 2 is lost: training continues on 2 of 3 nodes")
-    job.go_on()
+    job.go_on(5)
     job.tells("node 2 is lost: training continues on 2 of 3 nodes")
     assert job.wait() == 0, job.console[-4000:]
     assert job.left() == []
@@ -119,7 +119,7 @@ def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
     first = job.pids[1]
     job.kill(1) if how == "worker" else job.lose(1)
     time.sleep(1.0)  # the controller hears of it
-    job.go_on()
+    job.go_on(5)
     job.tells("nodes that were ready are gone again")
     if how == "node":
         job.start(1)
@@ -132,7 +132,7 @@ def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a worker while others wait for it")
 def test_a_worker_that_hangs_before_it_has_left_is_replaced_and_the_others_meet_who_has_come(data, growing):
     job = growing("stop node=2 iteration=5 point=parting")
-    job.go_on()
+    job.go_on(5)
     job.tells("had said nothing for")
     assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, layout="DP3", elastic_slots=4)

@@ -1,6 +1,7 @@
 """Localized recovery: only stages that lost something compute again, and the run is the one without faults."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from moc.files.events import read_events
 from moc.report.figures import report
 from moc.store.storage import LocalPlace
-from moc.store.store import Store
+from moc.store.store import Store, directory_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
@@ -26,6 +27,32 @@ FAULTS = [
     "kill rank=2 iteration=19 point=before_vote",
     "kill rank=3 iteration=19 point=loading",  # while 2 recovers
 ]
+
+
+def until_written(job: Launched, root: str | Path, *iterations: int, of: dict[str, list[int]]) -> None:
+    """Waits until ranks have written their parts of snapshots, which no vote has published yet.
+
+    Args:
+        job: the job that writes them.
+        root: directory below which the snapshots are.
+        iterations: of the snapshots.
+        of: the ranks by a pattern of the directory in ``root`` that has their snapshots.
+    """
+
+    def has(there: Path, rank: int) -> bool:  # published, or reported by the rank under whichever term
+        return (there / "manifest.json").exists() or any(there.glob(f".rank_{rank:05}.*json"))
+
+    def written() -> bool:
+        return all(
+            any(has(there / directory_of(iteration), rank) for there in Path(root).glob(pattern))
+            for pattern, ranks in of.items()
+            for rank in ranks
+            for iteration in iterations
+        )
+
+    while not written():
+        assert job.process.poll() is None, job.console[-4000:]
+        time.sleep(0.02)
 
 
 @pytest.mark.recovery
@@ -136,15 +163,16 @@ def test_any_window(layout, window, data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path):
+def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when 0 dies, all have the last snapshot of the window 5 to 7, and it was about to say so for its node
-    faults = dict(
-        inject=["slow rank=0 iteration=8 point=before_vote seconds=2", "kill rank=0 iteration=8 point=after_vote"]
-    )
+    faults = dict(inject=["kill rank=0 iteration=8 point=after_vote"])
+    monkeypatch.setenv("TEST_WAITS_IN", "8")
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1")
         with Launched("PP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
+            until_written(job, memory, 5, 6, 7, of={"*/*node-0": [0], "*/*node-1": [1]})
+            job.go_on(8)
             assert job.wait() == 0, job.console[-4000:]
     straight = known("PP2", flags)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
@@ -155,20 +183,23 @@ def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tier", "victim"), [("disk", 1), *ALL * [("memory", 0)]])
-def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, data, tmp_path):
+def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when it dies for the first time, its part of snapshot 6 is not saved; without it the window 5 to 7 would never be
     faults = dict(
         inject=[
-            f"slow rank={victim} iteration=6 point=snapshot_copying seconds=3",
+            f"slow rank={victim} iteration=6 point=snapshot_copying seconds=600",
             f"kill rank={victim} iteration=7 point=after_vote",
-            f"slow rank={1 - victim} iteration=9 point=start seconds=3",  # time to write
             f"kill rank={victim} iteration=9 point=after_vote",
         ]
     )
+    monkeypatch.setenv("TEST_WAITS_IN", "9")
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier=tier)
         with Launched("PP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
+            root, pattern = (tmp_path, "c") if tier == "disk" else (memory, "*/*")
+            until_written(job, root, 5, 6, 7, of={pattern: [0, 1]})
+            job.go_on(9)
             assert job.wait() == 0, job.console[-4000:]
     straight = known("PP2", flags)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
@@ -179,23 +210,25 @@ def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, d
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_path):
+def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     faults = dict(
         inject=[
             "kill rank=1 iteration=7 point=after_vote",
-            "slow rank=0 iteration=7 point=loaded seconds=4",  # time to lose what is lost below
+            "slow rank=0 iteration=7 point=loaded seconds=15",  # time to lose what is lost below
             "kill rank=1 iteration=8 point=before_vote",
-            "slow rank=0 iteration=9 point=start seconds=3",  # time to write
             "kill rank=1 iteration=10 point=after_vote",
         ]
     )
+    monkeypatch.setenv("TEST_WAITS_IN", "9")
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1")
         with Launched("PP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
             job.tells(", loaded")  # recovery is over, and 0 sleeps
             (gone,) = Path(memory).rglob("*node-1/iter_0000005")  # as if the node, and what was copied of it, were lost
             shutil.rmtree(gone)
+            until_written(job, memory, 5, 6, 7, of={"*/*node-0": [0], "*/*node-1": [1]})
+            job.go_on(9)
             assert job.wait() == 0, job.console[-4000:]
     straight = known("PP2", flags)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]

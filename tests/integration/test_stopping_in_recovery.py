@@ -76,7 +76,7 @@ def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp
         job.is_in(5, workers=2)
         job.start(1)
         job.tells("nodes that have come are ready")
-        job.go_on()
+        job.go_on(5)
         assert_that_all_is_saved(*stopped(job, tmp_path), lost=6)
     assert "the job is to stop, and meets no more" in job.console
 
@@ -96,7 +96,7 @@ def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves
         job.is_in(4, workers=2)
         job.launchers[2].send_signal(signal.SIGTERM)
         job.is_lost(1)
-        job.go_on()
+        job.go_on(4)
         assert_that_all_is_saved(*stopped(job, tmp_path))
     assert [event["generation"] for event in job.events("generation")] == [1]  # no worker died of the signal
 
