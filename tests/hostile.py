@@ -23,8 +23,8 @@ from typing import Any
 from moc.store.claims import Claim
 from moc.store.fence import NAME as FENCE
 from moc.store.fence import Holder
-from moc.store.manifest import _digest
 from moc.store.runs import NAME as RUN
+from tests.mutations import signed
 
 CHANGES = {"write", "link", "symlink", "rename", "unlink", "rmdir", "mkdir", "truncate", "chmod", "chown", "mknod"}
 """Uses of a path other than reading it."""
@@ -204,7 +204,7 @@ def _forge_one(rng: random.Random, world: Path, place: Path) -> str:
             plain["operators"] = {str(evil): entry for entry in plain.get("operators", {}).values()}
         else:
             plain[kind] = evil
-        _write(path, json.dumps({**plain, "xxh3_128": _digest(plain)}))
+        _write(path, signed(plain))
     return f"forged {evil!r:.40}"
 
 

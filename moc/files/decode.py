@@ -60,7 +60,7 @@ def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) 
     """
     try:
         parser = _PARSER if unique_keys else _REPEATING
-        return parser.decode(text if isinstance(text, str) else str(text, "utf-8-sig"))
+        return parser.decode(text if isinstance(text, str) else str(bytes(text).removeprefix(_MARK), "utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -180,6 +180,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+_MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
 _PARSER = json.JSONDecoder(object_pairs_hook=_object)
 
 

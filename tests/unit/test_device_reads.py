@@ -22,7 +22,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/runtime/results.py": "compute_device, values",  # the functions that check
     "moc/runtime/sealed_objects.py": "on_host(tensor), pickled",
     "moc/snapshot/capture.py": "done, mark",  # a snapshot is of a committed iteration, and is sealed by a later vote
-    "moc/state/module_bytes.py": "read, read.cpu(), source[8:8 + length], source[:8]",  # loaded from a snapshot
+    "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/store/regions.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 

@@ -122,7 +122,7 @@ def script(page: Path, words: list[str]) -> None:
     if words[0] == "sbatch":
         at = next(at for at, word in enumerate(words) if word.endswith(".sbatch"))
         assert (ROOT / words[at]).is_file()
-        words = ["./scripts/train.sh", *(word for word in words[at + 1 :] if not word.startswith("FLAGS"))]
+        words = ["./scripts/train.sh", *(word for word in words[at + 1 :] if not re.match("[A-Z_]+=", word))]
         if TRAINING in words:
             return
     path, *rest = words

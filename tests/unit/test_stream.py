@@ -70,7 +70,7 @@ def test_time_in_which_the_host_waits_does_not_count_once_it_is_over(monkeypatch
     with progress.waiting():
         now[0] += 300.0
         assert progress.report()["waits"] and progress.report()["since"] == 300.0
-    assert progress.report() == dict(section="step", since=0.0, waits=False, longest={})
+    assert progress.report() == dict(section="step", since=0.0, waits=False, longest={}, iteration=None)
     progress.enter("save")
     now[0] += 2.0
     assert progress.report()["since"] == 2.0

@@ -62,7 +62,7 @@ class CheckpointLoader:
         checkpoint = self._config.checkpoint
         self._say(f"loading checkpoint {directory}")
         manifest = self._verified_manifest(directory)
-        state = read_state(directory) if manifest else None
+        state = read_state(directory, resumes=True) if manifest else None
         if state:
             contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:

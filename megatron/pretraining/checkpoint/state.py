@@ -48,13 +48,13 @@ class _StoredState:
     """The part of a checkpoint's state that this package reads; see ``contents.training_state``."""
 
     optimizer: Name | None
-    scheduler: _Schedule | None
-    grad_scaler: _GradScaler | None
-    sample_order: dict[str, Any]
     shape: dict[str, Any]
     iteration: Count
     consumed_samples: Count
     skipped_iterations: Count
+    scheduler: _Schedule | None = None
+    grad_scaler: _GradScaler | None = None
+    sample_order: dict[str, Any] | None = None
     optimizer_step: Count | None = None
     params_dtype: Name | None = None
     fp8: Name | None = None
@@ -65,22 +65,33 @@ class _StoredState:
     tokenizer: dict[Name, Any] | None = None
 
 
-def check_types(saved: Mapping) -> None:
-    """Raises ValueError if a value of a training state is missing or invalid."""
+def check_types(saved: Mapping, resumes: bool = True) -> None:
+    """Checks a training state.
+
+    Args:
+        saved: the state.
+        resumes: a run resumes from it, and needs more than a converter.
+
+    Raises:
+        ValueError: a value is missing or invalid.
+    """
     constant = {"grad_scaler": None} if saved.get("grad_scaler") == {} else {}  # a constant loss scale has no state
-    if decode.convert({**saved, **constant}, _StoredState).optimizer and not saved["scheduler"]:
+    stored = decode.convert({**saved, **constant}, _StoredState)
+    if resumes and (missing := {"scheduler", "grad_scaler", "sample_order"} - saved.keys()):
+        raise ValueError(f"it has no {min(missing)}")
+    if resumes and stored.optimizer and stored.scheduler is None:
         raise ValueError("it has an optimizer, and no schedule")
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """The training state of a dense checkpoint.
+def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
+    """The training state of a dense checkpoint; ``resumes`` as for :func:`check_types`.
 
     Raises:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
     try:
         found = decode.parse(Tree(directory).read(dense_files.STATE, tree.MANIFEST))
-        check_types(decode.table(found, "it"))
+        check_types(decode.table(found, "it"), resumes)
         return found
     except OSError as error:
         raise dense_files.damaged(f"{directory / dense_files.STATE} cannot be read ({error.strerror})") from None

@@ -38,7 +38,10 @@ def manifest_of(directory) -> Manifest:
 
 
 def edit(directory, **changes):
-    (directory / "manifest.json").write_text(replace(manifest_of(directory), **changes).to_json())
+    before = manifest_of(directory)
+    if "iteration" in changes:
+        changes["state"] = {**before.state, "iteration": changes["iteration"]}
+    (directory / "manifest.json").write_text(replace(before, **changes).to_json())
 
 
 def write_again(directory, change):

@@ -35,7 +35,7 @@ def test_its_flags_are_in_help_and_belong_to_it(env):
     assert "--busier-experts" in words and "{auto,busier,full,gradient,pec,selective,sparse}" in "".join(words)
     flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
     for policy, more, sentence in (
-        ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it or change the policy."),
+        ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it, or choose --ckpt-policy busier."),
         ("auto", [], "--ckpt-policy auto chooses --busier-experts by itself, beside training: drop it."),
         ("busier", ["--ckpt-tier", "memory"], "--ckpt-policy busier knows one place alone: drop --ckpt-tier."),
     ):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.batches import micro_batches_of
@@ -152,7 +153,7 @@ def test_evaluation_wraps_around(data):
 
 def test_training_does_not_wrap(data):
     stream = data.BatchStream(Counting(5))
-    with pytest.raises((StopIteration, RuntimeError)):
+    with pytest.raises(ConfigError, match="--global-batch-size"):
         drawn(stream, 4, ONES)
 
 

@@ -7,7 +7,8 @@ from moc.runtime.progress import Progress
 
 def test_a_section_is_measured_when_the_next_begins():
     progress = Progress()
-    assert progress.report() | {"since": 0} == {"section": None, "since": 0, "waits": False, "longest": {}}
+    nothing = {"section": None, "since": 0, "waits": False, "longest": {}, "iteration": None}
+    assert progress.report() | {"since": 0} == nothing
     progress.enter("step")
     time.sleep(0.01)
     progress.enter("step")

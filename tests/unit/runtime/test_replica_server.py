@@ -351,7 +351,7 @@ def save(root: Path, iteration: int = 3) -> Manifest:
         tensors = [RegionTensor(name, slot, (ROWS, 2), where, data) for (name, slot), data in values.items()]
         files[path.name] = write_regions(path, tensors)
     operators = {name: OperatorEntry("full", iteration, elements) for name in TENSORS}
-    snapshots(root).publish(Manifest(iteration, "selective", 4, files, operators, state={"ledger": 7}))
+    snapshots(root).publish(Manifest(iteration, "selective", 4, files, operators, state={"ledger": {"iteration": 7}}))
     return snapshots(root).manifest(iteration)
 
 
@@ -425,7 +425,7 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
     save(tmp_path / "a")
     b.pull(some_of_a(replica_servers, expert1="full"))
     manifest = save(tmp_path / "a")
-    snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": 8}))
+    snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": {"iteration": 8}}))
     b.pull(some_of_a(replica_servers, expert2="full"))
     there = values(copies)
     assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
