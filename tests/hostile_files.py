@@ -116,8 +116,10 @@ def _read_events(path: Path) -> None:
 def _read_regions(path: Path) -> None:
     files = {path.name: {"bytes": path.stat().st_size}}
     checkpoint = Checkpoint(path.parent, files, format=SNAPSHOT)
-    boxes, _ = read_regions(checkpoint)
+    boxes, problems = read_regions(checkpoint)
     coverage_problems(checkpoint, boxes)
+    if problems:
+        raise CheckpointError(problems[0])
 
 
 def _read_state(path: Path) -> None:

@@ -53,15 +53,18 @@ def events_file(path: str | Path) -> Path:
     return path / NAME if path.is_dir() else path
 
 
-def read_events(path: str | Path) -> list[Event]:
-    """The events of a file, or of the one in a directory, without lines that a killed worker has torn.
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a file, or of the one in a directory, each an :class:`Event`.
+
+    Lines that a killed worker has torn are left out.
 
     Raises:
         OSError: the file cannot be read, or a line is too long.
         ValueError: the file is no event log, or a field has another type.
     """
     path = events_file(path)
-    found, torn = [], 0
+    found: list[dict[str, Any]] = []
+    torn = 0
     for number, line in enumerate(Tree(path.parent).lines(path.name, tree.LINE), 1):
         if not line.strip():
             continue

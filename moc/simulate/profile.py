@@ -70,7 +70,7 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
             world = event.get("world_size", world)
         elif kind == "iteration":
             if event.get("elapsed_s") and id(event) not in unsettled:
-                iterations.append((iteration, event["elapsed_s"], stalled_s))
+                iterations.append((event["iteration"], event["elapsed_s"], stalled_s))
             stalled_s = 0.0
         elif kind == "stall":
             disturbed.update((iteration, None if iteration is None else iteration + 1))

@@ -118,7 +118,7 @@ def _check_cost(data: bytes) -> None:
         Exception: the pickle is damaged.
     """
     stack: list[_Node | None] = []  # None is a mark
-    memo: dict[int, _Node | None] = {}
+    memo: dict[Any, _Node | None] = {}
     atom = _Node(1)
 
     def popped(operation) -> list[_Node]:

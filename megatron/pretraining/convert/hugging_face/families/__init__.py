@@ -7,7 +7,6 @@ import pkgutil
 
 from megatron.pretraining.convert.hugging_face.described import described
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
-from moc.files.text import shown
 from moc.store.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
@@ -15,6 +14,7 @@ FAMILIES: dict[str, Family] = {
     for module in pkgutil.iter_modules(__path__)
     for family in [importlib.import_module(f"{__name__}.{module.name}").FAMILY]
 }
+_LONGEST = 80  # characters of a name
 _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
 
 
@@ -31,12 +31,12 @@ def family_named(name: str) -> Family:
             f"{name} has multi-head latent attention (MLA), which megatron-core's own layers do not compute: the "
             f"families are {', '.join(FAMILIES)}"
         )
-    raise CheckpointError(f"models of {shown(name)} are not known: the families are {', '.join(FAMILIES)}")
+    raise CheckpointError(f"models of {name} are not known: the families are {', '.join(FAMILIES)}")
 
 
 def family_of(config: Config) -> Family:
     """The family of a configuration, by its ``model_type``; raises CheckpointError if it is not known."""
-    if not isinstance(name := config.get("model_type"), str):
+    if not isinstance(name := config.get("model_type"), str) or len(name) > _LONGEST:
         raise CheckpointError("config.json has no model_type: it does not say what the weights are")
     return family_named(name)
 
