@@ -268,3 +268,40 @@ def test_a_new_root_is_durable_in_its_parent(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda one: (synced.append(os.readlink(f"/proc/self/fd/{one}")), fsync(one)))
     Tree(tmp_path / "a" / "b").write("file", [b""])
     assert synced[:2] == [str(tmp_path), str(tmp_path / "a")]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["../../blobs/../secret", "../../../secret", "../../blobs/sub/file", "/etc/passwd", "../../blobs", "other"],
+)
+def test_a_link_of_a_hub_snapshot_leads_to_its_own_blobs_alone(tmp_path, target):
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "1234", repository / "blobs"
+    (snapshot / "sub").mkdir(parents=True), (blobs / "sub").mkdir(parents=True)
+    for secret in (repository / "secret", tmp_path / "secret", snapshot / "other", blobs / "sub/file", blobs / "good"):
+        secret.write_text("content")
+    (snapshot / "file").symlink_to(target)
+    with pytest.raises(RefusedFileError):
+        Tree(snapshot).read("file", 100)
+    (snapshot / "good").symlink_to("../../blobs/good")
+    (snapshot / "sub/good").symlink_to("../../../blobs/good")
+    (snapshot / "absolute").symlink_to(blobs / "good")
+    (blobs / "again").symlink_to("good")
+    (snapshot / "again").symlink_to("../../blobs/again")
+    for name in ("good", "sub/good", "absolute"):
+        assert Tree(snapshot).read(name, 100) == b"content"
+    assert Tree(snapshot / "sub").read("good", 100) == b"content"
+    with pytest.raises(RefusedFileError):
+        Tree(snapshot).read("again", 100)
+    repository.rename(tmp_path / "own")
+    with pytest.raises(RefusedFileError):
+        Tree(tmp_path / "own/snapshots/1234").read("good", 100)
+
+
+def test_lines_have_a_limit(tmp_path):
+    (tmp_path / "log").write_bytes(b"ab\n\ncd")
+    assert list(Tree(tmp_path).lines("log", 3)) == [b"ab\n", b"\n", b"cd"]
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(RefusedFileError):
+        list(Tree(tmp_path).lines("sparse", 1000))

@@ -255,7 +255,7 @@ def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apar
 def test_a_given_budget_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="set --selective-local-gb to 0.00000011 or more"):
         Selective(OPERATORS, Every(1), local_gb=105 / GB).on_sizes(Told())
-    with pytest.raises(ValueError, match="set --selective-remote-gb to 1.1e-07 or more"):
+    with pytest.raises(ValueError, match="set --selective-remote-gb to 0.00000011 or more"):
         Selective(OPERATORS, Every(1), remote_gb=105 / GB, tier="peers").on_sizes(Told())
     Selective(OPERATORS, Every(1), local_gb=110 / GB).on_sizes(Told())
 
