@@ -50,8 +50,8 @@ class _StoredState:
     optimizer: Name | None
     shape: dict[str, Any]
     iteration: Count
-    consumed_samples: Count
-    skipped_iterations: Count
+    consumed_samples: Count = 0
+    skipped_iterations: Count = 0
     scheduler: _Schedule | None = None
     grad_scaler: _GradScaler | None = None
     sample_order: dict[str, Any] | None = None
@@ -63,6 +63,10 @@ class _StoredState:
     job: Name | None = None
     model: dict[Name, Any] | None = None
     tokenizer: dict[Name, Any] | None = None
+
+
+_NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}
+"""What a run that resumes needs, and checkpoints of other programs lack."""
 
 
 def check_types(saved: Mapping, resumes: bool = True) -> None:
@@ -77,7 +81,7 @@ def check_types(saved: Mapping, resumes: bool = True) -> None:
     """
     constant = {"grad_scaler": None} if saved.get("grad_scaler") == {} else {}  # a constant loss scale has no state
     stored = decode.convert({**saved, **constant}, _StoredState)
-    if resumes and (missing := {"scheduler", "grad_scaler", "sample_order"} - saved.keys()):
+    if resumes and (missing := _NEEDED - saved.keys()):
         raise ValueError(f"it has no {min(missing)}")
     if resumes and stored.optimizer and stored.scheduler is None:
         raise ValueError("it has an optimizer, and no schedule")
