@@ -18,8 +18,7 @@ _MOST_TORN = 1000  # lines; each start of a worker leaves at most one
 _Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
 _Difference = Annotated[float, Meta(ge=-1e12, le=1e12)]  # of two clocks, in seconds
 _BY_TYPE = {
-    Name: "type split tier action cause",
-    str: "reason what",
+    str: "type split tier action cause reason what",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
     Count: "iteration kept folded",

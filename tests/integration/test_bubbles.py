@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import events, node_memory, start
+from tests.integration.snapshot_files import events, node_memory, start, told
 from tests.integration.tiny import known
 
 BUBBLE = dict(ckpt_policy="selective", selective_experts=2, selective_hide="bubble", snapshot_interval=1)
@@ -17,7 +17,7 @@ def test_nothing_passes_beside_the_computation_and_everything_before_the_update(
         flags = data | SMALL | BUBBLE | dict(ckpt_tier="memory", ckpt_memory_dir=memory)
         flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
         body = dict(body="bubble_bodies:train_watching_the_gate", bytes_per_s=3e6)
-        workers = [result.value for result in start(layout, flags, **body).wait()]
+        workers = told(start(layout, flags, **body)).workers
     straight = known(layout, data | SMALL)
     for worker, plain in zip(workers, straight.workers, strict=True):
         assert worker["code"] == 0 and worker["weights"] == plain["weights"]

@@ -10,6 +10,10 @@ from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 DROPPING_BALANCERS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
+_OF_MEGATRON = {"moe_token_dispatcher_type": "allgather"}
+"""Defaults of Megatron-LM where a flag has none here: scripts for dense models state them."""
+
+
 @dataclass(frozen=True)
 class MoeFlags(FlagGroup):
     """Mixture of experts: experts, router, token dispatch."""
@@ -108,7 +112,7 @@ class MoeFlags(FlagGroup):
         if self.num_experts is None:
             for spec in flags_of(MoeFlags):
                 refuse(
-                    getattr(self, spec.name) != spec.default,
+                    getattr(self, spec.name) not in (spec.default, _OF_MEGATRON.get(spec.name)),
                     f"{spec.spelling} has no effect without --num-experts: add it, or drop {spec.spelling}.",
                 )
             return
