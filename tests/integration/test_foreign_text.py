@@ -123,10 +123,11 @@ def test_reports_of_a_hostile_log(log, tmp_path):
     shutil.copytree(log, tmp_path / f"second{NAME}")
     tool("report", log, tmp_path / f"second{NAME}")
     tool("plot_loss", log, tmp_path / f"second{NAME}", "--output", log / "loss.png")
-    tool("simulate", "--model", "gpt-350m-16e", "--profile", log, "--runs", "1", "--csv", log / "table.csv")
+    model = ["--model", "gpt-350m-16e", "--global-batch", "3072"]
+    tool("simulate", *model, "--profile", log, "--runs", "1", "--csv", log / "table.csv")
     (log / "events.jsonl").write_text(json.dumps({"type": CONTROLS, "time": 1.0, CONTROLS: CONTROLS}) + "\n")
     tool("report", log, code=1)
-    tool("simulate", "--model", "gpt-350m-16e", "--profile", log, "--runs", "1", code=1)
+    tool("simulate", *model, "--profile", log, "--runs", "1", code=1)
 
 
 def test_hostile_memory_of_jobs(root):
