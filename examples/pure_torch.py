@@ -99,8 +99,7 @@ class Engine:
     def scalars(self, position):
         return vars(position) | {"optimizer": "adam", "shape": [VOCABULARY, WIDTH, EXPERTS]}
 
-    def load_scalars(self, saved, where):
-        pass  # no schedule, no loss scale
+    def load_scalars(self, saved, where): ...  # no schedule, no loss scale
 
     def check(self, saved, where, window=False):
         if saved["shape"] != [VOCABULARY, WIDTH, EXPERTS]:
