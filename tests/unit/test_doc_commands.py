@@ -123,7 +123,7 @@ def script(page: Path, words: list[str]) -> None:
         at = next(at for at, word in enumerate(words) if word.endswith(".sbatch"))
         assert (ROOT / words[at]).is_file()
         words = ["./scripts/train.sh", *(word for word in words[at + 1 :] if not re.match("[A-Z_]+=", word))]
-        if TRAINING in words:
+        if TRAINING in words or words[-1] == "...":  # another command of the page has the rest
             return
     path, *rest = words
     said = subprocess.run(["bash", path, "--help"], capture_output=True, text=True)
