@@ -105,8 +105,7 @@ class Engine:
         if saved["shape"] != [VOCABULARY, WIDTH, EXPERTS]:
             raise CheckpointError(f"{where} holds another model")
 
-    def compare_samples(self, saved, say):
-        pass
+    def compare_samples(self, saved, say): ...
 
     def gradients(self, iteration):
         """Computes the mean gradients of an iteration; samples follow from its number and the rank alone."""

@@ -67,7 +67,7 @@ class StoredBox(Described):
             ValueError: the dtype is unknown.
         """
         if self.stored_as not in _ELEMENT_BYTES:
-            raise ValueError(f"nothing says how large an element of dtype {self.stored_as!r} is")
+            raise ValueError(f"the size of an element of dtype {self.stored_as!r} is unknown")
         return _ELEMENT_BYTES[self.stored_as]
 
 
@@ -91,7 +91,7 @@ def read_boxes(
         raise ValueError("it is not one of regions")
     index = decode.decode(metadata[INDEX], dict[Name, _Place])
     if differing := tensors.keys() ^ index.keys():
-        raise ValueError(f"nothing says what its tensor {shown(min(differing))} is")
+        raise ValueError(f"its tensor {shown(min(differing))} is not in both lists of its header")
     check_spans((tensors[key] for key in index), size - begin, slack)
     return [_box(file, begin, tensors[key], place) for key, place in index.items()]
 

@@ -139,7 +139,7 @@ def clean(capsys, *words):
 
 def test_it_is_short_and_knows_no_engine_of_ours():
     source = EXAMPLE.read_text()
-    assert len(source.splitlines()) <= 200
+    assert len(source.splitlines()) < 200
     imported = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                 for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
     ours = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names

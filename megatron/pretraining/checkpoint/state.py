@@ -22,7 +22,7 @@ class _Schedule:
     num_steps: Count
     max_lr: Amount
     min_lr: Amount
-    lr_warmup_steps: Amount  # a fraction of the decay may be no whole number
+    lr_warmup_steps: Amount  # a fraction of the decay may not be an integer
     lr_decay_steps: Count
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] | None
     start_wd: Amount

@@ -39,9 +39,9 @@ COLLECTIVES_ONLY = """
     TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     TENSOR_MODEL_PARALLEL_GROUP
 """.split()
-"""megatron-core's groups, by description, in which nothing is sent from rank to rank.
+"""Descriptions of megatron-core's groups without transfers from rank to rank.
 
-Pipeline stages send in theirs, ring attention in that of context parallelism.
+Pipeline stages and ring attention (context parallelism) have transfers.
 """
 
 

@@ -100,7 +100,7 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class _Index:
-    """What :data:`INDEX` says: the file of each tensor, by the tensor's name."""
+    """Content of :data:`INDEX`: the file of each tensor, by the tensor's name."""
 
     weight_map: dict[Name, FileName]
 
