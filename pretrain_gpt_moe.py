@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from megatron.pretraining.arguments import parse_config, valid_config
 from megatron.pretraining.config import Config
+from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 
 WARM = (
@@ -91,7 +92,7 @@ def prepare_core(config: Config | None = None) -> None:
             import_module("megatron.pretraining.loop")
     except (core.CoreError, UnknownReleaseError) as error:
         let_first_worker_speak()
-        sys.exit(f"pretrain_gpt_moe.py: error: {error}")
+        sys.exit(f"pretrain_gpt_moe.py: error: {with_code(error)}")
 
 
 def warm_up() -> None:

@@ -23,6 +23,7 @@ import logging
 from pathlib import Path
 
 import moc
+from moc.errors import with_code
 from moc.output import Parser, escapes_output, log_to_stderr, print_lines
 from moc.runtime import children, hangs, job_token
 from moc.runtime.addresses import address_of_interface
@@ -181,7 +182,7 @@ def launch(flags: Flags, reports: bool = True) -> int:
         print_lines(error, error=True)
         return FAILED
     except (LostError, WireError, job_token.TokenError, OSError) as error:
-        print_lines(f"mocrun: error: {error}", error=True)
+        print_lines(f"mocrun: error: {with_code(error)}", error=True)
         return LOST
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
+from moc.errors import UserError, code_of, codes_in
 from moc.files.text import one_line, printable
 from moc.files.tree import remove_own
 
@@ -28,12 +29,14 @@ class Parser(argparse.ArgumentParser):
     """A command line parser whose error messages are one line each."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage and the message, and exits with code 2."""
-        super().error(one_line(message))
+        """Prints the usage and the message, with a code if it has none, and exits with code 2."""
+        super().error(one_line(message if codes_in(message) else f"{message} [flag-invalid]"))
 
 
-class ToolError(Exception):
+class ToolError(UserError):
     """Ends a program with one sentence for the user and no traceback."""
+
+    code = "tool-refused"
 
 
 def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
@@ -64,8 +67,8 @@ def print_json(value: Any) -> None:
 
 def refused(program: str, error: Exception, path: object = "") -> int:
     """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
-    said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else error
-    print_lines(f"{program}: {said}", error=True)
+    said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else str(error)
+    print_lines(f"{program}: {said} [{code_of(error)}]", error=True)
     return 1
 
 

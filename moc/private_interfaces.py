@@ -22,6 +22,8 @@ from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
+from moc.errors import UserError
+
 SUPPORTED = {
     "torch": "torch>=2.11,<2.16",
     "megatron-core": "megatron-core>=0.19.2,<0.20",
@@ -175,8 +177,10 @@ class Mismatch:
         return _refusal(self.entry.library, f"{target} {self.problem}, and {self.entry.file} {self.entry.use} it")
 
 
-class UnknownReleaseError(RuntimeError):
+class UnknownReleaseError(UserError, RuntimeError):
     """A library differs from the table; the message has the entry and the remedy."""
+
+    code = "release-unknown"
 
 
 def check(features: Collection[str]) -> list[Mismatch]:

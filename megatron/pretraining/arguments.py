@@ -15,6 +15,7 @@ from megatron.pretraining.config.ds_config import settings_in
 from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
+from moc.errors import with_code
 from moc.output import Parser, print_lines
 
 # Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
@@ -40,7 +41,7 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
         _refuse_unknown(unknown)
         config = _resolve(given)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.error(with_code(error))
     if given.get("print_config"):
         if is_first_worker():
             print_lines(*config.to_yaml().removesuffix("\n").split("\n"))

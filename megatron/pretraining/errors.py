@@ -14,6 +14,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
+from moc.errors import with_code
 from moc.output import print_lines
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
@@ -31,13 +32,13 @@ def reported():
     try:
         yield
     except (CheckpointError, ModuleStateError, NonFiniteError) as error:
-        _end(str(error), EXIT_FAILED)
+        _end(with_code(error), EXIT_FAILED)
     except (ConfigError, SettingsError, TokenizerError) as error:
-        _end(str(error), EXIT_FLAGS)
+        _end(with_code(error), EXIT_FLAGS)
     except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
         _end(
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
-            "lost worker: read its last messages, and restart the job to resume",
+            "lost worker: read its last messages, and restart the job to resume [worker-unreachable]",
             EXIT_FAILED,
         )
 

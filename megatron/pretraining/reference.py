@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.pretraining.arguments import build_parser
 from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
 from moc.event_types import EVENTS, EVERY
 from moc.output import print_lines, replacing
@@ -22,7 +23,11 @@ _NOTE = f"<!-- Generated from the code by `{COMMAND}`; a test compares them. -->
 
 def pages() -> dict[str, str]:
     """The text of each page, by its path in the repository."""
-    return {"docs/reference/flags.md": flags_page(), "docs/reference/events.md": events_page()}
+    return {
+        "docs/reference/flags.md": flags_page(),
+        "docs/reference/events.md": events_page(),
+        "docs/reference/errors.md": errors_page(),
+    }
 
 
 def flags_page() -> str:
@@ -67,6 +72,24 @@ def events_page() -> str:
         rows += [("...", one.open)] if one.open else []
         parts += [f"## {name}\n", f"{one.when}\n", _table(("field", ""), rows)]
     return "\n".join(parts)
+
+
+def errors_page() -> str:
+    """Codes of errors with their messages, causes and remedies."""
+    sources = [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
+    rows = [
+        (f"`{code}`", *cause_and_remedy(text))
+        for code, texts in messages([*sources, ROOT / "pretrain_gpt_moe.py"]).items()
+        for text in texts or [""]
+    ]
+    return "\n".join(
+        [
+            f"# Errors\n\n{_NOTE}\n",
+            "A program prints one sentence for an error, and its code in brackets. The code does not change between\n"
+            "releases. Values of a message are in angle brackets here. The [exit code](exit-codes.md) is not 0.\n",
+            _table(("code", "cause", "remedy"), [[cell.replace("<", "&lt;") for cell in row] for row in rows]),
+        ]
+    )
 
 
 def _flag_table(actions: Iterable[argparse.Action]) -> str:

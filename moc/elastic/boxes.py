@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moc.elastic.plan import Plan
+from moc.errors import UserError
 from moc.state.region import Region
 
 PIECE = 64 << 20
@@ -63,8 +64,10 @@ _SWEEPS = 4  # after which a further one changes little
 _Delivery = tuple[int, Tensor]  # target and piece
 
 
-class NoSourceError(ValueError):
+class NoSourceError(UserError, ValueError):
     """Nobody holds an operator that somebody needs: it must come from a checkpoint."""
+
+    code = "state-without-source"
 
 
 def transfers(

@@ -11,13 +11,16 @@ from math import comb
 import numpy
 
 from moc.elastic import subsets
+from moc.errors import UserError
 
 _LISTED = 16
 """Nodes up to which every choice of lost ones is looked at."""
 
 
-class TooManyNodesError(ValueError):
+class TooManyNodesError(UserError, ValueError):
     """The probability cannot be computed exactly; :func:`least_survival` bounds it."""
+
+    code = "too-many-nodes"
 
 
 def survival(held: numpy.ndarray, lost: int) -> float:

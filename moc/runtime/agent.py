@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from moc.errors import UserError
 from moc.files.decode import parse
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
@@ -57,8 +58,10 @@ class _Process(Worker):
     dies_since: float | None = None
 
 
-class CannotStartError(RuntimeError):
+class CannotStartError(UserError, RuntimeError):
     """The program cannot run on this machine; the message is its own sentence."""
+
+    code = "worker-cannot-start"
 
 
 class Agent:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moc.errors import with_code
 from moc.runtime.exchange import from_rank0, gather
 from moc.runtime.host_group import host_group
 from moc.runtime.results import on_host, settled
@@ -32,7 +33,7 @@ def run_on_rank0(action: Callable, what: str):
             result = action()
             outcome[0] = None if isinstance(result, Path) else result
         except CheckpointError as error:
-            outcome[1:] = str(error), isinstance(error, TakenError)
+            outcome[1:] = with_code(error), isinstance(error, TakenError)
         except OSError as error:
             outcome[1] = f"{what}: {error}; check the path, its permissions and free space"
     result, error, taken = from_rank0(outcome)
@@ -50,14 +51,14 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
     try:
         action()
     except CheckpointError as error:
-        problem = str(error)
+        problem = with_code(error)
     except OSError as error:
         problem = f"{what}: {error}; check the path, its permissions and free space"
     if problem := first_reported(problem):
         raise CheckpointError(problem)
 
 
-def first_reported(value):
+def first_reported(value: Any) -> Any:
     """The first value over all ranks that is not None, or None.  Collective."""
     return next((v for v in gather(value) if v is not None), None)
 

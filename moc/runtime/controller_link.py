@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from moc.errors import UserError
 from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
 from moc.runtime.election import Allegiance, Times, lease_end
@@ -28,20 +29,28 @@ _LOOK_S = 2.0
 _log = logging.getLogger("moc")
 
 
-class LostError(RuntimeError):
+class LostError(UserError, RuntimeError):
     """The node has lost something that it depends on."""
+
+    code = "controller-lost"
 
 
 class NoControllerError(LostError):
     """No controller has led for longer than the patience allows."""
 
+    code = "controller-missing"
+
 
 class RefusedError(LostError):
     """The controller refuses this agent."""
 
+    code = "controller-refused"
+
 
 class GaveUpError(LostError):
     """The node has left the job, since one of its devices does not work."""
+
+    code = "job-gave-up"
 
 
 class ControllerLink:

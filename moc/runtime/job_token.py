@@ -9,6 +9,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from moc.errors import UserError
+
 TOKEN_BYTES = 32
 FILE_VARIABLE, VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
 
@@ -16,8 +18,10 @@ _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * TOKEN_BYTES}}}")
 _MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # most bytes read from a file
 
 
-class TokenError(RuntimeError):
+class TokenError(UserError, RuntimeError):
     """The token is missing or unusable; the message names the source and the remedy."""
+
+    code = "token-unusable"
 
 
 def make_token() -> bytes:

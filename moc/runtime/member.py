@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moc import private_interfaces
+from moc.errors import with_code
 from moc.faults import reach
 from moc.output import print_lines, print_traceback
 from moc.runtime import device as compute_device
@@ -338,5 +339,5 @@ def join_job() -> Job:
     try:
         private_interfaces.require("snapshots")
     except private_interfaces.UnknownReleaseError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {with_code(error)}")
     return Job()

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
+from moc.errors import with_code
 from moc.files.decode import parse
 from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
@@ -80,7 +81,7 @@ def warm_up(script: str) -> str | None:
     try:
         private_interfaces.require("mocrun", "snapshots")
     except private_interfaces.UnknownReleaseError as error:
-        return f"mocrun: error: {error}"
+        return f"mocrun: error: {with_code(error)}"
     if not _is_guarded(Path(script).read_text()):
         return None
     sys.path.insert(0, str(Path(script).resolve().parent))

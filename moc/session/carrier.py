@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from moc.errors import with_code
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime import children
@@ -38,7 +39,7 @@ def _answer(carriers: dict[str, Carrier], call: dict[str, Any]) -> dict[str, Any
     try:
         return {"value": _carry_out(carriers, **call)}
     except (CheckpointError, OSError) as error:
-        return {"error": str(error)}
+        return {"error": with_code(error)}
 
 
 def _carry_out(carriers: dict[str, Carrier], memory: str, compares: bool, does: str, given: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moc.errors import UserError
 from moc.policy import interval_named
 from moc.sharding import scheme_named
 
@@ -16,7 +17,7 @@ _NEEDS = {"persist_interval": TIERS[1:], "replicas": TIERS[2:], "replication_rat
 """Tiers without which a setting has no effect."""
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError, ValueError):
     """Settings contradict each other or the job; the message says what to change."""
 
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moc.errors import UserError
 from moc.sharding.item import Item
 from moc.sharding.rules import RULES, Rule
 
 
-class ShardingError(ValueError):
+class ShardingError(UserError, ValueError):
     """A sharding scheme, rule or set of holdings is invalid; the message names it."""
 
 

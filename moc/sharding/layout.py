@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moc.errors import UserError
 
-class LayoutError(ValueError):
+
+class LayoutError(UserError, ValueError):
     """Parallel sizes are incompatible; the message names them."""
 
 

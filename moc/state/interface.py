@@ -7,12 +7,15 @@ from typing import Protocol
 
 import torch
 
+from moc.errors import UserError
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 
 
-class FreezingError(RuntimeError):
+class FreezingError(UserError, RuntimeError):
     """Operators cannot be frozen; the message names the reason and the remedy."""
+
+    code = "freezing-unsupported"
 
 
 class TrainingState(Protocol):

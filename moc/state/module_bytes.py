@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 
+from moc.errors import UserError
 from moc.files import decode, tree
 from moc.files.decode import Count, Name, Sizes
 
@@ -36,7 +37,7 @@ class _Header:
     tensors: list[_Row]
 
 
-class ModuleStateError(ValueError):
+class ModuleStateError(UserError, ValueError):
     """Module state cannot be serialized, or its bytes are not valid."""
 
 

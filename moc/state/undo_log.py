@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from moc.errors import UserError
+
 FULL_RECORDS = 2
 """Iterations that record every value."""
 SCANS = 128
@@ -38,8 +40,10 @@ Holder = Callable[[], Any]
 """Returns a global object that collects values during an iteration, such as a tracker of losses."""
 
 
-class UntrackedChangeError(RuntimeError):
+class UntrackedChangeError(UserError, RuntimeError):
     """A discarded iteration was the first to change a value, and no copy of the old value exists."""
+
+    code = "untracked-change"
 
 
 class Place(NamedTuple):

@@ -62,7 +62,7 @@ def boxes_of(module: str) -> set[str]:
 
 
 def test_the_plan_is_read():
-    assert arrows()["snapshot"] == {"store", "sharding", "state", "faults", "stream", "output", "files"}
+    assert arrows()["snapshot"] == {"store", "sharding", "state", "faults", "stream", "output", "files", "errors"}
     assert not any(room in reached for room, reached in arrows().items())  # no circles
 
 

@@ -11,6 +11,8 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moc.errors import UserError
+
 REQUIRED: Any = object()
 """Default of a flag that has no useful one: leaving it out is an error."""
 _LIMITS = {  # by sign
@@ -21,7 +23,7 @@ _LIMITS = {  # by sign
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """Invalid flags, alone or in combination; the message is one sentence that says what to change."""
 
 

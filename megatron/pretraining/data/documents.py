@@ -34,6 +34,8 @@ _BOM = b"\xef\xbb\xbf"
 class BadText(ToolError):
     """An unusable document, or the unusable rest of a file."""
 
+    code = "text-invalid"
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:

@@ -22,6 +22,8 @@ _REFUSED = (ValueError, EOFError, TypeError, SyntaxError, ArithmeticError, Memor
 class IndexCacheError(CheckpointError):
     """A cached index is not plain, or somebody else's."""
 
+    code = "index-cache-unusable"
+
 
 def read_plainly() -> None:
     """Make megatron-core's datasets read their index caches with :func:`load`."""

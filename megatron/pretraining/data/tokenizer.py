@@ -10,6 +10,7 @@ from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.flag import ConfigError
 from megatron.pretraining.config.tokenizer import on_hub, refuse_without_commit
 from megatron.pretraining.process import cpu
+from moc.errors import UserError
 from moc.runtime.agreement import first_line
 
 _DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a tokenizer: neither code nor weights
@@ -29,7 +30,7 @@ class Vocabulary:
     rows: int
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """The requested tokenizer is unavailable; the message gives the reason in one sentence."""
 
 

@@ -28,6 +28,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.topology import Topology
+from moc.errors import UserError
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
@@ -36,8 +37,10 @@ from moc.session.engine import VoteParticipant
 from moc.state.record import StepRecord, mean_loss
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError, RuntimeError):
     """The loss or gradients of an iteration are not finite; raised on all workers together."""
+
+    code = "loss-not-finite"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from moc.errors import UserError
+
 OLDEST, BEFORE = (0, 19, 2), (0, 20, 0)
 """The supported versions, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
 
@@ -22,8 +24,10 @@ def unchecked() -> bool:
     return os.environ.get("MOC_UNCHECKED_VERSIONS") == "1"
 
 
-class CoreError(RuntimeError):
+class CoreError(UserError, RuntimeError):
     """megatron-core is missing or of an unsupported version; the message has the remedy."""
+
+    code = "megatron-core-unusable"
 
 
 def check_core() -> None:

@@ -1,0 +1,98 @@
+"""Reads the messages of all error codes from the source, for ``docs/reference/errors.md``."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+FIX = " Fix: "
+"""Separates the cause from the remedy in a message."""
+
+
+def messages(sources: list[Path]) -> dict[str, list[str]]:
+    """By code, the messages that carry it; values in a message are replaced by their names in angle brackets.
+
+    A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.
+    """
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    of_class = _codes_of_classes(trees)
+    found: dict[str, set[str]] = defaultdict(set)
+    for code in of_class.values():
+        found[code]  # a code without a literal message is listed, too
+    for tree in trees:
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            for code in _stated(call) or [of_class.get(name)]:
+                if code is not None:
+                    found[code].update(filter(None, map(_text, call.args)))
+    return {code: sorted(texts) for code, texts in sorted(found.items())}
+
+
+def cause_and_remedy(message: str) -> tuple[str, str]:
+    """Splits a message; the remedy is empty if the message states none."""
+    cause, _, remedy = message.partition(FIX)
+    return cause, remedy
+
+
+def _codes_of_classes(trees: list[ast.Module]) -> dict[str, str]:
+    """By name of a class, the code of its errors, which subclasses inherit."""
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def code(name: str) -> str | None:
+        if (node := classes.get(name)) is None:
+            return None
+        for line in node.body:
+            target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
+            value = getattr(line, "value", None)
+            if isinstance(target, ast.Name) and target.id == "code" and isinstance(value, ast.Constant):
+                return value.value if isinstance(value.value, str) else None
+        return next(filter(None, (code(base.id) for base in node.bases if isinstance(base, ast.Name))), None)
+
+    of_class = {name: code(name) for name in classes if name != "UserError"}
+    return {name: found for name, found in of_class.items() if found is not None}
+
+
+def _stated(call: ast.Call) -> list[str]:
+    return [
+        word.value
+        for keyword in call.keywords
+        if keyword.arg == "code"
+        for word in ast.walk(keyword.value)
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    ]
+
+
+def _text(node: ast.expr) -> str | None:
+    """The text of a literal message, or None for another expression."""
+    parts = list(_parts(node))
+    return " ".join("".join(map(str, parts)).split()) if parts and None not in parts else None
+
+
+def _parts(node: ast.expr) -> Iterator[str | None]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            if isinstance(value, ast.Constant):
+                yield str(value.value)
+            elif isinstance(value, ast.FormattedValue):
+                yield f"<{_name(value.value)}>"
+    else:
+        yield None
+
+
+def _name(node: ast.expr) -> str:
+    """A short name of a value: the last identifier of its expression."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_").replace("_", " ")
+        case ast.Call(args=[first, *_]):
+            return _name(first)
+        case ast.Call(func=function):
+            return _name(function)
+        case ast.Subscript(value=value):
+            return _name(value)
+        case _:
+            return "..."

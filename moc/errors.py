@@ -1,0 +1,61 @@
+"""Errors that a user can correct: each has a stable code, which ``docs/reference/errors.md`` explains.
+
+The sentence has the form *what failed: cause. Fix: action.* Programs print the code in brackets after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+
+_WITH_CODE = re.compile(r"(?s)(.+) \[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
+
+_OF_SYSTEM = {
+    errno.ENOSPC: "disk-full",
+    errno.EDQUOT: "disk-full",
+    errno.EROFS: "permission-denied",
+    errno.EACCES: "permission-denied",
+    errno.EPERM: "permission-denied",
+    errno.ENOENT: "file-missing",
+    errno.EADDRINUSE: "port-in-use",
+    errno.ENOMEM: "memory-full",
+}
+
+
+class UserError(Exception):
+    """An error that a flag, a file, another process or the environment causes; subclasses name its kind.
+
+    Args:
+        sentence: what failed, the cause and the remedy.  If another process sends it with its code, as
+            :func:`with_code` writes it, the error has this code.
+        code: stable identifier of the error; None for the one of the class.
+    """
+
+    code: str = "internal-error"
+
+    def __init__(self, sentence: str = "", *, code: str | None = None):
+        if sent := _WITH_CODE.fullmatch(sentence):
+            sentence, code = sent.groups()
+        super().__init__(sentence)
+        if code is not None:
+            self.code = code
+
+
+def code_of(error: BaseException) -> str:
+    """The code of an error; ``internal-error`` unless it is a ``UserError`` or an error of the operating system."""
+    code = getattr(error, "code", None)
+    if isinstance(code, str):
+        return code
+    if isinstance(error, OSError):
+        return _OF_SYSTEM.get(error.errno or 0, "system-call-failed")
+    return UserError.code
+
+
+def with_code(error: BaseException) -> str:
+    """The sentence of an error and its code in brackets, as programs print them and send them to each other."""
+    return f"{error} [{code_of(error)}]"
+
+
+def codes_in(text: str) -> list[str]:
+    """The codes that a program has printed, in order."""
+    return re.findall(r" \[([a-z0-9]+(?:-[a-z0-9]+)+)\]$", text, re.MULTILINE)

@@ -1,0 +1,53 @@
+"""Codes of errors: where they come from, and how other processes receive them."""
+
+import errno
+
+import pytest
+
+from megatron.pretraining.error_messages import cause_and_remedy, messages
+from moc.errors import UserError, code_of, codes_in, with_code
+from tests.errors import raises
+
+
+class OfAClass(UserError):
+    code = "of-a-class"
+
+
+class Derived(OfAClass):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("x"), "internal-error"),
+        (OfAClass("x"), "of-a-class"),
+        (Derived("x"), "of-a-class"),
+        (Derived("x", code="of-a-call"), "of-a-call"),
+        (OSError(errno.ENOSPC, "full"), "disk-full"),
+        (OSError("x"), "system-call-failed"),
+        (ValueError("x"), "internal-error"),
+    ],
+)
+def test_the_code_of_an_error(error, code):
+    assert code_of(error) == code and codes_in(f"tool: {with_code(error)}\n") == [code]
+
+
+def test_an_error_that_another_process_sends_keeps_its_code():
+    sent = with_code(Derived("it failed. Fix: repair it", code="of-a-call"))
+    with raises("of-a-call", "repair") as caught:
+        raise OfAClass(sent)
+    assert str(caught.value) == "it failed. Fix: repair it"
+
+
+def test_messages_are_read_from_the_source(tmp_path):
+    (tmp_path / "module.py").write_text(
+        "class Broken(UserError):\n    code = 'broken'\n\nclass Worse(Broken):\n    pass\n\n"
+        "raise Broken(f'{self.path} is bad. Fix: repair {dashed(name)}')\n"
+        "raise Worse('worse')\n"
+        "refuse(a < b, 'too small', code='too-small')\n"
+        "raise Broken(sentence)\n"
+    )
+    found = messages([tmp_path / "module.py"])
+    assert found == {"broken": ["<path> is bad. Fix: repair <name>", "worse"], "too-small": ["too small"]}
+    assert cause_and_remedy(found["broken"][0]) == ("<path> is bad.", "repair <name>")
