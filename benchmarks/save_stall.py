@@ -13,7 +13,7 @@ other: bf16 weights, fp32 masters and moments, sharded by ZeRO.  Every few itera
 * for how long training stands still (stall), from when the last worker has come until the last one goes on: in the
   call that saves, and in every later wait for it;
 * what a save adds to the time of the iterations until the checkpoint is complete (overhead);
-* when the bytes are on disk; peers' checkpoints are removed between saves, so that each finds the disk idle;
+* when the bytes are on disk; peers keep two checkpoints, as ours does, and each save finds the disk idle;
 * how many bytes are copied in memory, before they are written, for each byte that is saved (copies).
 
 Peers save 14 bytes a parameter; ours saves masters and moments, 12 bytes, since the weights follow from masters.

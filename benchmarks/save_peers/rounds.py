@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 Span = tuple[float, float]
 WARM_UP = 2  # iterations
+KEPT = 2  # complete checkpoints, as ours keeps
 
 
 class Saver(Protocol):
@@ -116,7 +117,7 @@ def _round(saver: Saver, clock: Clock, iterate: Callable[[], object], plan, numb
         "stall_s": stall([spans for spans, _ in workers]),
         "round_s": max(gather(seconds)),
         "complete_s": max(complete for _, complete in workers) - begun,
-        **_settle(directory),
+        **_settle(directory, plan.directory / f"save_{number - KEPT}"),
     }
     dist.barrier()
     return result
@@ -167,8 +168,8 @@ def write_result(path: Path, result: dict) -> None:
     dist.destroy_process_group()
 
 
-def _settle(directory: Path) -> dict:
-    """Brings a checkpoint to the disk and removes it, so that the next one finds the disk idle."""
+def _settle(directory: Path, oldest: Path) -> dict:
+    """Brings a checkpoint to the disk, where nothing else is then written, and removes the oldest one."""
     if dist.get_rank() != 0:
         return {}
     files = [path for path in directory.rglob("*") if path.is_file()]
@@ -178,5 +179,5 @@ def _settle(directory: Path) -> dict:
         os.fsync(descriptor)
         os.close(descriptor)
     unsynced = time.perf_counter() - start
-    shutil.rmtree(directory)
+    shutil.rmtree(oldest, ignore_errors=True)
     return {"unsynced_s": unsynced, "bytes": size}
