@@ -45,6 +45,7 @@ class _Group(Protocol):
     timeout: timedelta
     options: Any
     collectives_only: bool
+    unbatched: bool
 
     @property
     def group_name(self) -> Any: ...
@@ -52,6 +53,34 @@ class _Group(Protocol):
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
+
+
+class _Pair:
+    """Two neighbours of a group, with a communicator of their own."""
+
+    collectives_only = unbatched = False
+
+    def __init__(self, group: _Group, peer: int):
+        low, high = sorted((group.rank(), peer))
+        self.ranks, self.group_name = [group.ranks[low], group.ranks[high]], f"{group.group_name}-{low}-{high}"
+        self.backend, self.timeout, self.options = group.backend, group.timeout, None
+        self._rank = int(group.rank() == high)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """The neighbours of a rank in a ring of three ranks or more, in the order in which it connects to them.
+
+    Pairs that begin at even ranks connect first: the order is the same on all ranks, so no circle of ranks waits for
+    each other, and a rank waits for two pairs at most.
+    """
+    before, after = (rank - 1) % size, (rank + 1) % size
+    return [peer for _, _, peer in sorted([(before % 2, before, before), (rank % 2, rank, after)])]
 
 
 class GenerationGroup:
@@ -64,12 +93,14 @@ class GenerationGroup:
             dispatcher; None once dropped.
         later: connects the backend, when it is used first; None if it is connected.
         batch: device of a batch of operations that was begun and not ended, by this thread; None without one.
+        pairs: by rank of a neighbour, the connection for transfers with it outside of batches, if it has its own.
     """
 
     def __init__(self, generation: Generation, group: _Group, store: Store, backend: Backend):
         self.generation, self.group = generation, group
         self.later: Callable[[], None] | None = None
         self.batch: torch.device | None = None
+        self.pairs: dict[int, GenerationGroup] = {}
         self.store: Store | None = store
         self.backend: Backend | None = backend
         self.inner: dist.ProcessGroup | None = dist.ProcessGroup(store, group.rank(), group.size())
@@ -91,6 +122,8 @@ class GenerationGroup:
 
     def drop(self) -> None:
         """Frees threads and sockets.  The backend goes last: it joins its threads, without the GIL."""
+        for pair in self.pairs.values():
+            pair.drop()
         self.inner = None
         self.backend = None
         self.store = None
@@ -144,8 +177,10 @@ class Generation:
         self._sockets |= fresh
         self._meet(key, ranks, timeout, fresh, sum(group.size() - 1 for group in groups if group.backend == "gloo"))
         for group in (group for group in groups if group.backend == "nccl"):
-            made[group] = self._connected(group, _nccl, self._device, self._nccl)
-            self._connect_nccl(made[group])
+            made[group] = self._connected_nccl(group)
+            if group.unbatched and group.size() > 2:
+                peers = neighbours(group.rank(), group.size())
+                made[group].pairs = {peer: self._connected_nccl(_Pair(group, peer)) for peer in peers}
         return [made[group] for group in groups]
 
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
@@ -180,12 +215,13 @@ class Generation:
         store = PrefixStore(group.group_name, self._store) if group.size() > 1 else HashStore()
         return GenerationGroup(self, group, store, build(group, store, *arguments))
 
-    def _connect_nccl(self, made: GenerationGroup) -> None:
+    def _connected_nccl(self, group: _Group) -> GenerationGroup:
         """Connects in the deputy, which can be abandoned, rather than in the compute thread's first operation.
 
         Most groups of one rank, and many that are used for collectives only, are never used, and each costs memory and
         a tenth of a second: those wait until they are.
         """
+        made = self._connected(group, _nccl, self._device, self._nccl)
         backend: Any = made.backend
 
         def connect() -> None:
@@ -195,6 +231,7 @@ class Generation:
             connect()
         else:
             made.later = connect
+        return made
 
     def keep(self, connections: list[GenerationGroup]) -> None:
         """Takes ownership of connections, to be dropped with this generation."""

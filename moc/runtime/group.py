@@ -47,6 +47,9 @@ class Group(dist.ProcessGroup):
         timeout: of an operation, as the backend interprets it.
         options: ``ProcessGroupNCCL.Options`` or None.
         collectives_only: all members call its operations in the same order, so that the first one can connect it.
+        unbatched: members transfer to their neighbours outside of batches.  NCCL executes the transfers of one
+            communicator in the order of the calls.  So each two neighbours have one of their own, as with torch's
+            groups that connect on demand.
         connection: of the current generation; None before the first.
         lacks_members: nobody has some of its places.
     """
@@ -61,10 +64,11 @@ class Group(dist.ProcessGroup):
         options,
         description,
         collectives_only: bool = False,
+        unbatched: bool = False,
     ):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]  # stubs want a store, too
         self.backend, self.timeout, self.options = backend, timeout, options
-        self.collectives_only = collectives_only
+        self.collectives_only, self.unbatched = collectives_only, unbatched
         self._description = description or "undefined"
         self.move(name, ranks, rank)
 
@@ -123,6 +127,16 @@ class Group(dist.ProcessGroup):
         if connection.later is not None:
             self._connect_now(connection, connection.later)
         return connection.inner
+
+    def _routed(self, name: str, args: tuple) -> tuple[dist.ProcessGroup, tuple]:
+        """The connected group that executes an operation, and the arguments of the operation there."""
+        inner, connection = self.live(), self.connection
+        assert connection is not None  # live() raises without one
+        if name not in _NEIGHBOURS or connection.batch is not None or args[1] not in connection.pairs:
+            return inner, args
+        pair = connection.pairs[args[1]].inner
+        assert pair is not None  # as above
+        return pair, (args[0], int(args[1] > self._rank), *args[2:])
 
     def _connect_now(self, connection: GenerationGroup, connect: Callable[[], None]) -> None:
         try:
@@ -215,7 +229,8 @@ def _operation(name: str):
             return None
         if name in _TRANSFERS:
             self.check_transfers()
-        operation, connection = getattr(self.live(), name), self.connection
+        inner, args = self._routed(name, args)
+        operation, connection = getattr(inner, name), self.connection
         generation = connection.generation
         try:
             with PROGRESS.waiting(self.backend == "nccl"):
@@ -227,7 +242,7 @@ def _operation(name: str):
                 raise Aborted(over(self, generation)) from error
             raise Suspicion(str(error)) from error
         finally:
-            del operation  # a kept traceback must not keep the connection
+            del operation, inner  # a kept traceback must not keep the connection
         if not isinstance(answer, dist.Work):
             return answer
         return Handle(answer, self, generation, deaf)
@@ -246,6 +261,7 @@ def _question(name: str):
 
 _UNCHANGED_ALONE = ("allreduce", "broadcast")
 _TRANSFERS = ("send", "recv", "recv_anysource")
+_NEIGHBOURS = ("send", "recv")
 _BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single

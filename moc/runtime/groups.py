@@ -67,6 +67,7 @@ class Groups:
         token: the job's secret, which seals pickled objects (:mod:`moc.runtime.sealed_objects`); None for no seals.
         collectives_only: descriptions of groups on which the program calls nothing but collectives, all members in the
             same order: each connects when it is used first, and not when a generation begins.
+        unbatched: descriptions of groups whose members transfer to their neighbours outside of batches.
 
     Raises:
         ValueError: the rank or the backend is invalid.
@@ -81,10 +82,11 @@ class Groups:
         device: torch.device,
         token: bytes | None = None,
         collectives_only: Collection[str] = (),
+        unbatched: Collection[str] = (),
     ):
         self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
-        self._collectives_only = collectives_only
+        self._collectives_only, self._unbatched = collectives_only, unbatched
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._job = ""
         self._created = 0  # equal on all ranks
@@ -192,8 +194,17 @@ class Groups:
         if self._moving:
             group = self._moved(name, members, group_desc)
         else:
-            of_group = timeout or self._timeout, pg_options, group_desc, group_desc in self._collectives_only
-            group = Group(name, members, self._rank, backend, *of_group)
+            group = Group(
+                name,
+                members,
+                self._rank,
+                backend,
+                timeout or self._timeout,
+                pg_options,
+                group_desc,
+                collectives_only=group_desc in self._collectives_only,
+                unbatched=group_desc in self._unbatched,
+            )
         self._groups.append(group)
         _register(group)
         if self._generation is not None and not self._generation.over and not group.lacks_members:

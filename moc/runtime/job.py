@@ -52,6 +52,7 @@ class Job:
         parts: nodes that a copy of the program's model takes; to be set before :meth:`connect`.  The number of workers
             is a multiple of theirs once that has returned, those of helpers not counted.
         collectives_only: as of :class:`moc.runtime.groups.Groups`; to be set before :meth:`connect`.
+        unbatched: as of :class:`moc.runtime.groups.Groups`; to be set before :meth:`connect`.
         helpers: of the last nodes in the order of ranks, which have no whole copy: the part of the model that each has
             (:mod:`moc.runtime.seats`).
     """
@@ -59,6 +60,7 @@ class Job:
     regroup: Callable[[], None] | None = None
     parts: int = 1
     collectives_only: Collection[str] = ()
+    unbatched: Collection[str] = ()
     helpers: tuple[int, ...] = ()
 
     def __init__(self):

@@ -111,7 +111,8 @@ class JobMember(Job):
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """As :meth:`Job.connect`; the groups survive lost workers."""
         self._timeout, self._device = timeout, device
-        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token, self.collectives_only)
+        kinds = dict(collectives_only=self.collectives_only, unbatched=self.unbatched)
+        self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token, **kinds)
         self._groups.install()
         if self._together:
             self._meet()

@@ -254,6 +254,33 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
     return told, errors
 
 
+def ring(port: int, unbatched: bool) -> list | str:
+    """What a worker receives from the one before it, if all receive first; the generation is over after two seconds."""
+    groups, store = lying_groups(), store_at(port)
+    groups._unbatched = ["ring"] if unbatched else []
+    pipeline = groups.new_group(group_desc="ring")
+    received = torch.zeros(1)
+    for generation in range(2):  # connections of a later one replace those of the first
+        begin_together(groups, store, generation)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    ending = threading.Timer(2.0, groups.abort)
+    ending.start()
+
+    def transfer() -> None:
+        works = [
+            dist.irecv(received, before, group=pipeline),
+            dist.isend(torch.full((1,), float(rank)), after, group=pipeline),
+        ]
+        for work in works:
+            work.wait()
+        on_host(received)
+
+    problem = outcome(transfer)
+    ending.join()
+    return problem or received.tolist()
+
+
 def both_send_first(port: int, batched: bool) -> list | str:
     """What a worker of two receives, each of which sends first; the generation is over after two seconds."""
     groups, store = lying_groups(), store_at(port)
@@ -280,7 +307,8 @@ def train(port: int, flags: dict) -> list[dict]:
 
     def connect(job, backend, timeout, device):
         lying.install()
-        groups = Groups(job.rank, job.size, backend, timeout, device, collectives_only=job.collectives_only)
+        kinds = dict(collectives_only=job.collectives_only, unbatched=job.unbatched)
+        groups = Groups(job.rank, job.size, backend, timeout, device, **kinds)
         groups.install()
         groups.begin(store_at(port), 0)
 

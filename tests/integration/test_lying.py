@@ -83,6 +83,12 @@ def test_two_that_send_before_they_receive_wait_for_ever_unless_that_is_a_batch(
     assert told == [[2.0], [1.0]] if batched else told == ["Aborted", "Aborted"]
 
 
+@pytest.mark.parametrize("unbatched", [False, True])
+def test_neighbours_that_transfer_outside_of_batches_do_not_wait_for_other_neighbours(unbatched, store):  # noqa: F811
+    told = run_world(4, f"{BODIES}:ring", port=store.port, unbatched=unbatched)
+    assert told == [[3.0], [0.0], [1.0], [2.0]] if unbatched else told == ["Aborted"] * 4
+
+
 def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
     for told in run_world(2, f"{BODIES}:two_on_one_device", port=store.port):
         assert told == "Duplicate GPU detected: ranks [0, 1] are both on 0/0"

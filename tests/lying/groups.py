@@ -274,6 +274,7 @@ class Connection(generation.GenerationGroup):
             return
         self.generation, self.group, self.store = its_generation, group, store
         self.later = self.batch = None
+        self.pairs = {}
         self.backend = self.inner = backend
 
 

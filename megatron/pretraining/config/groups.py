@@ -60,6 +60,11 @@ class FlagGroups:
         return virtual_stages({**vars(self.parallel), "num_layers": self.network.num_layers})
 
     @property
+    def overlaps_p2p(self) -> bool:
+        """Whether pipeline stages transfer outside of batches, which only the interleaved schedule does."""
+        return bool(self.virtual_pipeline_model_parallel_size) and self.parallel.overlap_p2p_comm
+
+    @property
     def snapshot_dir(self) -> str | None:
         """Directory or URL of the snapshots."""
         save = self.checkpoint.save

@@ -268,7 +268,6 @@ def _expert_fields(config: Config) -> dict:
 
 def _parallel_fields(config: Config) -> dict:
     parallel, stages = config.parallel, config.virtual_pipeline_model_parallel_size
-    overlap_p2p = bool(stages) and parallel.overlap_p2p_comm
     return dict(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -277,8 +276,8 @@ def _parallel_fields(config: Config) -> dict:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         sequence_parallel=config.parallel.sequence_parallel,
-        overlap_p2p_comm=overlap_p2p,
-        batch_p2p_comm=not overlap_p2p,
+        overlap_p2p_comm=config.overlaps_p2p,
+        batch_p2p_comm=not config.overlaps_p2p,
         # NCCL's sends hold their memory until they are done, gloo's do not
         deallocate_pipeline_outputs=torch.cuda.is_available(),
     )

@@ -67,6 +67,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.collectives_only = COLLECTIVES_ONLY
+    job.unbatched = ["PIPELINE_MODEL_PARALLEL_GROUP"] if config.overlaps_p2p else []
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config, job)
     if goes_on:
