@@ -165,20 +165,31 @@ def pyplot() -> Any:
     return pyplot
 
 
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raises OSError if no file can be created in the directory of ``path``: call it before work that takes long."""
+    remove_own(Path(_created_beside(path)))
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields the path of a new file that replaces ``path`` on success; creates its directory.
 
     Nobody can foresee its name, and plant a link there.
     """
-    partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
-    os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    partial = _created_beside(path)
     try:
         yield partial
         os.replace(partial, path)
     finally:
         remove_own(Path(partial))
+
+
+def _created_beside(path: str | os.PathLike[str]) -> str:
+    """Creates an empty file with a random name in the directory of ``path``, and that directory; returns its path."""
+    partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
+    os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    return partial
 
 
 def human(size: float) -> str:

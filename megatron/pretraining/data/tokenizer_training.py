@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, counted, find_files, sync
-from moc.output import Parser, ToolError, escapes_output, print_lines, refused, replacing
+from moc.output import Parser, ToolError, check_output, escapes_output, print_lines, refused, replacing
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -87,6 +87,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     for path in (f"{args.output}.model", f"{args.output}.vocab"):
         if os.path.exists(path) and not args.overwrite:
             raise ToolError(f"{path} exists: give --overwrite to replace it.")
+    check_output(f"{args.output}.model")
     files = find_files(args.input, args.glob)
     sample = Sample(args.max_bytes, args.seed)
     for text in _texts(files, tuple(args.json_keys), args.skip_bad):

@@ -10,7 +10,7 @@ from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
-from moc.output import Parser, ToolError, escapes_output, print_lines, refused
+from moc.output import Parser, ToolError, check_output, escapes_output, print_lines, refused
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
@@ -237,6 +237,8 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
     if args.trace and args.mtbf:
         raise ValueError("--trace says when nodes are lost: drop --mtbf")
+    for output in filter(None, (args.plot, args.csv)):
+        check_output(output)
     faults, available = _faults(args)
     setup = dataclasses.replace(_setup(args, model_flags), elastic=_elastic(args, faults))
     mtbf_s = faults.mtbf_s or _mtbf_of(faults, 3600 * args.hours)

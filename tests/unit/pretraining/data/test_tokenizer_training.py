@@ -132,3 +132,10 @@ def test_runs_from_anywhere(corpus, tmp_path, run_tool):
     done = run_tool("train_tokenizer", "--input", corpus, "--output", "t", "--vocab-size", 400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.model", "t.vocab"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_text_is_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(tokenizer_training, "find_files", lambda *args: 1 / 0)
+    assert train(tmp_path / "file", tmp_path / "file" / "below") == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err

@@ -218,3 +218,11 @@ def test_durations():
 def test_the_global_batch_has_megatron_s_flag(capsys):
     both = [told(capsys, *DEEPSEEK, flag, "1024") for flag in ("--global-batch-size", "--global-batch")]
     assert both[0] == both[1] != told(capsys, *DEEPSEEK)
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--csv"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flag, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(simulate, "_faults", lambda *args: 1 / 0)
+    assert simulate.main([*SMALL, flag, str(tmp_path / "file" / "plot.png")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
