@@ -233,6 +233,33 @@ class Tree:
             raise
 
 
+def open_single(path: str | Path, flags: int, directory: int | None = None) -> int:
+    """Opens a file to change or to lock it; returns its descriptor.
+
+    A file with a second name may belong to something outside of its directory.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``; with ``O_CREAT``, a missing file is made.
+        directory: descriptor of the directory that a relative path starts at.
+
+    Raises:
+        RefusedFileError: it is a link, no regular file, or has a second name.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise RefusedFileError("it is not a regular file: remove it", path) from None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise RefusedFileError("it is not a regular file with one name: remove it", path)
+
+
 def write(
     directory: int,
     name: str,
