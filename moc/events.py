@@ -16,7 +16,7 @@ from typing import Any
 
 from moc.files import decode
 from moc.files.events import NAME
-from moc.files.tree import Tree
+from moc.files.tree import Tree, open_single
 from moc.runtime.lease import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
@@ -127,7 +127,7 @@ class EventLog:
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        self._descriptor = open_single(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.errors import UserError, code_of, codes_in
 from moc.files.text import one_line, printable
-from moc.files.tree import remove_own
+from moc.files.tree import Tree, remove_own
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,22 +67,28 @@ def print_json(value: Any) -> None:
 
 def refused(program: str, error: Exception, path: object = "") -> int:
     """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
-    said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else str(error)
+    said: object = error
+    if isinstance(error, OSError):
+        said = ": ".join(map(str, filter(None, (error.filename or path, error.strerror or error)))) + "."
     print_lines(f"{program}: {said} [{code_of(error)}]", error=True)
     return 1
 
 
-def escapes_output[**P, R](main: Callable[P, R]) -> Callable[P, R]:
+def escapes_output[**P](main: Callable[P, int]) -> Callable[P, int]:
     """Makes a program's ``main`` escape also what others print, such as argparse and libraries.
 
-    Newlines are kept there.  After an exception the streams stay as they are, so that its traceback is escaped.
+    Newlines are kept there.  An OSError that the program does not handle itself ends it with one sentence and code 1.
+    After another exception the streams stay as they are, so that its traceback is escaped.
     """
 
     @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
         streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (cast(TextIO, _Escaping(_plain(stream))) for stream in streams)
-        result = main(*args, **kwargs)
+        try:
+            result = main(*args, **kwargs)
+        except OSError as error:
+            result = refused(Path(sys.argv[0]).stem, error)
         sys.stdout, sys.stderr = streams
         return result
 
@@ -187,7 +193,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 def _created_beside(path: str | os.PathLike[str]) -> str:
     """Creates an empty file with a random name in the directory of ``path``, and that directory; returns its path."""
     partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
-    os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
+    with Tree(Path(partial).absolute().parent).directory(make=True):
+        pass
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     return partial
 

@@ -165,6 +165,9 @@ _NAMES = [
     ".iter_0000300.*.incomplete", "iter_0000010/.rank_00000.json", "iter_0000010/manifest.json.removed",
     "iter_0000020/manifest.json.superseded.job-0-0", "iter_0000020/.manifest.json.job-0-0.0123456789abcdef.tmp",
     "iter_0000020/rank_00002.safetensors", "iter_0000020/..x", "iter_0000020/.metadata",
+    "events.jsonl", "events.jsonl", ".lease", ".owner.json", "Iter_0000300", "ITER_0000300", ".FENCE", ".Run.json",
+    f"iter_{'3' * 250}", f".iter_0000300.{'x' * 229}.incomplete", "iter_0000300/../iter_0000400", "iter_-000300",
+    "iter_0000300 ", "iter_+000300", "iter_0x00300", "iter_00003e2", "IT\u0130R_0000300",
 ]  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
 from moc.errors import with_code
+from moc.files.tree import CONFIG, open_named
 from moc.output import Parser, print_lines
 
 # Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
 _ALTERNATIVES = (
     {"moe_layer_freq", "expert_interval"},
     {"train_iters", "train_samples"},
@@ -185,8 +187,8 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
         ConfigError: the file cannot be read, or a key is not a flag.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+            content = yaml.load(file, _LOADER)  # noqa: S506  # both loaders make plain values alone
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
     except RecursionError:

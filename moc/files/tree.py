@@ -21,6 +21,8 @@ HEADER = 64 << 20
 """Limit in bytes of the header of a safetensors file: a quarter of a million boxes."""
 METADATA = 1 << 30
 """Limit in bytes of ``.metadata`` of torch_dist: some million shards."""
+CONFIG = 64 << 10
+"""Limit in bytes of a file of flags, whose YAML takes long to read."""
 LINE = 1 << 20
 """Limit in bytes of a line of a log of events."""
 
@@ -123,9 +125,16 @@ class Tree:
 
     def refused(self) -> list[str]:
         """Names of the root's entries that are neither directories nor regular files; empty if there is no root."""
+        return self._entries(lambda one: not (one.is_dir(**_AS_IT_IS) or one.is_file(**_AS_IT_IS)))
+
+    def directories(self) -> list[str]:
+        """Names of the root's directories, without links to directories; empty if there is no root."""
+        return self._entries(lambda one: one.is_dir(**_AS_IT_IS))
+
+    def _entries(self, chosen: Callable[[os.DirEntry[str]], bool]) -> list[str]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.directory() as root:
             with os.scandir(root) as entries:
-                return sorted(one.name for one in entries if not (one.is_dir(**_AS_IT_IS) or one.is_file(**_AS_IT_IS)))
+                return sorted(one.name for one in entries if chosen(one))
         return []
 
     def write(
@@ -231,6 +240,39 @@ class Tree:
                 raise RefusedFileError("it is not a regular file", self.root / path) from None
             error.filename = str(self.root / path)
             raise
+
+
+def open_named(path: str | os.PathLike[str], most: int) -> int:
+    """Opens a regular file of at most ``most`` bytes that the user names, through links too; returns its descriptor."""
+    real = Path(os.path.realpath(path))
+    return Tree(real.parent).open(real.name, most)
+
+
+def open_single(path: str | Path, flags: int, directory: int | None = None) -> int:
+    """Opens a file to change or to lock it; returns its descriptor.
+
+    A file with a second name may belong to something outside of its directory.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``; with ``O_CREAT``, a missing file is made.
+        directory: descriptor of the directory that a relative path starts at.
+
+    Raises:
+        RefusedFileError: it is a link, no regular file, or has a second name.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise RefusedFileError("it is not a regular file: remove it", path) from None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise RefusedFileError("it is not a regular file with one name: remove it", path)
 
 
 def write(

@@ -79,7 +79,10 @@ def format_of(directory: Path) -> str:
 
 def is_unpublished(directory: Path) -> bool:
     """Whether a directory holds an unpublished save in Format v1, which without a manifest is no checkpoint."""
-    names = [path.name for path in directory.iterdir()]
+    try:
+        names = Tree(directory).names()
+    except OSError:
+        return False  # reading it reports the error
     return MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
 
 

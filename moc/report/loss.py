@@ -131,7 +131,7 @@ def _is_finite(value) -> bool:
 
 def read_run(path: Path) -> LossCurve:
     """Reads an events.jsonl, whose directory names the run; raises OSError and ValueError as :func:`read_events`."""
-    run = LossCurve(path.resolve().parent.name)
+    run = LossCurve(path.absolute().parent.name)
     for event in read_events(path):
         run.add(event)
     return run

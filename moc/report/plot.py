@@ -17,11 +17,13 @@ def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -
     panels += [_skewness] if any("skewness" in run.gauges for run in runs) else []
     plots = pyplot()
     figure, axes = plots.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
-    for panel, draw in zip(axes[:, 0], panels, strict=True):
-        draw(panel, runs, events)
-    with replacing(path) as name:
-        figure.savefig(name, format="png", dpi=120)
-    plots.close(figure)
+    try:
+        for panel, draw in zip(axes[:, 0], panels, strict=True):
+            draw(panel, runs, events)
+        with replacing(path) as name:
+            figure.savefig(name, format="png", dpi=120)
+    finally:
+        plots.close(figure)
 
 
 def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
+from moc.files.tree import open_single
 
 ACTIONS = {
     "kill": "SIGKILL",
@@ -186,7 +187,7 @@ class Injector:
                 self._mine.setdefault(fault.point, []).append(fault)
         directory.mkdir(parents=True, exist_ok=True)
         self._rank, self._directory, self._tell = rank, directory, tell
-        self._begun = os.open(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT, 0o644)
+        self._begun = open_single(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT)
         self._iteration = int.from_bytes(os.pread(self._begun, 8, 0), "little")
 
     def reached(self, point: str, iteration: int | None = None) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from moc.files.tree import Tree
+from moc.files.tree import Tree, open_single
 from moc.runtime import async_connections as wire
 from moc.runtime.held_alike import HeldAlike, Missing, held_alike
 from moc.runtime.message import Message
@@ -204,7 +204,7 @@ def _some(
 
 async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> None:
     slot, entry = _slot(into, piece.name, piece.entry, remote.wanted), piece.entry
-    descriptor = os.open(slot, os.O_RDWR)
+    descriptor = open_single(slot, os.O_RDWR)
     try:
         os.pwrite(descriptor, piece.header, 0)
         missing = await _missing(remote, file, piece, descriptor)

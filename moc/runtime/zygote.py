@@ -33,6 +33,7 @@ from typing import NoReturn
 from moc import private_interfaces
 from moc.errors import with_code
 from moc.files.decode import parse
+from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.stop_report import STOPS
@@ -191,7 +192,7 @@ def _write_to(path: str) -> None:
     """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        output = open_single(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         print_lines(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", error=True)
         return

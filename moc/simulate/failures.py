@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from moc.files.tree import MANIFEST, open_named
+
 
 @dataclass(frozen=True)
 class Event:
@@ -90,8 +92,11 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ValueError: a line has neither format; the message names it.
     """
-    with open(path, encoding="utf-8") as lines:
-        rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
+    with open(open_named(path, MANIFEST), encoding="utf-8") as lines:
+        try:
+            rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
+        except csv.Error as error:
+            raise ValueError(f"{path} is no trace ({error})") from None
     if not rows:
         raise ValueError(f"the trace {path} is empty")
     named = len(rows[0][1]) == 3 and rows[0][1][1] in ("add", "remove")

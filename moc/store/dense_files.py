@@ -54,10 +54,8 @@ def directory_of(root: str | Path, iteration: int) -> Path:
 
 def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a published checkpoint under ``root``, ascending."""
-    root = Path(root)
-    there = Tree(root)
-    names = set(there.names()).difference(there.refused())
-    return sorted(iteration for iteration in map(store.iteration_of, names) if iteration is not None)
+    found = map(store.iteration_of, Tree(root).directories())
+    return sorted(iteration for iteration in found if iteration is not None)
 
 
 def latest_iteration(root: str | Path) -> int | None:

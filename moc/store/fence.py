@@ -18,7 +18,6 @@ So a damaged fence does not admit a second owner: the lock files show which laun
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -33,7 +32,7 @@ from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
-from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.files.tree import SMALL, RefusedFileError, Tree, open_single
 from moc.output import print_once
 from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError, TakenError
@@ -279,14 +278,7 @@ class Fence:
         if _is_current(path):
             self._lock = _held[path]
             return
-        try:
-            lock = _Lock(open(path, "rb+", buffering=0, opener=_without_links))
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise
-            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path) from None
-        if not stat.S_ISREG(os.fstat(lock.file.fileno()).st_mode):
-            raise RefusedFileError(f"{path.name} there is not a regular file: remove it", path)
+        lock = _Lock(open(open_single(path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0))
         if _try_lock(lock.file, _LIFE):
             self._lock = _held[path] = lock
             if self.claim.run:
@@ -348,11 +340,6 @@ def _is_current(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return held is not None and os.path.samestat(os.fstat(held.file.fileno()), path.lstat())
     return False
-
-
-def _without_links(path: str, flags: int) -> int:
-    """Opens a file, or makes it; neither follows a link, nor waits for the other end of a FIFO."""
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _try_lock(lock_file: BinaryIO, byte: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.files import decode
-from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.files.tree import SMALL, RefusedFileError, Tree, open_single
 from moc.store.storage import Storage
 
 NAME = ".lease"
@@ -40,9 +40,13 @@ def record_lease(place: Storage, seconds: float) -> None:
 
 
 def renew_lease(root: Path) -> None:
-    """Renews the lease; does nothing if the directory is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(root / NAME, follow_symlinks=False)
+    """Renews the lease; does nothing if the directory is gone, or the file is not the job's own."""
+    with contextlib.suppress(FileNotFoundError, RefusedFileError):
+        descriptor = open_single(root / NAME, os.O_RDONLY)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def lease_left_s(root: Path) -> float:

@@ -7,6 +7,9 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from moc.events import EventLog
 
@@ -91,11 +94,12 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     assert len(said) == 2 and "can be written again" in said[1]
 
 
-def test_nothing_is_appended_through_a_planted_link(tmp_path):
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
+def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
     """It is as if it could not be written, until the link is gone."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "events.jsonl").symlink_to(tmp_path / "precious")
+    plant(tmp_path / "log" / "events.jsonl", tmp_path / "precious")
     said = []
     log = EventLog(tmp_path / "log", said.append)
     log.write("start")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, dashed, refuse
+from moc.files.tree import CONFIG, open_named
 
 AUTO = "auto"
 """A value that leaves the decision to the flags."""
@@ -194,10 +195,12 @@ def settings_in(path: str) -> tuple[Setting, ...]:
         ConfigError: the file cannot be read, or holds something else than what flags can say.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_named(path, CONFIG), encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=functools.partial(_once, path))
     except OSError as error:
         raise ConfigError(f"--deepspeed-config {path} cannot be read ({error.strerror}): correct the path.") from None
+    except RecursionError:
+        raise ConfigError(f"--deepspeed-config {path} is nested too deeply: correct it.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--deepspeed-config {path} is not JSON ({error}): correct it.") from None
     refuse(not isinstance(content, dict), f"--deepspeed-config {path} does not hold keys and values: correct it.")

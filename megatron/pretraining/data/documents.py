@@ -108,7 +108,8 @@ def on_regex(pattern: str) -> Splitter:
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
     """The given files, whatever their names are, and in sorted order the files below given directories.
 
-    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.
+    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.  Pipes and devices there are left out:
+    only a given one is read.
     """
     patterns, files = tuple(patterns), []
     for name in inputs:
@@ -128,7 +129,9 @@ def _walk(directory: str) -> Iterator[str]:
     for folder, folders, names in os.walk(directory):
         folders.sort()
         for name in sorted(names):
-            yield os.path.join(folder, name)
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) or not os.path.exists(path):  # a link to nothing is reported when it is opened
+                yield path
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import stat
 import time
 from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.data.documents import sync
-from moc.files.tree import remove_own
+from moc.files.tree import open_single, remove_own
 from moc.output import ToolError
 from moc.store.durable import new_file
 
 _TRIES, _PAUSE_S = 20, 0.1
-
-
-def _without_links(path: str, flags: int) -> int:
-    """Opens a file for writing; raises FileExistsError for one with another name, whose content may be another's."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-        return descriptor
-    os.close(descriptor)
-    raise FileExistsError(errno.EEXIST, "it is not a regular file with one name: remove it", path)
 
 
 def _locked(descriptor: int) -> bool:
@@ -60,7 +48,7 @@ class PairWriter:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        self._lock = open(self._bin, "ab", opener=_without_links)
+        self._lock = open(self._bin, "ab", opener=open_single)
         if not _locked(self._lock.fileno()):
             self._lock.close()
             raise ToolError(f"Another process is writing {self.prefix}.bin.")

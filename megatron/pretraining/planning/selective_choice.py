@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
+from moc.files.tree import MANIFEST, open_named
 from moc.output import ToolError
 from moc.policy.bubbles import bubble_share
 from moc.policy.budgets import fitting
@@ -296,8 +297,12 @@ def read_routing(path: str) -> list[Counts]:
     import numpy  # noqa: PLC0415
 
     try:
-        with numpy.load(path, allow_pickle=False) as file:
-            tokens = file["tokens"]
+        with open(open_named(path, MANIFEST), "rb") as file:
+            if sum(part.file_size for part in zipfile.ZipFile(file).infolist()) > MANIFEST:
+                raise ValueError("it is too large")
+            file.seek(0)
+            with numpy.load(file, allow_pickle=False) as arrays:
+                tokens = arrays["tokens"]
     except OSError as error:
         raise ToolError(f"--routing {path} cannot be read: {error.strerror or error}") from error
     except KeyError as error:

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from moc.events import EventLog
+from moc.files.events import read_events
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
+from moc.store.leases import record_lease, renew_lease
 from moc.store.leftovers import leftovers, remove_leftover
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalPlace
@@ -83,6 +86,7 @@ def uses_memory(ckpt, memory):
     look(store)
     store.take()
     record_run(place, Run(RUN, str(ckpt), 0.0))
+    record_lease(place, 1.0)
     store.clear_unpublished()
     saved(store, 500)
     store.clear()
@@ -102,8 +106,34 @@ def verifies(ckpt, memory):
     verify.main([str(ckpt), "--all", "--json"])
 
 
+def logs(ckpt, memory):
+    log = EventLog(ckpt)
+    log.newest("iteration")
+    log.write("start", iteration=0)
+    log.close()
+    each(lambda: read_events(ckpt))
+
+
+def renews(ckpt, memory):
+    for run in memory.glob("moc-*/*"):
+        each(functools.partial(renew_lease, run))
+
+
 # what a run removes from a directory changes what the next operation finds, so the order is part of the case
-OPERATIONS = [looks, inspects, verifies, takes, publishes, retains, uses_memory, saves_densely, cleans, looks]
+OPERATIONS = [
+    looks,
+    logs,
+    renews,
+    inspects,
+    verifies,
+    takes,
+    publishes,
+    retains,
+    uses_memory,
+    saves_densely,
+    cleans,
+    looks,
+]
 
 
 def each(action):
@@ -124,6 +154,7 @@ def pristine():
         for place in (LocalPlace(ckpt, claim=TAKES), memory_place(directory, str(ckpt), RUN, claim=TAKES)):
             saved(Store(place, slack=True), 10, 20)
             record_run(place, Run(RUN, str(ckpt), 0.0))
+            record_lease(place, 1.0)
         checkpoints.save(ckpt, 100)
         ckpt.rename(world_of(world))
         (world / "memory").mkdir()

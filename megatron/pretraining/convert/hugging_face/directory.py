@@ -160,7 +160,7 @@ def _staged(output: Path) -> Iterator[Path]:
     private, descriptor = _private(output)
     try:
         tree.empty(descriptor)
-        staging = private / output.resolve().name
+        staging = private / os.path.basename(os.path.realpath(output))
         staging.mkdir()
         yield staging
     finally:
@@ -172,7 +172,7 @@ def _staged(output: Path) -> Iterator[Path]:
 def _private(output: Path) -> tuple[Path, int]:
     """Locks a directory of this user next to the output; returns it and its descriptor."""
     for number in range(_MOST_STAGING):
-        path = output.parent / f".{output.resolve().name}.incomplete{f'-{number}' * bool(number)}"
+        path = output.parent / f".{os.path.basename(os.path.realpath(output))}.incomplete{f'-{number}' * bool(number)}"
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         gone_or_theirs = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
