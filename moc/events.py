@@ -74,8 +74,8 @@ class EventLog:
         if self._lines:
             self._say(
                 warning(
-                    f"{len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written. Fix: correct "
-                    "its permissions or make room",
+                    f"{len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written. Fix: "
+                    "correct its permissions or make room",
                     code="log-unwritable",
                 )
             )

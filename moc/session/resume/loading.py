@@ -295,9 +295,7 @@ class SnapshotLoader:
                 return None, bad
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
-                self._log.message(
-                    f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}"
-                )
+                self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
             amount = sum(manifest.bytes for manifest in manifests.values())
         if self._world.rank in plan.complete:
             self._complete(left.states[plan.iteration])
