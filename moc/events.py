@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from moc.errors import warning
 from moc.files import decode
 from moc.files.events import NAME
 from moc.files.tree import Tree, open_single
@@ -71,7 +72,13 @@ class EventLog:
         self._thread.end()
         self._thread = None
         if self._lines:
-            self._say(f"WARNING: {len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written")
+            self._say(
+                warning(
+                    f"{len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written. Fix: "
+                    "correct its permissions or make room",
+                    code="log-unwritable",
+                )
+            )
 
     def _ask(self, action: Callable, *args):
         """Runs an action in the thread; returns its result, or None if it fails or takes too long."""
@@ -102,8 +109,13 @@ class EventLog:
         except OSError as error:
             self._forget_file()
             if self._trouble.failed():
-                why = f"cannot be written ({error.strerror or error})"
-                self._tell(f"WARNING: {self._path} {why}. Training goes on, and events wait in memory")
+                self._tell(
+                    warning(
+                        f"{self._path} cannot be written ({error.strerror or error}), and events wait in memory. Fix: "
+                        "correct its permissions or make room",
+                        code="log-unwritable",
+                    )
+                )
             return
         if self._trouble:
             count, lasted = self._trouble.count, self._trouble.over()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from moc.errors import UserError
 from moc.files import decode, tree
 from moc.files.decode import Amount, Count, Name, Seconds
 from moc.files.tree import Tree
@@ -39,11 +40,17 @@ _FIELDS = msgspec.defstruct(
 )
 
 
+class EventsError(UserError, ValueError):
+    """A file is not an event log of this program."""
+
+    code = "events-invalid"
+
+
 class Event(dict[str, Any]):
-    """An event; a field that it lacks raises ValueError."""
+    """An event; a field that it lacks raises EventsError."""
 
     def __missing__(self, field: str) -> Any:
-        raise ValueError(f"an event {self.get('type')} has no {field}: it is not of this program")
+        raise EventsError(f"an event {self.get('type')} has no {field}. Fix: give an {NAME} of this program")
 
 
 def events_file(path: str | Path) -> Path:
@@ -59,7 +66,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read, or a line is too long.
-        ValueError: the file is no event log, or a field has another type.
+        EventsError: the file is no event log, or a field has another type.
     """
     path = events_file(path)
     found: list[dict[str, Any]] = []
@@ -71,15 +78,17 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             fields = decode.parse(line)
         except ValueError:
             if number == 1:
-                raise ValueError(f"{path}: line 1 is no JSON: is that an {NAME}?") from None
+                raise EventsError(f"{path}: line 1 is not JSON. Fix: give an {NAME}") from None
             torn += 1
             if torn > _MOST_TORN:
-                raise ValueError(f"{path}: more than {_MOST_TORN} lines are no JSON: is that an {NAME}?") from None
+                raise EventsError(f"{path}: more than {_MOST_TORN} lines are not JSON. Fix: give an {NAME}") from None
             continue
         if isinstance(fields, dict) and "type" in fields:
             try:
                 decode.convert(fields, _FIELDS)
             except ValueError as error:
-                raise ValueError(f"{path}: line {number} is no event ({error})") from None
+                raise EventsError(
+                    f"{path}: line {number} is not an event ({error}). Fix: give an {NAME} of this program"
+                ) from None
             found.append(Event(fields))
     return found

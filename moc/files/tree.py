@@ -42,6 +42,8 @@ _OURS = re.compile(
 class RefusedFileError(OSError):
     """An entry of a directory is no regular file or no directory, is a link, or is larger than its type may be."""
 
+    code = "file-refused"
+
     def __init__(self, what: str, path: object):
         super().__init__(errno.EINVAL, what, str(path))
 

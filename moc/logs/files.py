@@ -75,10 +75,12 @@ class LogReader:
         source = self._entries(iteration).get((_name(iteration), key))
         if source is None:
             raise MissingRegionError(
-                f"{path_of(self._directory, iteration)} holds no {key}: it was not logged, or is of another layout"
+                f"{path_of(self._directory, iteration)} does not hold {key}. Fix: resume from a snapshot, "
+                "with the layout that wrote the log",
+                code="log-missing",
             )
         if damage := source.damage():
-            raise DamagedRegionError(damage)
+            raise DamagedRegionError(f"{damage}. Fix: resume from a snapshot")
         return source.values()
 
     def _entries(self, iteration: int) -> dict[tuple[str, str], Source]:
@@ -87,7 +89,10 @@ class LogReader:
             try:
                 sources = read_sources(LocalBlob(path, in_memory=True))
             except OSError:
-                raise MissingRegionError(f"{path} is not there: iteration {iteration} was not logged") from None
+                raise MissingRegionError(
+                    f"{path} does not exist: iteration {iteration} was not logged. Fix: resume from a snapshot",
+                    code="log-missing",
+                ) from None
             self._opened = iteration, {(one.entry.name, one.entry.slot): one for one in sources}
         return self._opened[1]
 

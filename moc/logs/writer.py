@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from moc.errors import cause_of, with_code
 from moc.files.tree import Tree, remove_own
 from moc.logs.files import LogEntry, iterations_in, layout_of, path_of
 from moc.store.buffers import Buffer
@@ -76,7 +77,8 @@ class LogWriter:
         if self._most < _FEWEST:
             raise CheckpointError(
                 f"{name}s need {self.slot_bytes:,} bytes for an iteration, and {_FEWEST} of them do not fit into "
-                f"{limit:,.0f}: {more}, or {otherwise}"
+                f"{limit:,.0f}. Fix: {more}, or {otherwise}",
+                code="log-memory-too-small",
             )
         self._failure: str | None = None
         self._find()
@@ -120,7 +122,8 @@ class LogWriter:
         if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise CheckpointError(
                 f"{key} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be logged in "
-                f"iteration {self._current[0]}: this run cannot be logged, {self._otherwise}"
+                f"iteration {self._current[0]}. Fix: {self._otherwise}",
+                code="logging-unsupported",
             )
         with torch.no_grad():
             if self._stream is None:
@@ -141,8 +144,8 @@ class LogWriter:
         iteration, layout, buffer = self._current
         if self._views:
             raise CheckpointError(
-                f"{next(iter(self._views))} was not logged in iteration {iteration}: this run cannot be logged, "
-                f"{self._otherwise}"
+                f"{next(iter(self._views))} was not logged in iteration {iteration}. Fix: {self._otherwise}",
+                code="logging-unsupported",
             )
         # blocking: otherwise the thread that waits keeps a core busy
         copied = None if self._stream is None else self._stream.record_event(torch.cuda.Event(blocking=True))
@@ -163,8 +166,12 @@ class LogWriter:
     def wait(self) -> None:
         """Returns once every ended log is whole, or :meth:`failure` says why not."""
         if self._sealed is not None and (error := self._sealed.exception()) is not None:
-            self._failure = (
-                f"the {self._name} in {self._directory} cannot be written ({error}): make room, and start again"
+            self._failure = with_code(
+                CheckpointError(
+                    f"the {self._name} in {self._directory} cannot be written ({cause_of(error)}). Fix: make room, and "
+                    "start again",
+                    code="storage-unwritable",
+                )
             )
 
     def pause(self) -> None:

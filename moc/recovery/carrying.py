@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from moc.errors import cause_of
 from moc.recovery.chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
 from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
@@ -335,7 +336,11 @@ def _boxes(store: Store, iteration: int, file: str, entry: FileEntry) -> list[tu
         blob = store.blob(iteration, file, entry)
         return [(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
     except (MissingRegionError, ValueError) as damage:
-        raise CheckpointError(f"{file} of iteration {iteration} cannot be read ({damage})") from None
+        raise CheckpointError(
+            f"{file} of iteration {iteration} cannot be read ({cause_of(damage)}). Fix: none is needed, unless this "
+            "repeats; then test the memory of the node",
+            code="checkpoint-unreadable",
+        ) from None
 
 
 def _write(store: Store, path: str, parts: Iterable[tuple[Blob, StoredBox]]) -> FileEntry:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from moc.policy import POLICIES, Policy
 from moc.recovery.sources import LIVE, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
+from moc.store.errors import CheckpointError
 
 
-def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> str | None:
-    """Says why an exact policy cannot resume behind newer snapshots of an inexact one, and the remedy; None if it can.
+def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> CheckpointError | None:
+    """The error of an exact policy that cannot resume behind newer snapshots of an inexact one; None if it can.
 
     ``iteration`` is the one that it would resume from; -1 if there is none.
     """
@@ -19,11 +20,11 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
     name = newest.base.policy
     if name not in POLICIES or POLICIES[name].exact:
         return None
-    return (
-        f"the snapshot of iteration {newest.iteration} was taken with --ckpt-policy {name}, so that experts in it are "
-        f"older than the rest, and --ckpt-policy {policy.name} cannot resume from it: start once more with "
-        f"--ckpt-policy {name} and end in good order (SIGTERM, or --exit-interval), which saves everything; then "
-        "change the policy"
+    return CheckpointError(
+        f"--ckpt-policy {policy.name} cannot resume from the snapshot of iteration {newest.iteration}: --ckpt-policy "
+        f"{name} took it, with experts older than the rest. Fix: start once more with --ckpt-policy {name}, end the "
+        "job with SIGTERM or --exit-interval, which saves everything, and then change the policy",
+        code="policy-change-refused",
     )
 
 

@@ -164,7 +164,10 @@ class _Steps:
     def _step(self, iteration: int, name: str) -> int:
         entry = self.manifest(iteration).operators.get(name)
         if entry is None or entry.step is None:
-            raise CheckpointError(f"{name} is not in the snapshot of iteration {iteration}")
+            raise CheckpointError(
+                f"the snapshot of iteration {iteration} lacks {name}. Fix: load another one (--ckpt-step)",
+                code="operator-incomplete",
+            )
         return entry.step
 
     def _files(self, iteration: int, name: str) -> list[Blob]:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from moc.errors import cause_of, with_code
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -85,7 +86,7 @@ def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tup
         store: the store.
         check: receives the manifest and the path of a checkpoint; raises ValueError or CheckpointError if invalid.
     """
-    summaries, problems = [], store.refused()
+    summaries, problems = [], [with_code(_refused(one)) for one in store.refused()]
     for iteration in store.iterations():
         path = store.place.path(directory_of(iteration))
         try:
@@ -93,10 +94,18 @@ def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tup
             check(manifest, path)
             summaries.append(summary(manifest))
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(with_code(error))
         except ValueError as error:
-            problems.append(f"{path} has an invalid state: {error}")
+            damage = CheckpointError(
+                f"{path} has an invalid state ({cause_of(error)}). Fix: load another one (--ckpt-step)",
+                code="checkpoint-damaged",
+            )
+            problems.append(with_code(damage))
     return summaries, problems
+
+
+def _refused(problem: str) -> CheckpointError:
+    return CheckpointError(f"{problem}. Fix: remove it, or replace it by what it leads to", code="file-refused")
 
 
 def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:

@@ -184,7 +184,8 @@ class AutoPolicy:
             if least > 1e9 * limit:
                 raise SettingsError(
                     f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._asked.tier}, snapshots take "
-                    f"{rounded_up(least)} GB of a node's memory; allow that, or choose another tier or more nodes."
+                    f"{rounded_up(least)} GB of a node's memory. Fix: allow that, or choose another tier or more nodes",
+                    code="host-memory-too-small",
                 )
 
     def observe(self, seen: Observed) -> None:

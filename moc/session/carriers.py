@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from moc.errors import code_of
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import AvailableCheckpoint
@@ -129,4 +130,8 @@ def _as_checkpoint_error():
     try:
         yield
     except HelperError as error:
-        raise CheckpointError(f"the process that carries them {error}") from None
+        raise CheckpointError(
+            f"the process that carries experts {error}. Fix: read its output above; it starts again with the next "
+            "snapshot",
+            code=code_of(error),
+        ) from None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.errors import cause_of, code_of, warning
 from moc.output import print_lines
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
@@ -122,8 +123,11 @@ def carry(
         if carrier.name not in _warned:
             _warned.add(carrier.name)
             print_lines(
-                f"WARNING: experts of older snapshots cannot be kept in {carrier.name} ({error}): after a failure they "
-                "come from --ckpt-dir; make room, or name another memory with --ckpt-memory-dir",
+                warning(
+                    f"experts of older snapshots cannot be kept in {carrier.name} ({cause_of(error)}), and come from "
+                    "--ckpt-dir after a failure. Fix: make room, or name another memory with --ckpt-memory-dir",
+                    code=code_of(error),
+                ),
                 error=True,
                 flush=True,
             )

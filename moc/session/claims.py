@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moc.errors import with_code
 from moc.runtime import environment
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
@@ -65,7 +66,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
 
     run_on_all(take, "cannot use a directory for snapshots")
     if problem := first_reported(problem):
-        log.message(f"WARNING: {problem}; until then snapshots are in memory alone")
+        log.message(f"WARNING: snapshots are in memory alone until storage works: {problem}")
     if begins and tiers.memory is not None:
         _tell_of_other_runs(settings, tiers, log)
     return tiers.memory is not None and (not begins or problem is not None)
@@ -78,11 +79,14 @@ def _take_storage(tiers: Tiers, address: str) -> str | None:
         record_run(tiers.storage.place, Run(tiers.storage.place.run, address, 0.0))
     except OSError as error:
         why = error.strerror or error
-        what = f"{tiers.storage.place.name} cannot be used for snapshots ({why})"
-        problem = f"{what}: check its permissions, make room or repair it"
+        problem = CheckpointError(
+            f"{tiers.storage.place.name} cannot be used for snapshots ({why}). Fix: correct its permissions, make room "
+            "or repair it",
+            code="storage-unwritable",
+        )
         if tiers.memory is None:
-            raise CheckpointError(f"{problem}, and start again") from None
-        return problem
+            raise problem from None
+        return with_code(problem)
     return None
 
 

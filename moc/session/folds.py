@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.errors import code_of, with_code
 from moc.output import print_lines
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
@@ -63,12 +64,13 @@ class Folds:
         try:
             outcome = done.result()
         except (CheckpointError, OSError) as error:
-            self._has_failed(str(error))
+            self._has_failed(error)
             return
         self._died = 0
         carrier.is_compared([*outcome.equal, *outcome.differing, *outcome.superseded])
         if outcome.why:
-            self._ends(f"they cannot be folded ({outcome.why})")
+            why = f"gradients cannot be folded ({outcome.why})"
+            self._ends(CheckpointError(f"{why}. Fix: keep Adam's state in fp32", code="folding-unsupported"))
         adopted = carrier.adopt() if self._trusted and not self._over and outcome.folded else []
         with self._changing:
             self._counts["folded"] += len(adopted)
@@ -117,22 +119,26 @@ class Folds:
             self._helper.start()  # on this thread, which lives until it may end
             answer = self._helper.ask({"memory": memory, "compare": compare, "fold": fold})
         except HelperError as error:
-            raise CheckpointError(f"the process that folds them {error}") from None
+            raise CheckpointError(
+                f"the process that folds gradients {error}. Fix: read its output above; it starts again with the next "
+                "snapshot",
+                code=code_of(error),
+            ) from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
         return Outcome(**answer)
 
-    def _has_failed(self, why: str) -> None:
+    def _has_failed(self, error: Exception) -> None:
         self._died += 1
         if self._died >= _DIES:
-            self._ends(f"{why} {_DIES} times")
+            self._ends(error)
 
-    def _ends(self, why: str) -> None:
+    def _ends(self, error: Exception) -> None:
         if not self._over:
             self._over = True
             print_lines(
-                f"WARNING: gradients of experts are not folded beside training any more: {why}. A recovery repeats "
-                "their updates",
+                "WARNING: gradients of experts are not folded beside training any more, and a recovery repeats their "
+                f"updates: {with_code(error)}",
                 error=True,
                 flush=True,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moc.errors import warning
 from moc.output import print_lines
 from moc.runtime.helper import Helper, HelperError
 from moc.snapshot.saver import hashed
@@ -31,7 +32,7 @@ class Hasher:
                 found = self._ask([str(buffer.path), buffer.nbytes, spans])
             except HelperError as error:
                 if not self._failed:
-                    self._fails(f"it {error}")
+                    self._fails(str(error))
         return hashed(buffer, spans) if found is None else found
 
     @property
@@ -50,7 +51,7 @@ class Hasher:
         answer = self._helper.ask(call)
         if isinstance(answer, list):
             return tuple(answer)
-        self._fails(answer)
+        self._fails(f"has failed ({answer})")
         return None
 
     def _started(self) -> bool:
@@ -59,12 +60,15 @@ class Hasher:
             self._begun = self._helper.start()
         return self._helper.has_started()
 
-    def _fails(self, why: str) -> None:
+    def _fails(self, how: str) -> None:
         self._failed = True
         self._helper.close()
         print_lines(
-            f"WARNING: the process that hashes snapshots cannot do so ({why}): a thread of the worker does from now "
-            "on, and training is about a percent slower",
+            warning(
+                f"the process that hashes snapshots {how}: a thread of the worker hashes from now on, and training is "
+                "about a percent slower. Fix: read the output of the process above",
+                code="helper-lost",
+            ),
             error=True,
             flush=True,
         )

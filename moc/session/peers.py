@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from moc.errors import cause_of, with_code
 from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.adoption import Fetch
@@ -116,8 +117,9 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
         return 0
     if environment.REPLICA_SERVER not in os.environ:
         raise SettingsError(
-            "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
-            "torchrun."
+            "--ckpt-tier peers needs a replica server on each node. Fix: start the job with python -m moc.launch, not "
+            "with torchrun",
+            code="launcher-missing",
         )
     return copies_wanted(settings.replicas, len(set(nodes)), environment.fewest_nodes())
 
@@ -135,16 +137,19 @@ def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> 
     """
     if wanted is not None and fewest is not None and wanted > fewest - 1:
         fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
+        nodes_left = f"{fewest} node{'s' * (fewest != 1)}"
         raise SettingsError(
-            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {fewest}: {fewer}"
-            f"leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}."
+            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {nodes_left}. "
+            f"Fix: {fewer}leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}",
+            code="too-many-replicas",
         )
     if wanted is None:
         return min(DEFAULT_REPLICAS, nodes - 1)
     if wanted > nodes - 1:
         raise SettingsError(
-            f"--replicas {wanted} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave "
-            f"it out for as many as there are, up to {DEFAULT_REPLICAS}."
+            f"--replicas {wanted} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
+            f"leave it out for as many as there are, up to {DEFAULT_REPLICAS}",
+            code="too-many-replicas",
         )
     return wanted
 
@@ -228,7 +233,7 @@ class Peers:
             try:
                 self._thread.submit(self._pull, wanted).result()
             except (CheckpointError, WireError) as error:
-                problems.append(str(error))
+                problems.append(_described(error))
         return problems
 
     def give_up_older(self, iteration: int) -> None:
@@ -299,7 +304,7 @@ class Peers:
                 wanted = self._wanted(node, iteration, operators)
                 self._thread.submit(self._pull, wanted).result()
             except (CheckpointError, WireError) as error:
-                problems.append((iteration, str(error)))
+                problems.append((iteration, _described(error)))
         return problems
 
     def _remove_others(self, iterations: Collection[int]) -> None:
@@ -338,7 +343,11 @@ class Peers:
         try:
             client = ReplicaClient.connect(self._node, self._root)
         except WireError as error:
-            raise CheckpointError(f"the replica server of node {self._node} does not answer: {error}") from None
+            raise CheckpointError(
+                f"the replica server of node {self._node} does not answer ({cause_of(error)}). Fix: read its output "
+                "above, and start the job again",
+                code="replica-server-lost",
+            ) from None
         with self._leaving:
             self._client = client
             if self._left:
@@ -359,16 +368,20 @@ class Peers:
         """Describes what is wrong with state that this node should hold as another node does."""
         found = []
         if pulled.differs:
-            found.append(
+            diverged = CheckpointError(
                 f"silent divergence: nodes {node} and {self._node} hold {_some(pulled.differs)} with different bits in "
-                f"iteration {iteration}, and should hold them alike: replicas have drifted apart, so one of the nodes "
-                "may compute wrongly: test their hardware, and resume from a snapshot from before"
+                f"iteration {iteration}, so one of the nodes may compute wrongly. Fix: test their hardware, and resume "
+                "from an earlier snapshot (--ckpt-step)",
+                code="replicas-differ",
             )
+            found.append(with_code(diverged))
         if pulled.damaged:
-            found.append(
+            damaged = CheckpointError(
                 f"the memory of node {self._node} is damaged: {_some(pulled.damaged)} of iteration {iteration} do not "
-                "match their hash"
+                "match their hash. Fix: test the memory of the node",
+                code="memory-damaged",
             )
+            found.append(with_code(damaged))
         return found
 
     def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:
@@ -399,7 +412,7 @@ class Peers:
             _verify(self._memory, restore.iteration)
         except (CheckpointError, MissingRegionError, WireError, OSError) as error:
             self._memory.remove(restore.iteration)
-            return str(error)
+            return _described(error)
         return None
 
     def _drop_if_damaged(self, restore: Restore) -> None:
@@ -442,9 +455,17 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
+def _described(error: Exception) -> str:
+    """An error of a copy with its code; one of a connection has none of its own."""
+    if isinstance(error, WireError):
+        lost = f"a replica server does not answer ({error}). Fix: read its output above"
+        error = CheckpointError(lost, code="replica-server-lost")
+    return with_code(error)
+
+
 def _verify(store: Store, iteration: int) -> None:
     manifest = store.manifest(iteration)
     files = (store.blob(iteration, name, entry) for name, entry in manifest.files.items())
     for source in RegionReader(files).sources():
         if damage := source.damage():
-            raise CheckpointError(damage)
+            raise CheckpointError(f"{damage}. Fix: test the memory of the node", code="checkpoint-damaged")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from types import MappingProxyType
 
+from moc.errors import warning
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.redundancy import Redundancy
@@ -127,7 +128,11 @@ class Publisher:
             self._remove_all()
         except OSError as error:  # the snapshot is safe anyway; the next one retries
             self._log.message(
-                f"WARNING: old snapshots cannot be removed from {storage.place.name} ({error.strerror or error})"
+                warning(
+                    f"old snapshots cannot be removed from {storage.place.name} ({error.strerror or error}). Fix: "
+                    "correct its permissions; the next snapshot tries again",
+                    code="storage-unwritable",
+                )
             )
 
     def _unless_given_up(self) -> None:
@@ -151,5 +156,7 @@ class Publisher:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "
-                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
+                f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
+                "again",
+                code="storage-unwritable",
             ) from error

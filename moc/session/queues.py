@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from moc.errors import with_code
 from moc.policy import SnapshotPlan
 from moc.recovery.inventory import COPIED
 from moc.session.peers import Copied
@@ -146,7 +147,8 @@ class Queues:
         to_storage: list[Future] = [started(taken.snapshot.persisted) for taken in self.writing]
         to_storage += [started(taken.published) for taken in (*self.publishing, *self.removing)]
         futures += [future for future in to_storage if not tolerable(future)]
-        return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
+        errors = (future.exception() for future in futures if future.done())
+        return next((with_code(error) for error in errors if error), None)
 
 
 def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from moc.errors import code_of
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.recovery.folds import RULES
 from moc.runtime.progress import PROGRESS
@@ -121,7 +122,7 @@ class Session(VoteParticipant):
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers alike
-            raise SettingsError(f"--ckpt-policy {policy.name}: {error}.") from None
+            raise SettingsError(f"--ckpt-policy {policy.name}: {error}", code=code_of(error)) from None
         if chooser is not None:
             chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
         elif mine is None:
@@ -304,19 +305,28 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
     name = settings.policy
     assert name is not None  # or there are no snapshots
     if name == AUTO:
-        raise SettingsError(f"--ckpt-policy {AUTO} needs a chooser: give Session one, or name a policy, such as full.")
+        raise SettingsError(
+            f"--ckpt-policy {AUTO} needs a chooser. Fix: give Session one, or name a policy, such as full",
+            code="chooser-missing",
+        )
     try:
         interval = interval_named(str(settings.interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
-    except (TypeError, ValueError) as error:  # TypeError: an option that it does not have
-        raise SettingsError(f"--ckpt-policy {name}: {error}.") from None
+    except ValueError as error:
+        raise SettingsError(f"--ckpt-policy {name}: {error}", code=code_of(error)) from None
+    except TypeError as error:
+        raise SettingsError(
+            f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
+            code="policy-option-unknown",
+        ) from None
     if policy.replays:
         check_freezing(engine.state)
     needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's own
             raise SettingsError(
-                f"--ckpt-policy {name} needs {method}, which the engine lacks: add it to {type(engine).__name__}, or "
-                "choose a policy that does without, such as full."
+                f"--ckpt-policy {name} needs {method}, which the engine lacks. Fix: add it to {type(engine).__name__}, "
+                "or choose a policy that does without, such as full",
+                code="engine-incomplete",
             )
     return policy

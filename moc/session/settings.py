@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moc.errors import UserError
+from moc.errors import UserError, code_of
 from moc.policy import interval_named
 from moc.sharding import scheme_named
 
@@ -75,18 +75,28 @@ class Settings:
     def __post_init__(self):
         object.__setattr__(self, "interval", str(self.interval))
         if self.policy is not None and not self.directory:
-            raise SettingsError("Settings.directory is empty: name a directory or URL for snapshots.")
+            raise SettingsError(
+                "Settings.directory is empty. Fix: name a directory or URL for snapshots", code="setting-invalid"
+            )
         if self.tier not in TIERS:
-            raise SettingsError(f"Settings.tier is {self.tier!r}: choose one of {', '.join(TIERS)}.")
+            raise SettingsError(
+                f"Settings.tier is {self.tier!r}. Fix: choose one of {', '.join(TIERS)}", code="setting-invalid"
+            )
         if self.replication_rate is not None and not self.replication_rate > 0:
-            raise SettingsError(f"Settings.replication_rate is {self.replication_rate}: take more than 0, or None.")
+            raise SettingsError(
+                f"Settings.replication_rate is {self.replication_rate}. Fix: give more than 0, or None",
+                code="setting-invalid",
+            )
         for name in ("keep", "most_behind", "persist_interval", "replicas"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise SettingsError(f"Settings.{name} is {value}: take at least 1.")
+                raise SettingsError(f"Settings.{name} is {value}. Fix: give at least 1", code="setting-invalid")
         for name, tiers in _NEEDS.items():
             if getattr(self, name) is not None and self.tier not in tiers:
-                what = f"Settings.{name} has no effect with tier {self.tier!r}"
-                raise SettingsError(f"{what}: drop it, or choose tier {' or '.join(tiers)}.")
+                raise SettingsError(
+                    f"Settings.{name} has no effect with tier {self.tier!r}. Fix: drop it, or choose tier "
+                    f"{' or '.join(tiers)}",
+                    code="setting-without-effect",
+                )
         valid = (
             ("interval", lambda: interval_named(str(self.interval), self.overhead_budget)),
             ("sharding", lambda: scheme_named(self.sharding)),
@@ -96,16 +106,18 @@ class Settings:
             try:
                 parse()
             except ValueError as error:
-                raise SettingsError(f"Settings.{name}: {error}.") from None
+                raise SettingsError(f"Settings.{name}: {error}", code=code_of(error)) from None
 
 
 def node_names(text: str) -> list[str]:
     """By rank, the name of its node, from a comma-separated list.
 
     Raises:
-        ValueError: a name has something else than letters and digits.
+        SettingsError: a name has something else than letters and digits.
     """
     names = text.split(",")
     if not all(name.isalnum() for name in names):  # names become part of a directory name
-        raise ValueError(f"nodes are called by letters and digits, such as 0,0,1,1, not {text}")
+        raise SettingsError(
+            f"{text} does not name nodes. Fix: use letters and digits, such as 0,0,1,1", code="node-names-invalid"
+        )
     return names

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+from moc.errors import code_of, with_code
 from moc.faults import reach
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
@@ -171,7 +172,7 @@ class Snapshots:
             time.sleep(pause)
             self._bring_everything()
         if not self._stored.has(self._position.iteration):
-            raise CheckpointError(self._not_stored())
+            raise CheckpointError(self._not_stored(), code="storage-unwritable")
         if self._folds is not None:
             self._folds.close()
         if self._peers is not None:
@@ -204,7 +205,7 @@ class Snapshots:
         try:
             self._policy.check(plan)
         except ValueError as error:
-            raise CheckpointError(str(error)) from None
+            raise CheckpointError(str(error), code=code_of(error)) from None
 
     @property
     def _behind(self) -> bool:
@@ -243,7 +244,7 @@ class Snapshots:
             state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
         except CheckpointError as error:
-            self._failure = str(error)  # the next vote tells the others
+            self._failure = with_code(error)  # the next vote sends it to the others
             return
         taken = Taken(plan, storage, state, snapshot)
         self._queues.copying.append(taken)
@@ -399,7 +400,7 @@ class Snapshots:
     def _give_up(self, taken: Taken, done: Future) -> None:
         """Gives up a snapshot that could not be saved to storage; all workers learn of it in the same vote."""
         error = tolerable(done)
-        self._stored.problem = first_reported(None if error is None else str(error)) or ""
+        self._stored.problem = first_reported(None if error is None else with_code(error)) or ""
         if self._settings.stops:
             raise CheckpointError(self._stored.problem)
         self._stored.failed(taken)
@@ -457,7 +458,7 @@ class Snapshots:
         stored, iteration = self._stored, self._position.iteration
         newest = "none is there" if stored.newest is None else f"the newest one there is of iteration {stored.newest}"
         kept = "" if self._in_memory is None else f", and of iteration {self._in_memory.plan.iteration} in memory"
-        return f"the last state, of iteration {iteration}, could not be saved: {stored.problem} ({newest}{kept})"
+        return f"the last state, of iteration {iteration}, is not saved ({newest}{kept}): {stored.problem}"
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
@@ -467,14 +468,14 @@ class Snapshots:
         except CheckpointError as error:
             if self._settings.stops or isinstance(error, TakenError):
                 raise
-            self._stored.problem = str(error)
+            self._stored.problem = with_code(error)
 
     @contextlib.contextmanager
     def _remembering_failure(self):
         try:
             yield
         except (CheckpointError, OSError) as error:
-            self._failure = str(error)  # the next vote tells the others
+            self._failure = with_code(error)  # the next vote sends it to the others
 
     def _find_failure(self) -> str | None:
         self._failure = self._failure or self._storage.problem() or self._queues.failure()

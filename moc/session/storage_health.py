@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
+from moc.errors import warning, with_code
 from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
@@ -95,7 +96,8 @@ class StorageHealth:
         """Returns why the job must end, or None."""
         if self._ready is None or not self._ready.done() or tolerable(self._ready):
             return None
-        return str(self._ready.exception()) if self._ready.exception() else None
+        error = self._ready.exception()
+        return with_code(error) if error else None
 
     def begins(self, iteration: int) -> None:
         """A snapshot starts on its way to storage."""
@@ -110,7 +112,8 @@ class StorageHealth:
     def is_waited_for(self, seconds: float) -> None:
         """The run waits for all pending snapshots before it continues or ends; warns if that takes long."""
         if seconds > _LONG_S and self._waits.failed():
-            self._log.message(f"WARNING: {self._name} has been waited for {seconds:.0f} s; {self._newest_there()}")
+            what = f"the run has waited for {self._name} for {seconds:.0f} s"
+            self._log.message(warning(f"{what}; {self._newest_there()}. Fix: repair it", code="storage-slow"))
 
     def passes(self, iteration: int, under_way: int | None) -> None:
         """An iteration has completed; warns if a snapshot was due for storage while another is on its way there."""
@@ -128,8 +131,12 @@ class StorageHealth:
         )
         if self._late.failed():
             self._log.message(
-                f"WARNING: {self._name} is slow: the snapshot of iteration {under_way} is still being written there, "
-                f"and those that follow are not; {self._newest_there()}. Training goes on: memory has the newest one"
+                warning(
+                    f"{self._name} is slow: the snapshot of iteration {under_way} is still being written there, and "
+                    f"later ones are in memory alone; {self._newest_there()}. Fix: repair it, or raise "
+                    "--persist-interval",
+                    code="storage-slow",
+                )
             )
 
     def failed(self, iteration: int, problem: str) -> None:
@@ -153,8 +160,8 @@ class StorageHealth:
         if warns:
             lasted = f", for {self._failing.seconds:.0f} s now" if self._failing.seconds > 1 else ""
             self._log.message(
-                f"WARNING: snapshots cannot be saved{lasted}: {problem}. Training goes on, and tries again; "
-                f"{self._newest_there()}"
+                f"WARNING: snapshots cannot be saved{lasted}, and training continues and tries again; "
+                f"{self._newest_there()}: {problem}"
             )
 
     def on_stored(self, iteration: int) -> None:
@@ -187,7 +194,7 @@ class StorageHealth:
             return self._ready is None
         if not self._failing.rests:
             if self._failing.failed():
-                self._log.message(f"WARNING: {self._name} cannot be used ({error}). Training goes on, and tries again")
+                self._log.message(f"WARNING: {self._name} cannot be used, and training continues: {with_code(error)}")
             self._ready = self._prepare()
         return False
 

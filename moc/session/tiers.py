@@ -95,13 +95,15 @@ def nodes_of(told: str | None, world: World) -> list[str]:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
     if (fewest := environment.fewest_nodes()) is not None:
         raise SettingsError(
-            f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... continues with fewer: drop it, "
-            "or start the job with a fixed number of nodes."
+            f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... continues with fewer. Fix: drop "
+            "it, or start the job with a fixed number of nodes",
+            code="node-names-invalid",
         )
     nodes = node_names(told)
     if len(nodes) != world.size:
         raise SettingsError(
-            f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
+            f"--node-of-rank names the node of {len(nodes)} of {world.size} workers. Fix: name one for each",
+            code="node-names-invalid",
         )
     return nodes
 
@@ -118,5 +120,6 @@ def check_nodes(slices: Sequence[int], tiers: Tiers, tier: str) -> None:
     if not set(tiers.node).issuperset(slices):
         raise CheckpointError(
             f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
-            "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+            "alike. Fix: keep tensor parallelism inside of a node, or take --ckpt-tier disk",
+            code="tensor-parallel-across-nodes",
         )

@@ -318,8 +318,9 @@ class Saver:
         free = place.free_bytes()
         if free is not None and free < part.file.bytes:
             raise CheckpointError(
-                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,} and "
-                "does not fit: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir"
+                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,}. "
+                "Fix: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir",
+                code="disk-full",
             )
         try:
             self._storage.write_file(iteration, self._rank, self._chunks(parts))
@@ -329,8 +330,9 @@ class Saver:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} cannot be written to {place.name} "
-                f"({error.strerror or error}): make room or repair it, and start again; earlier checkpoints are "
-                "untouched"
+                f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
+                "again",
+                code="storage-unwritable",
             ) from error
 
     def _chunks(self, parts: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -353,7 +355,9 @@ class Saver:
         except OSError as error:
             raise CheckpointError(
                 f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.place.name} "
-                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
+                f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
+                "again",
+                code="storage-unwritable",
             ) from error
 
     def _link(self, snapshot: Snapshot) -> None:

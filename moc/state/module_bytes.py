@@ -60,7 +60,8 @@ def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
     if needed > target.numel():
         raise ModuleStateError(
             f"module state: {', '.join(values)} need {needed} bytes, and {target.numel()} are reserved. Fix: create "
-            "tensors in their final size in the constructor of the module"
+            "tensors in their final size in the constructor of the module",
+            code="module-state-too-large",
         )
     text = len(header).to_bytes(8, "little") + header
     target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -90,7 +91,8 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise ModuleStateError(
             f"module state: the saved bytes are not valid ({type(error).__name__}: {error}). Fix: resume from another "
-            "snapshot (--ckpt-step)"
+            "snapshot (--ckpt-step)",
+            code="module-state-invalid",
         ) from None
 
 
@@ -103,7 +105,8 @@ def _described(values: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
         except ModuleStateError as error:
             raise ModuleStateError(
                 f"module state: {path} changes and cannot be saved: {error}. Fix: keep it in a buffer, a number or a "
-                "container of these"
+                "container of these",
+                code="module-state-unsupported",
             ) from None
     table, offset = [], 0
     for tensor in tensors:

@@ -6,6 +6,12 @@ import functools
 import re
 from dataclasses import dataclass
 
+from moc.errors import UserError
+
+
+class StateError(UserError, ValueError):
+    """A model or optimizer cannot be saved; the message names the parameter or the optimizer."""
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -86,12 +92,13 @@ def operator_of(parameter_name: str) -> str:
         parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``.
 
     Raises:
-        ValueError: the name matches no operator.
+        StateError: the name matches no operator.
     """
     for pattern, operator in _PATTERNS.items():
         if found := pattern.fullmatch(parameter_name):
             return re.sub("[NE]", lambda number: found[number[0]], operator)
-    raise ValueError(
-        f"the parameter {parameter_name} belongs to no operator that is known: give it one of the names "
-        f"{', '.join(OPERATORS)}"
+    raise StateError(
+        f"the parameter {parameter_name} belongs to no known operator. Fix: give it one of the names "
+        f"{', '.join(OPERATORS)}",
+        code="parameter-unknown",
     )

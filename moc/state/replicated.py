@@ -11,7 +11,7 @@ import torch
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import Operator, operator_of
+from moc.state.operators import Operator, StateError, operator_of
 from moc.state.region import Region
 
 
@@ -27,7 +27,7 @@ class ReplicatedState:
         rank: rank of this worker.
 
     Raises:
-        ValueError: a parameter belongs to no known operator, the optimizer updates one that has no name here, or it
+        StateError: a parameter belongs to no known operator, the optimizer updates one that has no name here, or it
             keeps a state that is not known.
     """
 
@@ -43,9 +43,10 @@ class ReplicatedState:
             for place, parameter in enumerate(group["params"]):
                 if parameter not in named:
                     told = group["param_names"][place] if "param_names" in group else f"{place} of group {number}"
-                    raise ValueError(
-                        f"parameter {told} of the optimizer, of shape {tuple(parameter.shape)}, has no name of its own "
-                        "in the state, so it would not be saved: name every parameter that is updated"
+                    raise StateError(
+                        f"parameter {told} of the optimizer, of shape {tuple(parameter.shape)}, would not be saved: it "
+                        "has no name in the state. Fix: name every parameter that is updated",
+                        code="parameter-unnamed",
                     )
                 yield parameter, group
 
@@ -129,7 +130,8 @@ class ReplicatedState:
         """
         if frozen := list(operators):
             raise FreezingError(
-                f"replicated state cannot freeze {frozen[0]}: choose --ckpt-policy full, which does without"
+                f"replicated state cannot freeze {frozen[0]}. Fix: choose a policy that freezes nothing, such as "
+                "--ckpt-policy full"
             )
 
     def activate(self, operators: Iterable[str]) -> None:
@@ -148,7 +150,7 @@ def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
     """Creates the state that torch would create in the first update, with the same outcome; returns the moments.
 
     Raises:
-        ValueError: the optimizer keeps another state.
+        StateError: the optimizer keeps another state.
     """
     kind, state = type(optimizer), optimizer.state[parameter]
     if kind in (torch.optim.Adam, torch.optim.AdamW):
@@ -160,8 +162,9 @@ def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
         slots, begins = ("momentum_buffer",) if group["momentum"] else (), -0.0
     else:
         what = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
-        raise ValueError(
-            f"ReplicatedState knows the state of torch's Adam, AdamW and SGD without dampening, not of {what}: take "
-            "one of them, or implement moc.TrainingState for it"
+        raise StateError(
+            f"ReplicatedState supports torch's Adam, AdamW and SGD without dampening, not {what}. Fix: use one of "
+            "them, or implement moc.TrainingState for it",
+            code="optimizer-unsupported",
         )
     return {slot: state.setdefault(slot, torch.full_like(parameter, begins)).detach() for slot in slots}

@@ -362,5 +362,6 @@ class UndoLog:
         kinds = (type(m).__name__ for m in self._modules if place.owner is m._buffers or place.owner is vars(m))
         return UntrackedChangeError(
             f"{next(kinds, 'a module')}.{place.key} changed for the first time in an iteration that is discarded, and "
-            "no copy of its old value exists. This worker ends; its replacement loads a snapshot"
+            "no copy of its old value exists: this worker ends, and its replacement loads a snapshot. Fix: none is "
+            "needed; register the value as a buffer to keep the worker"
         )

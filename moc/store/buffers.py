@@ -46,8 +46,10 @@ class Buffer:
         except OSError as error:
             where = path.parent if path else "host memory"
             raise CheckpointError(
-                f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}): free some, enlarge "
-                f"it (Docker: --shm-size), name another memory file system with --ckpt-memory-dir, or {otherwise}"
+                f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}). Fix: free memory, "
+                "enlarge the file system (Docker: --shm-size), name another one with --ckpt-memory-dir, or "
+                f"{otherwise}",
+                code="memory-full",
             ) from None
         self.memory: memoryview = memoryview(self._map)
         self.values: torch.Tensor = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
@@ -100,5 +102,6 @@ def _cudart() -> Any:
 def _check(status) -> None:
     if int(status) != 0:
         raise CheckpointError(
-            f"CUDA cannot lock host memory (error {int(status)}): allow it with `ulimit -l unlimited`"
+            f"CUDA cannot lock host memory (error {int(status)}). Fix: raise the limit with `ulimit -l unlimited`",
+            code="memory-lock-refused",
         )

@@ -70,10 +70,15 @@ def latest_iteration(root: str | Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except RefusedFileError as error:
-        raise CheckpointError(f"{tracker} cannot be read ({error.strerror}): remove it") from None
+        raise CheckpointError(
+            f"{tracker} cannot be read ({error.strerror}). Fix: remove it, or load with --ckpt-step",
+            code="tracker-invalid",
+        ) from None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(
-            f"{tracker} holds {shown(text)} instead of an iteration: write the iteration to load into it"
+            f"{tracker} holds {shown(text)} instead of an iteration. Fix: write the iteration to load into it, or load "
+            "with --ckpt-step",
+            code="tracker-invalid",
         )
     return int(text)
 
@@ -85,7 +90,9 @@ def read_manifest(directory: Path) -> dict | None:
         CheckpointError: the directory is missing, or the manifest is missing, damaged or of another format.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
+        raise CheckpointError(
+            f"{directory} does not exist. Fix: correct --load or --ckpt-step", code="checkpoint-missing"
+        )
     path = directory / MANIFEST
     if not path.is_file():
         if (directory / STATE).is_file():
@@ -94,7 +101,11 @@ def read_manifest(directory: Path) -> dict | None:
     try:
         manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is of format {shown(manifest.get('format'))}; this program reads {FORMAT!r}")
+            raise CheckpointError(
+                f"{path} is of format {shown(manifest.get('format'))}, and this program reads {FORMAT!r}. Fix: load it "
+                "with the release that wrote it",
+                code="checkpoint-format-unknown",
+            )
         for name in decode.convert(manifest, _Listing).files:
             decode.inner_path(name)
         return manifest
@@ -104,7 +115,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 def damaged(what: str) -> CheckpointError:
     """The error of a damaged checkpoint, with the remedy."""
-    return CheckpointError(f"{what}; load an older checkpoint with --ckpt-step")
+    return CheckpointError(f"{what}. Fix: load an older checkpoint with --ckpt-step", code="checkpoint-damaged")
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:

@@ -110,12 +110,13 @@ def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
         return
     if now.claim.job == claim.job:
         raise SupersededError(
-            f"generation {now.claim.generation} of this job, led by process {now.pid} on {now.host}, has {name}: this "
-            f"worker of generation {claim.generation} was given up for lost, and publishes nothing"
+            f"generation {now.claim.generation} of this job, led by process {now.pid} on {now.host}, has {name}. The "
+            f"job has replaced this worker of generation {claim.generation}, which publishes nothing. Fix: none is "
+            "needed; if the job has ended, start it again"
         )
     raise SupersededError(
-        f"another job, process {now.pid} on {now.host}, has taken {name}: stop one of them, or give this one another "
-        "directory (--ckpt-dir, --save)"
+        f"another job, process {now.pid} on {now.host}, has taken {name}. Fix: stop one of the jobs, or give this one "
+        "another directory (--ckpt-dir, --save)"
     )
 
 
@@ -165,7 +166,7 @@ class Fence:
         while not self._begins():
             if time.monotonic() > deadline:
                 raise TakenError(
-                    f"another job is using {self._root}{self._other}: stop it, or give this one another directory "
+                    f"another job is using {self._root}{self._other}. Fix: stop it, or give this job another directory "
                     "(--ckpt-dir, --save)"
                 )
             time.sleep(_POLL_S)

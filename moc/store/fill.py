@@ -32,7 +32,11 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     if saved == fragment.global_shape:
         return reader.get(name, fragment.slot, region)
     if not fragment.padded:
-        raise MissingRegionError(f"{name} has shape {saved} there and {fragment.global_shape} here")
+        raise MissingRegionError(
+            f"{name} has shape {saved} in the checkpoint and {fragment.global_shape} in this model. Fix: give the "
+            "flags of the saved model, or load another checkpoint",
+            code="checkpoint-of-another-model",
+        )
     common = region.intersect(Region((0,) * len(saved), saved))
     if common == region:
         return reader.get(name, fragment.slot, region)

@@ -60,7 +60,9 @@ def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
     """
     run = run_of(place_of(job))
     if run is None:
-        raise CheckpointError(f"no run has begun in {job}: name the directory or URL of its checkpoints")
+        raise CheckpointError(
+            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
+        )
     path = memory_of_run(memory_dir, job, run.run)
     return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
 
@@ -92,11 +94,14 @@ def remove_leftover(one: Leftover, ended: bool = False) -> None:
         OSError: it cannot be removed.
     """
     if users := tuple(_users(one.path)):
-        raise CheckpointError(f"{one.path} is used by process {users[0]}: stop that job first")
+        raise CheckpointError(
+            f"{one.path} is used by process {users[0]}. Fix: stop that job first", code="memory-in-use"
+        )
     if not ended and (left_s := lease_left_s(one.path)) > 0:
         raise CheckpointError(
-            f"{one.path} is of a job that was alive a moment ago and may continue: wait {math.ceil(left_s)} s, or give "
-            "--ended if that job has ended"
+            f"{one.path} is of a job that was alive a moment ago and may continue. Fix: wait {math.ceil(left_s)} s, or "
+            "give --ended if that job has ended",
+            code="memory-in-use",
         )
     _remove(one.path)
 
@@ -110,7 +115,10 @@ def give_back(run: Path, node: str) -> None:
     """
     there = [path for path in memory_of_node(run, node) if path.is_dir()]
     if there and run.parent not in memory_homes(run.parent.parent):
-        raise CheckpointError(f"{run} is no memory of a run")
+        raise CheckpointError(
+            f"{run} is not the memory of a run. Fix: name a directory that tools/clean_memory.py lists",
+            code="memory-of-no-run",
+        )
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
             _remove(path)

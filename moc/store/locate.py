@@ -30,10 +30,16 @@ def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
     if match is None:
         return LocalPlace(address, claim=claim)
     if not match[2]:  # pathlib turns s3:// into s3:/, which would become a directory
-        raise CheckpointError(f"{address} is neither a path nor a URL: a URL has two slashes, as in s3://bucket/prefix")
+        raise CheckpointError(
+            f"{address} is neither a path nor a URL. Fix: write two slashes, as in s3://bucket/prefix",
+            code="address-invalid",
+        )
     if match[1] != "file":
         return ObjectPlace(address, claim=claim)
     parts = urlsplit(address)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
-        raise CheckpointError(f"{address} is no directory of this machine: write file:///path, with three slashes")
+        raise CheckpointError(
+            f"{address} is not a directory of this machine. Fix: write file:///path, with three slashes",
+            code="address-invalid",
+        )
     return LocalPlace(unquote(parts.path), claim=claim)

@@ -126,7 +126,10 @@ class Manifest:
             decode.convert(manifest.state, SavedState).check(manifest.iteration)
             return manifest
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{name} is damaged ({error})") from None
+            raise CheckpointError(
+                f"{name} is damaged ({error}). Fix: restore it from a copy, or load another checkpoint (--ckpt-step)",
+                code="checkpoint-damaged",
+            ) from None
 
 
 def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
@@ -142,10 +145,18 @@ def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
     plain = {**decode.table(decode.parse(text, unique_keys=False), "it")}
     digest, written = plain.pop("xxh3_128"), plain.pop("format")
     if written != FORMAT:
-        raise CheckpointError(f"{name} is of format {shown(written)}; this program reads {FORMAT!r}")
+        raise CheckpointError(
+            f"{name} is of format {shown(written)}, and this program reads {FORMAT!r}. Fix: load it with the release "
+            "that wrote it",
+            code="checkpoint-format-unknown",
+        )
     canonical = _canonical({"format": written, **plain})
     if digest != digest_of(canonical.encode()):
-        raise CheckpointError(f"{name} is damaged: it does not match its hash")
+        raise CheckpointError(
+            f"{name} is damaged: it does not match its hash. Fix: restore it from a copy, or load another checkpoint "
+            "(--ckpt-step)",
+            code="checkpoint-damaged",
+        )
     if (text.encode() if isinstance(text, str) else text) != _signed(canonical, digest).encode():
         decode.parse(text)
     return plain
@@ -159,7 +170,11 @@ def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, 
     """
     parts, files, operators = list(parts), {}, {}
     if len(jobs := {part.job for part in parts}) > 1:
-        raise CheckpointError(f"the parts were written by different launches, {', '.join(sorted(jobs))}")
+        raise CheckpointError(
+            f"different launches wrote parts of one checkpoint: {', '.join(sorted(jobs))}. Fix: stop all but one, and "
+            "load another checkpoint (--ckpt-step)",
+            code="parts-contradictory",
+        )
     for part in parts:
         files[part.name] = part.file
         for name, entry in part.operators.items():
@@ -170,7 +185,11 @@ def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, 
 def _add(name: str, one: OperatorEntry, other: OperatorEntry) -> OperatorEntry:
     steps = {entry.step for entry in (one, other) if entry.step is not None}
     if one.detail != other.detail or len(steps) > 1:
-        raise CheckpointError(f"the ranks disagree about {name}: {one.detail}, {other.detail}, updates {sorted(steps)}")
+        raise CheckpointError(
+            f"ranks disagree about {name}: {one.detail}, {other.detail}, updates {sorted(steps)}. Fix: load another "
+            "checkpoint (--ckpt-step)",
+            code="parts-contradictory",
+        )
     elements = dict(one.elements)
     for slot, count in other.elements.items():
         elements[slot] = elements.get(slot, 0) + count

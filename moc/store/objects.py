@@ -62,12 +62,17 @@ class ObjectPlace(Storage):
         self._protocol, _, rest = url.partition("://")
         if self._protocol not in PROTOCOLS or not rest.strip("/"):
             examples = ", ".join(f"{protocol}://bucket/prefix" for protocol in PROTOCOLS if protocol != "memory")
-            raise CheckpointError(f"{url} is no place for checkpoints: give a directory, or {examples}")
+            raise CheckpointError(
+                f"{url} cannot hold checkpoints. Fix: give a directory, or {examples}", code="address-invalid"
+            )
         try:
             fsspec.get_filesystem_class(self._protocol)
         except ImportError as error:
-            remedy = f"pip install {PROTOCOLS[self._protocol]}"
-            raise CheckpointError(f"{url} needs a library that cannot be imported ({error}): {remedy}") from None
+            raise CheckpointError(
+                f"{url} needs a library that cannot be imported ({error}). Fix: run pip install "
+                f"{PROTOCOLS[self._protocol]}",
+                code="library-missing",
+            ) from None
         self._root = rest.strip("/")
         self.name = f"{self._protocol}://{self._root}"
         # fsspec's memory store exposes a file once it is opened, so every file is written in one piece
@@ -135,7 +140,7 @@ class ObjectPlace(Storage):
             if found := self._fs.find(key):
                 self._fs.rm(found)
                 if left := set(found).intersection(self._fs.find(key)):
-                    raise PermissionError(f"{len(left)} objects could not be removed: allow it, or remove them")
+                    raise PermissionError(f"{len(left)} of {len(found)} objects are not removed")
 
     def discard(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`; removals take effect at once, so no mark is needed."""
@@ -170,7 +175,8 @@ class ObjectPlace(Storage):
             now = self._owner()
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise TakenError(
-                f"{self.path(_OWNER)} does not say whose {self.name} is ({error}): start this job again"
+                f"{self.path(_OWNER)} does not name the owner of {self.name} ({error}). Fix: start this job again",
+                code="owner-unreadable",
             ) from None
         assert self._asks is not None  # the place is taken
         refuse_superseded(self._asks, now, self.name)

@@ -42,7 +42,11 @@ def assemble(
         slots = _slots(operators.values())
         for operator in planned:
             if lack := _lack(operator, operators.get(operator.name), slots):
-                raise CheckpointError(f"the checkpoint of iteration {iteration} would lack {lack}: it is not published")
+                raise CheckpointError(
+                    f"the checkpoint of iteration {iteration} is not published: it lacks {lack}. Fix: let the ranks of "
+                    "each pipeline stage describe all fragments of their operators",
+                    code="operator-incomplete",
+                )
     return manifest
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from moc.errors import cause_of
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.boxes import read_boxes
@@ -168,7 +169,11 @@ def read_sources(blob: Blob) -> list[Source]:
         entries = [Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.stored_as]) for box in boxes]
         return [Source(blob, entry, box.start, box.digest) for entry, box in zip(entries, boxes, strict=True)]
     except (OSError, KeyError, ValueError) as error:
-        raise MissingRegionError(f"{blob.name} is not a file of regions: its header is damaged ({error})") from None
+        raise MissingRegionError(
+            f"{blob.name} is not a file of regions: its header is damaged ({cause_of(error)}). Fix: restore it from a "
+            "copy, or load another checkpoint (--ckpt-step)",
+            code="checkpoint-damaged",
+        ) from None
 
 
 class RegionReader:
@@ -209,7 +214,9 @@ class RegionReader:
             MissingRegionError: no file holds any part of it.
         """
         if (name, slot) not in self:
-            raise MissingRegionError(f"no file holds {slot} of {name}")
+            raise MissingRegionError(
+                f"no file holds {slot} of {name}. Fix: load a checkpoint of this model that has it"
+            )
         return self._sources[name, slot][0].entry.global_shape
 
     def will_read(self, name: str, slot: str, region: Region) -> None:
@@ -245,7 +252,8 @@ class RegionReader:
         filled = sum(common.numel for _, common in found)
         if filled != region.numel:
             raise MissingRegionError(
-                f"files hold {filled} of {region.numel} elements of {slot} of {name} at {region.offset}"
+                f"files hold {filled} of {region.numel} elements of {slot} of {name} at {region.offset}. Fix: load "
+                "a checkpoint that has all of them"
             )
         return found
 
@@ -276,7 +284,9 @@ class RegionReader:
     def _values(self, source: Source) -> torch.Tensor:
         if self._verify and source not in self._verified:
             if damage := source.damage():
-                raise DamagedRegionError(damage)
+                raise DamagedRegionError(
+                    f"{damage}. Fix: restore it from a copy, or load another checkpoint (--ckpt-step)"
+                )
             self._verified.add(source)
         return source.values()
 
@@ -286,5 +296,9 @@ def _blob(file: Path | Blob) -> Blob:
         try:
             return LocalBlob(Path(file))
         except OSError as error:
-            raise MissingRegionError(f"{file} is not a file of regions ({error})") from None
+            raise MissingRegionError(
+                f"{file} is not a file of regions ({cause_of(error)}). Fix: restore it from a copy, or load another "
+                "checkpoint (--ckpt-step)",
+                code="checkpoint-damaged",
+            ) from None
     return file

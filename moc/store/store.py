@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from moc.errors import cause_of
 from moc.store import manifest as manifests
 from moc.store.blobs import Blob
 from moc.store.claims import term_in
@@ -126,12 +127,23 @@ class Store:
         try:
             text = self.place.read(path).decode()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.place.path(path)} cannot be read ({error})") from None
+            raise CheckpointError(
+                f"{self.place.path(path)} cannot be read ({cause_of(error)}). Fix: restore it or its permissions, or "
+                "load another checkpoint (--ckpt-step)",
+                code="checkpoint-unreadable",
+            ) from None
         if not self._published(iteration):
-            raise CheckpointError(f"{self.place.path(path)} cannot be read (it is set aside, or being removed)")
+            raise CheckpointError(
+                f"{self.place.path(path)} is set aside or being removed. Fix: load another checkpoint (--ckpt-step)",
+                code="checkpoint-removed",
+            )
         manifest = Manifest.from_json(text, self.place.path(path))
         if manifest.iteration != iteration:
-            raise CheckpointError(f"{self.place.path(path)} is of iteration {manifest.iteration}: somebody moved it")
+            raise CheckpointError(
+                f"{self.place.path(path)} is of iteration {manifest.iteration}. Fix: move it back to "
+                f"{directory_of(manifest.iteration)}",
+                code="checkpoint-moved",
+            )
         return manifest
 
     def write_file(self, iteration: int, rank: int, parts: Iterable) -> None:
@@ -166,7 +178,10 @@ class Store:
         """
         names = self.place.names(directory_of(iteration))
         if _REMOVED in names:
-            raise CheckpointError(f"{self.place.path(directory_of(iteration))} is being removed: nothing is published")
+            raise CheckpointError(
+                f"nothing is published: {self.place.path(directory_of(iteration))} is being removed. Fix: save again",
+                code="checkpoint-removed",
+            )
         return [known.get(rank) or self._reported(iteration, rank, names) for rank in ranks]
 
     def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
@@ -197,7 +212,7 @@ class Store:
         if manifest.iteration in self._before:  # superseded workers may have written here until the term began
             for name, entry in manifest.files.items():
                 if damage := self.damage_in_header(manifest.iteration, name, entry):
-                    raise CheckpointError(f"{damage}: nothing is published")
+                    raise CheckpointError(f"nothing is published: {damage}. Fix: save again", code="part-overwritten")
         there = self.place.names(directory)  # not what others write from now on
         self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
         for name in there:
@@ -258,7 +273,7 @@ class Store:
         try:
             self.blob(iteration, name, entry)
         except DamagedRegionError as damage:
-            return str(damage)
+            return cause_of(damage)
         return None
 
     def blob(self, iteration: int, name: str, entry: FileEntry) -> Blob:
@@ -271,13 +286,21 @@ class Store:
         try:
             blob = self.place.blob(path)
         except OSError as error:
-            raise DamagedRegionError(f"{self.place.path(path)} cannot be read ({error.strerror or error})") from None
+            raise DamagedRegionError(
+                f"{self.place.path(path)} cannot be read ({error.strerror or error}). Fix: restore it or its "
+                "permissions, or load another checkpoint (--ckpt-step)",
+                code="checkpoint-unreadable",
+            ) from None
         if blob.size < entry.bytes or (blob.size > entry.bytes and not self._slack):
             raise DamagedRegionError(
-                f"{blob.name} has {blob.size} bytes instead of {entry.bytes}: it is truncated or overwritten"
+                f"{blob.name} has {blob.size} bytes instead of {entry.bytes}: it is truncated or overwritten. Fix: "
+                "restore it from a copy, or load another checkpoint (--ckpt-step)"
             )
         if digest_of(blob.read(0, entry.header_bytes)) != entry.header_xxh3_128:
-            raise DamagedRegionError(f"{blob.name} is damaged: its header does not match its hash")
+            raise DamagedRegionError(
+                f"{blob.name} is damaged: its header does not match its hash. Fix: restore it from a copy, or load "
+                "another checkpoint (--ckpt-step)"
+            )
         return blob
 
     def _check(self) -> None:
@@ -295,10 +318,14 @@ class Store:
             part = RankReport.from_json(self.place.read(path).decode())
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.place.check_owner()  # a new owner may have removed it
-            raise CheckpointError(f"{self.place.path(path)} cannot be read ({error}): nothing is published") from None
+            raise CheckpointError(
+                f"nothing is published: {self.place.path(path)} cannot be read ({cause_of(error)}). Fix: repair the "
+                "directory, and save again",
+                code="report-unreadable",
+            ) from None
         if claim is not None and part.term != claim.term:
             if damage := self.damage_in_header(iteration, part.name, part.file):
-                raise CheckpointError(f"{damage}: nothing is published")
+                raise CheckpointError(f"nothing is published: {damage}. Fix: save again", code="part-overwritten")
         return part
 
     def _directories(self) -> list[int]:

@@ -81,7 +81,9 @@ def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> L
     """
     run = run_of(place_of(job))
     if run is None:
-        raise CheckpointError(f"no run has begun in {job}: name the directory or URL of its checkpoints")
+        raise CheckpointError(
+            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
+        )
     return memory_place(memory_dir, job, run.run, node)
 
 
@@ -100,13 +102,15 @@ def memory_home(memory_dir: str | Path) -> Path:
         home = next(filter(_is_own, homes), None) or next(filter(_can_be_made, homes), None)
     except OSError as error:
         raise CheckpointError(
-            f"{homes[0]} cannot be used for snapshots ({error.strerror}): name a memory file system with "
-            "--ckpt-memory-dir"
+            f"{homes[0]} cannot be used for snapshots ({error.strerror}). Fix: name a memory file system with "
+            "--ckpt-memory-dir",
+            code="memory-directory-unusable",
         ) from None
     if home is None:
         raise CheckpointError(
             f"{homes[0]} is not a directory that only its owner, this user, can use, nor are {homes[1].name} to "
-            f"{homes[-1].name}: remove it, or name another memory file system with --ckpt-memory-dir"
+            f"{homes[-1].name}. Fix: remove it, or name another memory file system with --ckpt-memory-dir",
+            code="memory-directory-unusable",
         )
     if home != homes[0]:
         print_once(f"{homes[0]} is not a directory that only this user can use: its jobs use {home}")

@@ -145,7 +145,7 @@ def lose_and_restore(memory: str, directory: str) -> dict:
     node.peers.replicate(3).result(60)
     _all_are_here()
     _lose_first(node, damaged={1: 3, 2: 3})
-    told["an older one"] = node.has() | {"value": node.value(2)}
+    told["older"] = node.has() | {"value": node.value(2)}
 
     node.end_replica_server()
     told["messages"], told["events"] = node.messages, node.written

@@ -58,7 +58,7 @@ def load_compute(flags: dict) -> dict:
 
     Returns:
         Digests of the whole weights as ``expected``, as ``loaded`` and ``after`` an update of frozen operators; of all
-        state ``before stock step`` and after one that megatron-core takes by itself; and how what does not fit is
+        state ``before_stock_step`` and after one that megatron-core takes by itself; and how what does not fit is
         ``refused``.
     """
 
@@ -80,9 +80,9 @@ def load_compute(flags: dict) -> dict:
             except ValueError as error:
                 refused.append(str(error))
         told = {"expected": expected, "loaded": loaded, "after": [digest(w) for w in weights], "refused": refused}
-        told["before stock step"] = _told(state)
+        told["before_stock_step"] = _told(state)
         run.stepper.optimizer.core.step()
-        return told | {"after stock step": _told(state)}
+        return told | {"after_stock_step": _told(state)}
 
     return with_run(flags, use)
 

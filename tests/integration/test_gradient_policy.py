@@ -10,6 +10,7 @@ import pytest
 
 from megatron.pretraining.config import compose
 from megatron.pretraining.convert.dense import DenseContents
+from moc.errors import codes_in
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests import warm
@@ -81,8 +82,8 @@ def _details(store: Store, iteration: int) -> list[str]:
 def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
     start("1", flags | HARD, "sparse_bodies:die_after", iteration=5).wait()
     (refused,) = start("1", flags | HARD | dict(lr=2e-2), "sparse_bodies:train").wait()
-    assert refused.exit == 1 and "the learning-rate schedule differs from the one in" in refused.output
-    assert "--override-opt-param-scheduler" in refused.output and "an older snapshot is tried" not in refused.output
+    assert refused.exit == 1 and "--override-opt-param-scheduler" in refused.output
+    assert "an older" not in refused.output
     changed = train("1", flags | HARD | dict(lr=2e-2, override_opt_param_scheduler=True), "sparse_bodies:train")
     assert changed.start == 5
 
@@ -171,7 +172,7 @@ def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data,
         shutil.rmtree(gone)  # as the memory of its machine would be
         job.start(1)
         assert job.wait() == 0, job.console[-4000:]
-    assert "has none yet that is whole: the run begins again" in job.console
+    assert "nothing-stored-yet" in codes_in(job.console)
     straight = train("EP2", data | HARD | size | _stored(tmp_path, 12) | dict(persist_interval=None))
     assert job.records()[-12:] == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]

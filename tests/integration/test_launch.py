@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moc.errors import codes_in
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
@@ -139,7 +140,7 @@ def test_a_node_is_lost_with_its_memory_before_anything_is_stored(flags, undistu
         shutil.rmtree(gone)  # as the memory of its machine would be
         job.start(1)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
-    assert "has none yet that is whole: the run begins again" in job.console
+    assert "nothing-stored-yet" in codes_in(job.console)
 
 
 def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):

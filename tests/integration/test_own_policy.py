@@ -36,7 +36,7 @@ def test_it_trains_is_killed_and_goes_on(tmp_path):
     published = store.iterations()
     said = train(env, directory, 8)
     newest = 6 if 6 in published else 4  # the kill may precede the publication of the snapshot just begun
-    assert f"loading snapshot {directory}/{directory_of(newest)}" in said and "experts have lost" in said
+    assert f"loading snapshot {directory}/{directory_of(newest)}" in said
     assert store.iterations()[-1] == 8
     experts = [name.split(".")[1] for name in store.manifest(4).operators if ".expert." in name]
     assert sorted(experts) == ["0", "1"]  # one of each layer

@@ -187,7 +187,7 @@ def test_copies_come_back_and_damaged_ones_do_not(tmp_path):
     assert second["another copy"]["own"] == [1, 2]
     assert first["gone on"] == {"of_1": [2], "of_2": [2], "own": [2]}
     assert (second["gone on"]["of_0"], third["gone on"]["of_0"]) == ([2], [2])
-    assert first["an older one"] == {"own": [2], "value": 20.0}
+    assert first["older"] == {"own": [2], "value": 20.0}
     damaged = [text for text in first["messages"] if "damaged: master of w" in text]
     assert len(damaged) == 3 and first["messages"] == second["messages"]
     assert [fields for _, fields in first["events"]] == [

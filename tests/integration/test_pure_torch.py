@@ -101,7 +101,7 @@ def test_workers_are_killed_one_after_the_other_and_nobody_can_tell(undisturbed,
             run.kill(rank)
             run.generation(generation)
         assert run.end() == undisturbed
-        assert "1 workers keep their state" in run.console
+        assert "1 worker keeps" in run.console
 
 
 def test_a_run_that_has_ended_goes_on_from_storage(undisturbed, tmp_path):

@@ -95,7 +95,7 @@ def test_a_disk_that_cannot_be_written_to(flags, tmp_path):
 def test_memory_that_is_too_small(layout, size, flags, tmp_path):
     train(layout, flags | dict(exit_interval=1))
     with mounted(tmp_path / "memory", size) as memory:
-        assert_refused(start(layout, flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "enlarge it")
+        assert_refused(start(layout, flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "[memory-full]")
     rest = train(layout, flags)
     assert rest.start in (1, 2, 3)  # it may have come some way
 
@@ -106,7 +106,7 @@ def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
     first = start("EP2", flags)
     wait_for(lambda: newest_iterations(flags))
     second = start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently")
-    assert_refused(second, "another job is using", flags["ckpt_dir"])
+    assert_refused(second, "[directory-in-use]", flags["ckpt_dir"])
     os.kill(first.pids[0], 15)
     run = told(first)
     assert run.codes == [75, 75]

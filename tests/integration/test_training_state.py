@@ -135,7 +135,7 @@ def whole(reader: RegionReader, name: str, slot: str) -> torch.Tensor:
 def test_compute_weights_of_frozen_operators_stay_as_loaded(flags, data):
     for worker in run("DP2", "load_compute", data, flags):
         assert worker["after"] == worker["loaded"] == worker["expected"]
-        assert worker["after stock step"] == worker["before stock step"]
+        assert worker["after_stock_step"] == worker["before_stock_step"]
         assert [" takes " in refused for refused in worker["refused"]] == [True, True]
 
 

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from megatron.pretraining.error_messages import cause_and_remedy, messages
-from moc.errors import UserError, code_of, codes_in, with_code
+from moc.errors import UserError, cause_of, code_of, codes_in, with_code
 from tests.errors import raises
 
 
@@ -34,10 +34,25 @@ def test_the_code_of_an_error(error, code):
 
 
 def test_an_error_that_another_process_sends_keeps_its_code():
-    sent = with_code(Derived("it failed. Fix: repair it", code="of-a-call"))
+    error = Derived("it failed. Fix: repair it", code="of-a-call")
     with raises("of-a-call", "repair") as caught:
-        raise OfAClass(sent)
-    assert str(caught.value) == "it failed. Fix: repair it"
+        raise OfAClass(with_code(error))
+    assert str(caught.value) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Derived("it failed. Fix: repair it"), "it failed"),
+        (with_code(Derived("it failed. Fix: repair it")), "it failed"),
+        (OSError(errno.ENOSPC, "full", "/a"), "/a: full"),
+        (OSError(errno.ENOSPC, "full"), "full"),
+        (ValueError("x"), "x"),
+    ],
+    ids=str,
+)
+def test_the_cause_of_an_error_is_quoted_without_remedy_and_code(error, cause):
+    assert cause_of(error) == cause
 
 
 def test_messages_are_read_from_the_source(tmp_path):

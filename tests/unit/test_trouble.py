@@ -51,11 +51,11 @@ def test_a_later_trouble_is_told_at_once():
 
 def test_mistakes_are_printed_once_and_end_nothing():
     said = []
-    harmless = Harmless(said.append, "a report", "Training goes on.")
+    harmless = Harmless(said.append, "REPORT", "EFFECT")
     for error in (KeyError(12), ZeroDivisionError("x / 0"), TypeError("None")):
         with harmless():
             raise error
-    assert said == ["WARNING: a report failed (KeyError: 12). Training goes on."]
+    assert len(said) == 1 and all(part in said[0] for part in ("REPORT", "KeyError: 12", "EFFECT"))
     for error in (RuntimeError("a worker is lost"), OSError(28, "no space"), KeyboardInterrupt()):
         with pytest.raises(type(error)), harmless():
             raise error

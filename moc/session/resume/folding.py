@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moc.errors import with_code
 from moc.faults import reach
 from moc.recovery.sources import MASTER, AvailableCheckpoint, ReplayPoint
 from moc.session.engine import Engine
@@ -42,7 +43,7 @@ class Folder:
             try:
                 self._update(steps[key], before, manifests)
             except (CheckpointError, MissingRegionError, OSError) as error:
-                return self._reader.problem(steps[key], manifests[key], str(error))
+                return self._reader.problem(steps[key], manifests[key], with_code(error))
         return None
 
     def _update(

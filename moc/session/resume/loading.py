@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
@@ -114,7 +115,11 @@ class SnapshotLoader:
         self._unseen = seen is None
         if self._unseen:
             self._log.message(
-                f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it"
+                warning(
+                    f"{name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it. Fix: "
+                    "repair it, or name another --ckpt-dir",
+                    code="storage-silent",
+                )
             )
             return []
         stored, problems = seen
@@ -134,7 +139,12 @@ class SnapshotLoader:
         except OSError as error:
             if self._memory is None:
                 raise
-            return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
+            unusable = CheckpointError(
+                f"{self._storage.place.name} cannot be used ({error.strerror or error}). Fix: correct its permissions "
+                "or repair it",
+                code="storage-unwritable",
+            )
+            return [], [with_code(unusable)]
         others: list[CheckpointError] = []
 
         def check(manifest: Manifest, where: str) -> None:
@@ -196,8 +206,12 @@ class SnapshotLoader:
                 self._refuse(held)
             place = self._storage.place.name
             self._log.message(
-                f"WARNING: lost nodes had parts of all snapshots in memory, and {place} has none yet that is whole: "
-                "the run begins again; to persist earlier, set --persist-interval or --ckpt-tier peers"
+                warning(
+                    f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has none yet "
+                    "that is whole. Fix: save to storage earlier (--persist-interval), or keep copies on other nodes "
+                    "(--ckpt-tier peers)",
+                    code="nothing-stored-yet",
+                )
             )
         if self._damage:
             self._forget_moments()
@@ -214,8 +228,8 @@ class SnapshotLoader:
             mine.live = None
 
     def _check_change(self, held: list[AvailableCheckpoint], iteration: int = -1) -> None:
-        if self._only is None and (why := refusal(held, self._policy, iteration)):
-            raise CheckpointError(why)
+        if self._only is None and (refused := refusal(held, self._policy, iteration)):
+            raise refused
 
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had anything whole: its first iterations are no loss."""
@@ -229,8 +243,9 @@ class SnapshotLoader:
             path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
         raise CheckpointError(
-            f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory with "
-            "--ckpt-dir"
+            f"no snapshot is whole ({cause_of(self._damage or nothing)}). Fix: restore one, or start anew in another "
+            "directory with --ckpt-dir",
+            code="no-whole-snapshot",
         )
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
@@ -248,7 +263,14 @@ class SnapshotLoader:
         damaged = self._engine.tap.damaged(served)
         told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
         if told:
-            self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
+            workers = ", ".join(map(str, told))
+            self._log.message(
+                warning(
+                    f"upstream logs of workers {workers} are damaged: more stages load a snapshot. Fix: test the "
+                    "memory of their nodes",
+                    code="log-damaged",
+                )
+            )
         return told
 
     def _torn(
@@ -273,7 +295,7 @@ class SnapshotLoader:
                 return None, bad
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
-                self._log.message(f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}")
+                self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
             amount = sum(manifest.bytes for manifest in manifests.values())
         if self._world.rank in plan.complete:
             self._complete(left.states[plan.iteration])
@@ -313,7 +335,7 @@ class SnapshotLoader:
 
     def _note(self, problem: str) -> None:
         self._damage = self._damage or problem
-        self._log.message(f"WARNING: {problem}; an older snapshot is tried")
+        self._log.message(f"WARNING: an older snapshot is tried: {problem}")
 
     def _restore_from(self, way: RecoveryPath, manifests: dict[Key, Manifest], left: Survivors) -> Mapping:
         """Restores all state but the tensors from the base of a path; returns it."""
@@ -376,7 +398,9 @@ class SnapshotLoader:
             folded=len(folds),
             stale=len(plan.way.stale) if plan.way else 0,
         )
-        kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
+        keeping = len(plan.keep)
+        keep = "1 worker keeps its" if keeping == 1 else f"{keeping} workers keep their"
+        kept = f"{keep} state of iteration {plan.iteration}; " if keeping else ""
         source = f"from {tier}" if plan.way else "from one another"
         for stage, course in sorted(plan.courses.items()):
             continued = f"continued from iteration {course.begin} and " if course.goes_on else ""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from moc.errors import with_code
 from moc.faults import reach
 from moc.recovery.sources import (
     BEFORE,
@@ -98,7 +99,7 @@ class SnapshotReader:
                     if one.iteration > way.moments[0].iteration:
                         record_of(manifests[one.key].state, self.where(one))
             except CheckpointError as error:
-                problem = problem or (one.key, str(error), None)
+                problem = problem or (one.key, with_code(error), None)
         return manifests, problem
 
     def fill(
@@ -133,9 +134,14 @@ class SnapshotReader:
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # every file, needed or not
                 home[name].blob(one.iteration, name, manifest.files[name])
         except MissingRegionError as error:
-            return str(error)
+            return with_code(error)
         except OSError as error:
-            return f"{self.where(one)} cannot be read ({error.strerror or error})"
+            unreadable = CheckpointError(
+                f"{self.where(one)} cannot be read ({error.strerror or error}). Fix: restore it or its permissions, or "
+                "load another one (--ckpt-step)",
+                code="checkpoint-unreadable",
+            )
+            return with_code(unreadable)
         return None
 
     def _damaged(self, one: AvailableCheckpoint, manifest: Manifest) -> list[str] | None:

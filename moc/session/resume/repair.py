@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
+from moc.errors import with_code
 from moc.runtime.world import World
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
@@ -48,7 +49,7 @@ class Repair:
         try:
             self._save(iteration)
         except CheckpointError as error:
-            self.failure = str(error)
+            self.failure = with_code(error)
 
     def _save(self, iteration: int) -> None:
         assert self._saver is not None  # while of() lasts

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from moc.errors import code_of
 from moc.faults import reach
 from moc.files import decode
 from moc.recovery.scope import Replayed
@@ -204,7 +205,7 @@ def _freeze_one_by_one(state: TrainingState) -> None:
                 state.freeze([operator])
                 state.activate([operator])
     except FreezingError as error:
-        raise CheckpointError(f"sparse checkpoints cannot be replayed: {error}") from None
+        raise CheckpointError(f"sparse checkpoints cannot be replayed: {error}", code=code_of(error)) from None
 
 
 def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
@@ -214,7 +215,10 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
         CheckpointError: there is none.
     """
     if not saved.get("record"):
-        raise CheckpointError(f"{where} has no step record, so its iteration cannot be replayed")
+        raise CheckpointError(
+            f"{where} has no step record, so its iteration cannot be replayed. Fix: load another one (--ckpt-step)",
+            code="step-record-missing",
+        )
     return decode.convert(saved["record"], StepRecord)
 
 

@@ -1,5 +1,7 @@
 """How a job goes on, whatever is left: exact, or a reason why not."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,12 +113,9 @@ def test_with_an_inexact_policy_all_go_back_where_an_operator_is_lost():
 
 
 def test_what_is_missing_is_named():
-    assert reason(JobInventory([]), OPERATORS) == "there is none"
-    assert (
-        reason(JobInventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS)
-        == "that of iteration 5 lacks " + NAMES[1]
-    )
-    assert "weights or moments" in reason(
+    assert "none" in reason(JobInventory([]), OPERATORS)
+    assert re.search(rf"\b5\b.*{NAMES[1]}", reason(JobInventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS))
+    assert "moments" in reason(
         JobInventory([AvailableCheckpoint(5, STORAGE, dict.fromkeys(NAMES, "compute"))]), OPERATORS
     )
 

@@ -10,9 +10,9 @@ import pytest
 from moc.recovery.carrying import Carrier
 from moc.session.carriers import Carriers, RemoteCarrier
 from moc.store.claims import Claim
-from moc.store.errors import CheckpointError
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
+from tests.errors import raises
 from tests.unit.recovery.test_carrying import ONES, in_full, newest, take
 
 PLANS = [in_full(*range(8)), in_full(0, 1), in_full(2, 3), in_full(1, 4), in_full(0, 5), in_full(6, 7)]
@@ -68,7 +68,7 @@ def test_one_that_dies_during_a_call_is_named(carriers, tmp_path):
     take(store, remote, 1, PLANS[0])
     carriers._helper._process.stdin.close()  # as if it had died after it was looked at
     carriers._helper._process.stdin = open("/dev/full", "w")
-    with pytest.raises(CheckpointError, match="the process that carries them has died"):
+    with raises("helper-lost", "has died"):
         remote.drop(1)
     take(store, remote, 2, PLANS[1])  # by another one
 
@@ -79,7 +79,7 @@ def test_what_fails_there_fails_here(carriers, tmp_path):
     take(older, remote, 1, PLANS[0])
     take(older, remote, 2, PLANS[1])
     store_at(tmp_path / "memory", Claim("job", (1, 2)))
-    with pytest.raises(CheckpointError, match="generation 1.2 of this job"):
+    with raises("directory-taken-over", "generation 1.2"):
         take(older, remote, 3, PLANS[2])
 
 
@@ -89,14 +89,14 @@ def test_nothing_is_carried_after_the_end(carriers, tmp_path):
     process = carriers._helper._process
     carriers.close()
     assert process.poll() is not None
-    with pytest.raises(CheckpointError, match="the process that carries them has been ended"):
+    with raises("helper-lost", "ended"):
         remote.drop(1)
 
 
 def test_one_that_cannot_be_started_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
     remote = RemoteCarrier(Carriers(), store_at(tmp_path / "memory"), ONES)
-    with pytest.raises(CheckpointError, match="the process that carries them cannot be started: .*gone"):
+    with raises("helper-lost", str(tmp_path / "gone")):
         remote.drop(1)
 
 
@@ -120,7 +120,7 @@ def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
     take(store, remote, 1, PLANS[0])
     carriers._helper._process.send_signal(signal.SIGSTOP)
     carriers._helper.patience_s = 0.1
-    with pytest.raises(CheckpointError, match=r"the process that carries them has not answered for 0\.1 s"):
+    with raises("helper-lost", "0.1 s"):
         remote.drop(1)
     carriers._helper.patience_s = 60
     take(store, remote, 2, PLANS[1])

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from moc.errors import codes_in
 from moc.events import EventLog
 from moc.session.storage_health import StorageHealth, tolerable
 from moc.snapshot.background import Background
@@ -41,10 +42,10 @@ def test_what_is_under_way_for_too_long_is_told_once_and_counted():
     for iteration in range(12, 45):
         disk.passes(iteration, under_way=12)
     assert [fields["iteration"] for kind, fields in log.told if kind == "save_skipped"] == [22, 32, 42]
-    assert len(log.said) == 1 and "disk is slow" in log.said[0] and "iteration 12" in log.said[0]
+    assert codes_in("\n".join(log.said)) == ["storage-slow"] and "iteration 12" in log.said[0]
     assert disk.late and disk.gauges == {"saves_skipped": 3.0}
     disk.on_stored(12)
-    assert not disk.late and disk.newest == 12 and "had been slow" in log.said[1]
+    assert not disk.late and disk.newest == 12 and len(log.said) == 2 and not codes_in(log.said[1])
     disk.passes(60, under_way=None)
     assert disk.skipped == 3
 
@@ -64,7 +65,7 @@ def test_storage_that_is_slow_in_turns_is_told_once_a_minute():
     for iteration in range(10, 60, 5):
         disk.passes(iteration, under_way=iteration - 4)
         disk.on_stored(iteration - 4)
-    assert len(log.said) == 2 and "disk is slow" in log.said[0] and "had been slow" in log.said[1]
+    assert [codes_in(line) for line in log.said] == [["storage-slow"], []]
     assert sum(kind == "save_skipped" for kind, _ in log.told) == 10
 
 
@@ -79,7 +80,7 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
     assert len(log.said) == 1 and "no room" in log.said[0] and "iteration 7" in log.said[0]
     disk.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
     disk.on_stored(22)
-    assert not disk.rests and "can be saved again" in log.said[1]
+    assert not disk.rests and len(log.said) == 2
 
 
 def test_nothing_goes_there_before_it_is_ready():
@@ -95,13 +96,13 @@ def test_nothing_goes_there_before_it_is_ready():
 
 
 def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
-    log, tries = Log(), [failed_with(OSError(5, "input/output error")), Future()]
+    log, tries = Log(), [failed_with(OSError(28, "full")), Future()]
     tries[1].set_result(None)
     disk = storage(log, prepare=lambda: tries.pop(0))
-    assert disk.ballot()["storage_closed"] == 1.0 and len(log.said) == 1 and "input/output error" in log.said[0]
+    assert disk.ballot()["storage_closed"] == 1.0 and codes_in("\n".join(log.said)) == ["disk-full"]
     assert disk.ballot()["storage_closed"] == 0.0 and disk.problem() is None
-    taken = storage(log, prepare=lambda: failed_with(TakenError("another job is using disk")))
-    assert taken.problem() == "another job is using disk" and taken.ballot()["storage_closed"] == 1.0
+    taken = storage(log, prepare=lambda: failed_with(TakenError("taken")))
+    assert taken.problem() == "taken [directory-in-use]" and taken.ballot()["storage_closed"] == 1.0
 
 
 @pytest.mark.parametrize(

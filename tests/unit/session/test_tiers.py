@@ -1,9 +1,7 @@
 """What snapshots in the memory of nodes cannot have: slices that tensor-parallel ranks on several nodes share."""
 
-import pytest
-
 from moc.session.tiers import Tiers, check_nodes
-from moc.store.errors import CheckpointError
+from tests.errors import raises
 
 
 def test_tensor_parallel_ranks_may_not_be_on_several_nodes():
@@ -12,5 +10,5 @@ def test_tensor_parallel_ranks_may_not_be_on_several_nodes():
         check_nodes([0, 1], Tiers(None, None, nodes, True, node, None, 2), "memory")
 
     check("a", "a")
-    with pytest.raises(CheckpointError, match="memory cannot save norms and routers, .* inside of a node"):
+    with raises("tensor-parallel-across-nodes", "--ckpt-tier memory", "--ckpt-tier disk"):
         check("a", "b")

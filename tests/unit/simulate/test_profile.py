@@ -6,6 +6,7 @@ import pytest
 
 from moc.simulate.profile import read_profile
 from moc.simulate.program_recovery import RecoveryCosts
+from tests.errors import raises
 
 
 def write(path, *events):
@@ -60,5 +61,5 @@ def test_what_is_no_profile_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no iterations after the first 5"):
         read_profile(path)
     path.write_text("loss: 3\n")
-    with pytest.raises(ValueError, match="line 1 is no JSON"):
+    with raises("events-invalid", "line 1"):
         read_profile(path)

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from megatron.pretraining.process import cpu
+from tests.errors import raises
 
 cpu.install()  # comes before megatron.core
 import torch.distributed as dist  # noqa: E402
@@ -84,7 +85,7 @@ def test_operator_of_a_parameter(parameter, operator):
     ],
 )
 def test_an_unknown_name_is_an_error_that_names_it(name):
-    with pytest.raises(ValueError, match=f"the parameter {name} ") as error:
+    with raises("parameter-unknown", name) as error:
         operator_of(name)
     assert all(known in str(error.value) for known in OPERATORS)
 

@@ -5,6 +5,7 @@ import pytest
 from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError
 from moc.store.fence import Holder, refuse_superseded, successors
+from tests.errors import raises
 
 OURS = Claim("launch", (1, 2), "run")
 
@@ -48,9 +49,9 @@ def test_nothing_newer_may_have_a_place():
     for term in ((0, 9), (1, 1), (1, 2)):
         refuse_superseded(OURS, Holder(Claim("launch", term), "host", 7), "here")
     for term in ((1, 3), (2, 0)):
-        with pytest.raises(SupersededError, match=rf"generation {term[0]}\.{term[1]} of this job, led by process 7"):
+        with raises("directory-taken-over", f"generation {term[0]}.{term[1]}", "process 7"):
             refuse_superseded(OURS, Holder(Claim("launch", term), "host", 7), "here")
-    with pytest.raises(SupersededError, match="another job, process 7 on host, has taken here"):
+    with raises("directory-taken-over", "process 7 on host", "here", "--ckpt-dir"):
         refuse_superseded(OURS, Holder(Claim("other", (0, 0)), "host", 7), "here")
 
 

@@ -16,6 +16,7 @@ from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankR
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
+from tests.errors import raises
 from tests.mutations import changed, signed
 
 ROUNDS = 10_000 if os.environ.get("MOC_TESTS_ALL") == "1" else 2_000
@@ -89,7 +90,7 @@ DEEP = "[" * 100_000
     "deep", [DEEP, '{"a":' * 100_000, f'{{"format": "{FORMAT}", "state": {"[" * 990}{"]" * 990}}}']
 )
 def test_what_is_nested_too_deeply(tmp_path, deep):
-    with pytest.raises(CheckpointError, match="nested too deeply|is damaged"):
+    with raises("checkpoint-damaged"):
         Manifest.from_json(deep, "it")
     for name in ("iter_0000003/manifest.json", ".run.json", ".fence"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -100,10 +101,10 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
         read_checkpoint(tmp_path / "iter_0000003")
     assert run_of(LocalPlace(tmp_path)) is None
     assert Fence(tmp_path, Claim("job")).read() is None
-    with pytest.raises((KeyError, ValueError), match="nested too deeply|job"):  # Python 3.12 reads 990 levels
+    with pytest.raises((KeyError, ValueError), match="nested|job"):  # Python 3.12 reads 990 levels
         Holder.from_json(deep)
     header = deep.encode()
-    with pytest.raises(ValueError, match="nested too deeply|Expected `object`"):
+    with pytest.raises(ValueError, match="nested|`object`"):
         whole = len(header).to_bytes(8, "little") + header
         read_boxes("file", len(whole), lambda start, stop: whole[start:stop])
 
@@ -114,15 +115,15 @@ def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
     plain = json.loads(manifest().to_json())
     plain["files"] = {name: plain["files"].popitem()[1]}
     store.place.write("iter_0000003/manifest.json", [signed(plain).encode()])
-    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+    with raises("checkpoint-damaged", "manifest.json"):
         store.manifest(3)
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "a" / "b" / "iter_0000003")
     if ".." in name.split("/") or name.startswith("/"):
         for leads_out in (target.place.read, target.place.blob, target.place.remove, target.place.names):
-            with pytest.raises(ValueError, match="is outside of"):
+            with pytest.raises(ValueError, match="outside"):
                 leads_out(name)
-        with pytest.raises(ValueError, match="is outside of"):
+        with pytest.raises(ValueError, match="outside"):
             target.place.write(name, [b""])
     assert not list(tmp_path.glob("outside*"))
 

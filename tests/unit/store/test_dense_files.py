@@ -3,14 +3,16 @@
 import itertools
 import json
 import os
+import re
 import shutil
 
 import pytest
 
 from moc.store import dense_files as files
 from moc.store.claims import Claim
-from moc.store.errors import CheckpointError, SupersededError
+from moc.store.errors import SupersededError
 from moc.store.fence import Fence
+from tests.errors import raises
 from tests.unit.store.turns import Actor
 
 
@@ -85,24 +87,24 @@ def test_damage_is_named(tmp_path):
     directory = save(tmp_path, 1, "content")
     listed, path = files.read_manifest(directory)["files"], directory / "optimizer" / "a"
     path.write_text("cOntent")
-    assert "optimizer/a does not match its hash" in files.damage_in(directory, listed)
+    assert "optimizer/a" in files.damage_in(directory, listed)
     path.write_text("cont")
-    assert "has 4 bytes instead of 7" in files.damage_in(directory, listed)
+    assert re.search(r"optimizer/a .*\b4\b.*\b7\b", files.damage_in(directory, listed))
     path.unlink()
-    assert "optimizer/a is missing" in files.damage_in(directory, listed)
+    assert "missing" in files.damage_in(directory, listed)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "something else"}'])
 def test_a_damaged_manifest(text, tmp_path):
     directory = save(tmp_path, 1, "content")
     (directory / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with raises("checkpoint-format-unknown" if "else" in text else "checkpoint-damaged", "manifest.json"):
         files.read_manifest(directory)
 
 
 def test_a_damaged_tracker(tmp_path):
     (tmp_path / files.TRACKER).write_text("release")
-    with pytest.raises(CheckpointError, match="holds 'release' instead of an iteration"):
+    with raises("tracker-invalid", files.TRACKER, "'release'"):
         files.latest_iteration(tmp_path)
 
 
@@ -146,7 +148,7 @@ def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(i
         saves(root, NEW, iteration, "new")()
         assert newest(root) == (iteration, "new")
         assert not list(root.glob(".iter_*"))
-        with pytest.raises(SupersededError, match="generation 0.4 of this job"):
+        with raises("directory-taken-over", "generation 0.4"):
             saves(root, OLD, 5, "old")()
         assert json.loads((files.directory_of(root, iteration) / files.MANIFEST).read_text())["term"] == [0, 4]
         if over:

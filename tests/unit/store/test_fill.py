@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.fill import reading_ahead, values_for
-from moc.store.regions import DamagedRegionError, MissingRegionError, RegionReader, RegionTensor, write_regions
+from moc.store.regions import RegionReader, RegionTensor, write_regions
+from tests.errors import raises
 
 NAME = "embedding.word_embeddings.weight"
 
@@ -55,7 +56,7 @@ def test_zeros_have_the_dtype_of_what_is_filled(tmp_path):
 
 def test_another_shape_is_refused_where_nothing_is_padded(tmp_path):
     saved(tmp_path / "file", 4)
-    with pytest.raises(MissingRegionError, match=r"weight has shape \(4, 3\) there and \(6, 3\) here"):
+    with raises("checkpoint-of-another-model", "(4, 3)", "(6, 3)"):
         values_for(fragment((6, 3), Region((0, 0), (6, 3)), padded=False), RegionReader([tmp_path / "file"]))
 
 
@@ -83,7 +84,7 @@ def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, exp
 
 def test_what_is_not_there_is_named(tmp_path):
     saved(tmp_path / "file", 4)
-    with pytest.raises(MissingRegionError, match="no file holds master of other"):
+    with raises("tensor-missing", "master of other"):
         values_for(fragment((4, 3), Region((0, 0), (4, 3)), name="other"), RegionReader([tmp_path / "file"]))
 
 
@@ -93,7 +94,7 @@ def test_damage_is_not_loaded(tmp_path):
     data[-1] ^= 1
     (tmp_path / "file").write_bytes(data)
     reader = RegionReader([tmp_path / "file"], verify=True)
-    with pytest.raises(DamagedRegionError, match=f"{tmp_path}/file is damaged: master of {NAME}"):
+    with raises("checkpoint-damaged", f"{tmp_path}/file", f"master of {NAME}"):
         values_for(fragment((6, 3), Region((0, 0), (6, 3))), reader)
     values_for(fragment((6, 3), Region((0, 0), (2, 3))), reader)  # the other entry is whole
 

@@ -7,12 +7,12 @@ import pytest
 
 from moc.store.buffers import Buffer
 from moc.store.claims import Claim
-from moc.store.errors import CheckpointError
 from moc.store.leftovers import Leftover, give_back, leftover, leftovers, remove_leftover
 from moc.store.runs import Run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import SOCKETS, memory_home, memory_of_run, memory_place
+from tests.errors import raises
 from tests.unit.store.test_store import saved
 
 JOB = "/data/ckpt"
@@ -55,7 +55,7 @@ def test_what_is_in_use_stays(places, tmp_path):
 def test_nothing_else_is_removed(places, tmp_path):
     for other in (tmp_path / "others", memory_home(tmp_path), tmp_path):
         other.mkdir(exist_ok=True)
-        with pytest.raises(CheckpointError, match="is no memory of a run"):
+        with raises("memory-of-no-run", str(other)):
             give_back(other, "1")
         assert other.exists()
 
@@ -86,7 +86,7 @@ def test_what_a_process_uses_is_not_removed(places):
     owner = LocalPlace(path, claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
     owner.lock()
     assert leftover(path).used_by == (os.getpid(),)
-    with pytest.raises(CheckpointError, match=f"{path} is used by process {os.getpid()}: stop that job first"):
+    with raises("memory-in-use", str(path), str(os.getpid())):
         remove_leftover(leftover(path))
     other = places["aaaaaaaaaaaaaaaa", "10"]
     buffer = Buffer(4096, other / "slots" / "rank_00000.0")

@@ -20,11 +20,11 @@ import torch
 from moc.state.region import Region
 from moc.store import objects
 from moc.store.claims import Claim
-from moc.store.errors import CheckpointError, SupersededError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.objects import ObjectPlace
 from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
 from moc.store.store import Store, file_of
+from tests.errors import raises
 from tests.s3_server import s3_server
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed; see the extra [s3]")
@@ -129,7 +129,7 @@ def test_what_is_written_is_read_listed_and_removed(any_place):
     any_place.remove("iter_1")
     assert any_place.names() == ["iter_10"]
     for missing in (any_place.read, any_place.blob):
-        with pytest.raises(FileNotFoundError, match=re.escape(f"{any_place.name}/iter_1/b: there is no such object")):
+        with pytest.raises(FileNotFoundError, match=re.escape(f"{any_place.name}/iter_1/b:")):
             missing("iter_1/b")
     with pytest.raises(FileNotFoundError):
         any_place.blob("iter_10")
@@ -183,9 +183,9 @@ def test_what_fails_midway_leaves_the_object_as_it_was(place, bucket, seen):
     def parts():
         yield bytes(2 * PART)
         assert len(uploads(bucket)) == 1
-        raise KeyError("the second buffer")
+        raise KeyError("second")
 
-    with pytest.raises(KeyError, match="the second buffer"):
+    with pytest.raises(KeyError, match="second"):
         place.write("file", parts())
     gc.collect()
     assert place.names() == (["file"] if seen else [])
@@ -247,7 +247,7 @@ def test_a_truncated_object_is_named(place, bucket):
     path = f"{bucket}/run/iter_0000007/rank_00000.safetensors"
     blob = place.blob("iter_0000007/rank_00000.safetensors")
     other_client().pipe_file(path, other_client().cat_file(path)[:-1])
-    with pytest.raises(OSError, match=f"s3://{path}: 9 instead of 10 bytes came"):
+    with pytest.raises(OSError, match=rf"s3://{path}: 9 .*\b10\b"):
         blob.read(blob.size - 10, blob.size)
     entry = store.manifest(7).files["rank_00000.safetensors"]
     assert "truncated" in store.damage_in_header(7, "rank_00000.safetensors", entry)
@@ -287,16 +287,16 @@ def test_the_job_that_starts_last_has_the_place(any_place):
     first.place.lock()
     save(first, 6)
     second.place.lock()  # at once: whoever was before may have been killed
-    taken = rf"another job, process {os.getpid()} on .*, has taken {re.escape(any_place.name)}: stop one of them"
-    with pytest.raises(CheckpointError, match=taken):
+    taken = "directory-taken-over", f"process {os.getpid()}", any_place.name
+    with raises(*taken):
         save(first, 7)
-    with pytest.raises(CheckpointError, match=taken):
+    with raises(*taken):
         first.remove(6)
-    with pytest.raises(CheckpointError, match=taken):
+    with raises(*taken):
         first.set_aside(6)
     assert second.iterations() == first.iterations() == [6]
     second.remove(6)
-    with pytest.raises(CheckpointError, match=taken):
+    with raises(*taken):
         first.clear()
     assert any_place.names("iter_0000007") == [file_of(0), file_of(1)]  # perhaps the second one's, being written
     save(second, 7)
@@ -311,12 +311,11 @@ def test_of_one_launch_the_newest_term_has_the_place_and_no_other_launch_takes_i
     save(old, 6)
     save(new, 7)
     assert (old.manifest(7).run, old.manifest(7).job, old.manifest(7).term) == ("run", "first", (0, 4))
-    given_up = r"generation 0\.4 of this job.* worker of generation 0\.3 was given up for lost"
     for action in (lambda: save(old, 8), lambda: store("first", 3).take(), lambda: old.remove(6)):
-        with pytest.raises(SupersededError, match=given_up):
+        with raises("directory-taken-over", "generation 0.4", "generation 0.3"):
             action()
     save(store("second", 0), 8)
-    with pytest.raises(SupersededError, match="another job, process"):
+    with raises("directory-taken-over", any_place.name, "--ckpt-dir"):
         store("first", 5).take()
     assert new.iterations() == [6, 7, 8]
 
@@ -329,7 +328,7 @@ def test_without_a_readable_owner_nothing_is_published(any_place, content):
     any_place.remove(".owner.json")
     if content is not None:
         any_place.write(".owner.json", [content])
-    with pytest.raises(CheckpointError, match=r"\.owner\.json does not say whose .*: start this job again"):
+    with raises("owner-unreadable", ".owner.json"):
         save(store, 7)
     assert store.iterations() == [6]
 
@@ -344,7 +343,7 @@ def test_a_removal_that_is_forbidden_is_loud(place, bucket):
     }
     policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
     other_client().call_s3("put_bucket_policy", Bucket=bucket, Policy=policy)
-    with pytest.raises(PermissionError, match=f"s3://{bucket}/run/iter_1: 1 objects could not be removed"):
+    with pytest.raises(PermissionError, match=f"s3://{bucket}/run/iter_1: 1 of 1 objects"):
         place.remove("iter_1")
 
 
@@ -398,7 +397,7 @@ def test_a_wrong_endpoint_is_one_sentence(bucket, operation, elsewhere):
 
 
 def test_a_manifest_that_cannot_be_read_is_a_checkpoint_error(place):
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(.*there is no such object\)"):
+    with raises("checkpoint-unreadable", "manifest.json"):
         Store(place).manifest(7)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from moc.state.operators import Operator
-from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport
 from moc.store.publish import assemble, joined
+from tests.errors import raises
 
 EXPERT = Operator("layers.0.expert.1", "expert", 0, 1, parameters=10)
 ROUTER = Operator("layers.0.router", "router", 0, None, parameters=4)
@@ -41,25 +41,25 @@ def test_parts_that_are_whole_together_make_a_manifest():
     ],
 )
 def test_an_operator_that_is_not_whole_is_named(entry, lack):
-    with pytest.raises(CheckpointError, match=f"iteration 20 would lack .*{lack}: it is not published"):
+    with raises("operator-incomplete", "iteration 20", lack):
         made([part(0, expert=full()), part(1, expert=entry)])
 
 
 def test_an_operator_that_nobody_wrote_is_named():
-    with pytest.raises(CheckpointError, match="would lack layers.0.router:"):
+    with raises("operator-incomplete", "layers.0.router"):
         made([part(0, expert=full()), part(1, expert=full())], planned=(EXPERT, ROUTER))
 
 
 def test_a_slot_that_only_others_have_is_missed():
     router = OperatorEntry("full", 7, {"master": 4, "exp_avg": 4})
     whole = OperatorEntry("full", 7, dict.fromkeys(FULL, 10))
-    with pytest.raises(CheckpointError, match="would lack 4 of 4 exp_avg_sq of layers.0.router"):
+    with raises("operator-incomplete", "4 of 4 exp_avg_sq of layers.0.router"):
         made([part(0, expert=whole, router=router)], planned=(EXPERT, ROUTER))
 
 
 def test_biases_of_routers_alone_are_not_a_router():
     biases = OperatorEntry("full", 7, {"param": 2})
-    with pytest.raises(CheckpointError, match="would lack all slots of layers.0.router"):
+    with raises("operator-incomplete", "layers.0.router"):
         made([part(0, router=biases)], planned=(ROUTER,))
     whole = OperatorEntry("full", 7, {"param": 2, "master": 4, "momentum_buffer": 4})
     assert made([part(0, router=whole)], planned=(ROUTER,)).complete
@@ -67,7 +67,7 @@ def test_biases_of_routers_alone_are_not_a_router():
 
 def test_compute_weights_have_to_be_whole_too():
     assert made([part(0, expert=OperatorEntry("compute", None, {"param": 10}))]).complete
-    with pytest.raises(CheckpointError, match="1 of 10 param of"):
+    with raises("operator-incomplete", "1 of 10 param of"):
         made([part(0, expert=OperatorEntry("compute", None, {"param": 9}))])
 
 
@@ -77,7 +77,7 @@ def test_one_node_names_its_own_files_and_lacks_nothing():
 
 
 def test_ranks_that_disagree_are_refused():
-    with pytest.raises(CheckpointError, match="disagree"):
+    with raises("parts-contradictory"):
         made([part(0, expert=full()), part(1, expert=OperatorEntry("full", 8, FULL))])
 
 
@@ -89,5 +89,5 @@ def test_the_manifests_of_all_nodes_are_joined():
     assert whole.complete and not joined(nodes[:2]).complete
     assert joined([whole]) == whole
     other = made([part(3, expert=OperatorEntry("full", 8, FULL))], writers=4)
-    with pytest.raises(CheckpointError, match="disagree about layers.0.expert.1"):
+    with raises("parts-contradictory", "layers.0.expert.1"):
         joined([*nodes[:2], other])

@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there, whenever the process that writes or removes it is killed."""
 
+import errno
 import functools
 import os
 import shutil
@@ -12,11 +13,11 @@ import torch
 
 from moc.state.region import Region
 from moc.store.claims import Claim
-from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
-from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
+from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
+from tests.errors import raises
 from tests.unit.store.kills import kills
 
 WORLD = 2
@@ -116,7 +117,7 @@ def left_by_kills(store, action):
 def test_a_checkpoint_is_there_when_it_is_published(store):
     written(store, 30)
     assert store.iterations() == [10, 20]
-    with pytest.raises(CheckpointError, match="iter_0000030/manifest.json cannot be read"):
+    with raises("checkpoint-unreadable", "iter_0000030/manifest.json"):
         store.manifest(30)
     publish(store, 30)
     assert store.iterations() == [10, 20, 30]
@@ -204,7 +205,7 @@ def test_what_was_set_aside_stays_and_does_not_count(store):
     assert store.iterations() == [10]
     store.clear_unpublished()
     assert file_of(0) in store.place.names(directory_of(20))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with raises("checkpoint-removed", directory_of(20)):
         store.manifest(20)
 
 
@@ -218,7 +219,7 @@ def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
         store.clear_unpublished()
         assert not store.has_all(20, range(WORLD))
         assert file_of(0) in store.place.names(directory_of(20))
-    with pytest.raises(CheckpointError, match=r"\.rank_00000\.json cannot be read.*: nothing is published"):
+    with raises("report-unreadable", ".rank_00000.json"):
         publish(store, 20)
     saved(store, 20)
     assert store.iterations() == [10, 20]
@@ -238,7 +239,7 @@ def test_who_was_superseded_clears_nothing(store):
     old, new = (Store(LocalPlace(store.place.root, claim=Claim("job", (0, term), "run"))) for term in (0, 1))
     old.take()
     new.take()
-    with pytest.raises(CheckpointError, match="given up for lost"):
+    with raises("directory-taken-over", "generation 0.0"):
         old.clear()
     assert new.iterations() == [10, 20]
 
@@ -259,11 +260,13 @@ def test_every_byte_of_a_header_and_the_size_count(store):
     assert store.damage_in_header(20, name, entry) is None
     for position in (*range(0, entry.header_bytes, 97), entry.header_bytes - 1):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        assert store.damage_in_header(20, name, entry) == f"{path} is damaged: its header does not match its hash"
+        assert str(path) in store.damage_in_header(20, name, entry)
+        with raises("checkpoint-damaged", str(path)):
+            store.blob(20, name, entry)
     for other in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(other)
-        assert "it is truncated or overwritten" in store.damage_in_header(20, name, entry)
-        with pytest.raises(DamagedRegionError, match=f"instead of {entry.bytes}"):
+        with raises("checkpoint-damaged", str(len(other)), str(entry.bytes)):
             store.blob(20, name, entry)
     path.unlink()
-    assert store.damage_in_header(20, name, entry) == f"{path} cannot be read (No such file or directory)"
+    with raises("checkpoint-unreadable", str(path), os.strerror(errno.ENOENT)):
+        store.blob(20, name, entry)
