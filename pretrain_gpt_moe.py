@@ -17,9 +17,10 @@ if __name__ == "__main__":
     end_at_once("pretrain_gpt_moe.py")  # before imports that take seconds
 
 from megatron.pretraining.arguments import parse_config, valid_config
-from megatron.pretraining.config import Config
+from megatron.pretraining.config import Config, Workers
 from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
+from moc.runtime import environment
 
 WARM = (
     # modules that torch and megatron-core import only while they work
@@ -95,6 +96,19 @@ def prepare_core(config: Config | None = None) -> None:
         sys.exit(f"pretrain_gpt_moe.py: error: {with_code(error)}")
 
 
+def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> None:
+    """Exits with a message if the flags cannot work with these workers, for a launcher that starts them."""
+    parse_config(arguments, Workers(least_nodes, nodes, per_node))
+
+
+def workers_here() -> Workers | None:
+    """The workers of this job; None if a launcher has checked that the flags fit them."""
+    if environment.AGENT in os.environ:
+        return None
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return Workers(1, 1, size)
+
+
 def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
     prepare_core(valid_config(sys.argv[1:]))
@@ -105,7 +119,7 @@ def warm_up() -> None:
 
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
-    config = parse_config()
+    config = parse_config(workers=workers_here())
     prepare_core(config)
     from megatron.pretraining.errors import reported
     from megatron.pretraining.loop import pretrain

@@ -19,12 +19,14 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "mocrun":  # befor
 import argparse
 import asyncio
 import contextlib
+import errno
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import moc
-from moc.errors import with_code
-from moc.output import Parser, escapes_output, log_to_stderr, print_lines
+from moc.errors import UserError, with_code
+from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
 from moc.runtime import children, hangs, job_token
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
@@ -32,15 +34,25 @@ from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.exit_codes import FAILED, LOST
 from moc.runtime.flags import Flags, parse_nodes
+from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
 
 _log = logging.getLogger("moc")
 
 
+class LaunchError(UserError, OSError):
+    """Something that the launcher's flags name cannot be used."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all flags."""
-    parser = Parser("mocrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "mocrun",
+        usage="mocrun [flags] SCRIPT [arguments]",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
 
     def add(name: str, default, text: str, **how) -> None:
         spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
@@ -79,17 +91,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str]) -> Flags:
-    """Parses the command line; exits with a message if it is invalid."""
+    """Parses the command line; exits with a line for each mistake if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
-    if mistake := _mistake(own, address, len(endpoints)):
-        parser.error(mistake)
-    try:
-        hang_caps = hangs.parse_caps(own.hang_timeout)
-    except ValueError as error:
-        parser.error(f"--hang-timeout: {error}")
+    mistakes = [with_code(mistake) for mistake in _mistakes(own, address, len(endpoints))]
+    if mistakes:
+        parser.print_usage(sys.stderr)
+        print_lines(*(f"mocrun: error: {mistake}" for mistake in mistakes), error=True)
+        parser.exit(2)
     command = [own.script, *own.arguments]
     return Flags(
         nnodes=own.nnodes[1],
@@ -103,7 +114,7 @@ def parse(arguments: list[str]) -> Flags:
         max_restarts=own.max_restarts,
         log_dir=own.log_dir,
         silence_s=own.silence_timeout,
-        hang_caps=hang_caps,
+        hang_caps=hangs.parse_caps(own.hang_timeout),
         max_wait_s=own.max_wait,
         grow_wait_s=own.grow_wait,
         patience_s=own.patience,
@@ -113,31 +124,64 @@ def parse(arguments: list[str]) -> Flags:
     )
 
 
-def _mistake(own: argparse.Namespace, address: str | None, candidates: int) -> str | None:
-    """What is wrong with the command line, in one sentence; None if nothing is."""
+def _mistakes(own: argparse.Namespace, address: str | None, candidates: int) -> Iterator[UserError]:
+    """What is wrong with the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
-    if own.nproc_per_node < 1 or own.spares < 0:
-        return "--nproc-per-node must be at least 1, and --spares at least 0"
-    if not 0 <= own.node_rank < nodes:
-        return f"--node-rank must be from 0 to {nodes - 1}: --nnodes {most}, then spares"
+    for name, least in (("nproc_per_node", 1), ("spares", 0)):
+        if getattr(own, name) < least:
+            yield _out_of_range(name, getattr(own, name), f"at least {least}")
+    if own.spares >= 0 and not 0 <= own.node_rank < nodes:
+        yield UserError(
+            f"--node-rank {own.node_rank} is no node of this job. Fix: give a number from 0 to {nodes - 1}: first "
+            f"--nnodes {most}, then the spares",
+            code="node-rank-out-of-range",
+        )
     if not Path(own.script).is_file():
-        return f"{own.script} is not there: name the workers' program"
+        yield UserError(
+            f"{own.script} does not exist. Fix: name the program of the workers behind the flags of mocrun",
+            code="program-missing",
+        )
     for name, least in (("silence_timeout", 1), ("patience", 1), ("max_wait", 0), ("grow_wait", 0)):
         if getattr(own, name) < least:
-            return f"--{name.replace('_', '-')} {getattr(own, name):g} leaves no time: give more seconds"
+            yield _out_of_range(name, getattr(own, name), f"at least {least}, in seconds")
     if (most > 1 or own.node_rank > 0) and address is None:
-        return "several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere"
+        yield UserError(
+            "several nodes need the address of the first one. Fix: add --rdzv-endpoint HOST:PORT, the same on all "
+            "nodes",
+            code="rendezvous-missing",
+        )
     if candidates > nodes and not own.no_controller:
-        return f"--rdzv-endpoint names {candidates} nodes, and the job has {nodes}"
+        yield UserError(
+            f"--rdzv-endpoint names {counted(candidates, 'node')}, and the job has {nodes}. Fix: name at most {nodes}",
+            code="rendezvous-exceeds-nodes",
+        )
     if own.network_interface is not None:
         try:
             address_of_interface(own.network_interface)
         except OSError as error:
-            return f"--network-interface: {error}"
+            yield UserError(
+                f"--network-interface {own.network_interface} cannot be used: {error}. Fix: name an interface that "
+                "`ip address` shows",
+                code="network-interface-missing",
+            )
     if own.no_controller and address is None:
-        return "--no-controller needs --rdzv-endpoint HOST:PORT of the controllers"
-    return None
+        yield UserError(
+            "--no-controller needs the address of the controllers. Fix: add --rdzv-endpoint HOST:PORT",
+            code="rendezvous-missing",
+        )
+    try:
+        hangs.parse_caps(own.hang_timeout)
+    except ValueError as error:
+        yield UserError(
+            f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as --help says",
+            code="hang-timeout-malformed",
+        )
+
+
+def _out_of_range(name: str, value: float, wanted: str) -> UserError:
+    flag = f"--{name.replace('_', '-')}"
+    return UserError(f"{flag} is {value:g}. Fix: give a number that is {wanted}", code="value-out-of-range")
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -200,7 +244,10 @@ async def _run(flags: Flags, token: bytes, reports: bool) -> int:
     if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
         return (await _run_agent(flags, list(flags.endpoints), token, signals, reports))[0]
     async with ControllerProcess(flags, token) as controller:
-        await signals.unless_stopped(controller.start())
+        try:
+            await signals.unless_stopped(controller.start())
+        except OSError as error:
+            raise _unusable(flags.endpoints[flags.node_rank], error) from None
         endpoints = controller.endpoints
         keeping = asyncio.create_task(controller.keep())
         here = range(1, flags.spares + 1) if flags.alone else ()
@@ -215,6 +262,22 @@ async def _run(flags: Flags, token: bytes, reports: bool) -> int:
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+def _unusable(address: str, error: OSError) -> LaunchError:
+    """Why the controller cannot listen at an address of the flags."""
+    host, _, port = address.rpartition(":")
+    if error.errno == errno.EADDRINUSE:
+        return LaunchError(
+            f"another process listens on port {port} of {host}, which --rdzv-endpoint or --master-port names. Fix: "
+            "choose another port, the same on all nodes, or end the other process",
+            code="port-in-use",
+        )
+    return LaunchError(
+        f"the controller cannot listen at {address} of --rdzv-endpoint: {error.strerror or error}. Fix: name an "
+        "address of this machine there, the same on all nodes",
+        code="address-not-of-machine",
+    )
 
 
 async def _run_agent(
@@ -255,7 +318,10 @@ def main() -> None:
     is_spare = children.PARENT in os.environ
     if is_spare:
         children.belong()
-    sys.exit(launch(parse(sys.argv[1:]), reports=not is_spare))
+    flags = parse(sys.argv[1:])
+    if not is_spare:
+        check_arguments(flags)
+    sys.exit(launch(flags, reports=not is_spare))
 
 
 if __name__ == "__main__":

@@ -208,6 +208,12 @@ def human(size: float) -> str:
     return f"{size:,.2f} TB"
 
 
+def counted(number: int, what: str) -> str:
+    """A number and its noun, such as ``1 worker`` and ``2 workers``."""
+    plural = what.removesuffix("y") + "ies" if what.endswith("y") else what + "s"
+    return f"{number} {what if number == 1 else plural}"
+
+
 @contextmanager
 def progress(total: int, what: str = "") -> Iterator[Callable[[int], None]]:
     """Shows a progress bar of ``total`` bytes on a terminal; yields a function that advances it by some."""

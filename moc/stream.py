@@ -10,9 +10,10 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _MOST = 1 << 14
 """Spans that are kept until :meth:`StreamSpans.take`; a stream has fewer before it."""
@@ -40,6 +41,8 @@ def marker_of(device: torch.device) -> Marker | None:
 
 
 def _mark_stream() -> Mark:
+    import torch  # here, since programs that report a mistake at once do not wait for it
+
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import yaml
 
 from megatron.pretraining.config.composed import Config, all_flags, compose, group_classes
 from megatron.pretraining.config.ds_config import settings_in
-from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
+from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Flag, Problems, flags_of, refuse
+from megatron.pretraining.config.world import Workers, check_start
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
 from moc.errors import with_code
 from moc.files.tree import CONFIG, open_named
 from moc.output import Parser, print_lines
 
-# Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
+_SIMILAR = 0.8
+"""Least similarity of a word to a flag that is suggested, from 0 to 1."""
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
+# Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
 _ALTERNATIVES = (
     {"moe_layer_freq", "expert_interval"},
     {"train_iters", "train_samples"},
@@ -30,20 +36,19 @@ _ALTERNATIVES = (
 )
 
 
-def parse_config(argv: Sequence[str] | None = None) -> Config:
+def parse_config(argv: Sequence[str] | None = None, workers: Workers | None = None) -> Config:
     """Reads the flags; ``argv`` defaults to that of the process.
 
-    The ``--model`` preset overrides defaults, ``--config`` files the preset, and the command line the files.  Exits
-    with code 2 and one sentence if the flags are invalid, and with 0 after ``--help`` and ``--print-config``.
+    The ``--model`` preset overrides defaults, ``--config`` files the preset, and the command line the files.  If the
+    flags are invalid, or do not fit the number of workers, it prints one line for each problem and exits with code 2.
+    It exits with 0 after ``--help`` and ``--print-config``.
     """
     parser = build_parser()
-    known, unknown = parser.parse_known_args(argv)
-    given = vars(known)
     try:
-        _refuse_unknown(unknown)
-        config = _resolve(given)
+        given, problems = _read_words(parser, sys.argv[1:] if argv is None else argv)
+        config = _resolve(given, problems, workers)
     except ConfigError as error:
-        parser.error(with_code(error))
+        parser.refuse(error)
     if given.get("print_config"):
         if is_first_worker():
             print_lines(*config.to_yaml().removesuffix("\n").split("\n"))
@@ -53,27 +58,23 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
 
 def valid_config(argv: Sequence[str]) -> Config | None:
     """Reads the flags without printing anything; None if they are invalid, which the workers report."""
-    parser: Any = build_parser()
-    parser.error = _raise
     try:
-        known, unknown = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-        return None if unknown else _resolve(vars(known))
+        return _resolve(*_read_words(build_parser(), [word for word in argv if word not in ("-h", "--help")]))
     except ConfigError:
         return None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """The parser of all flags; its result omits flags that are not given."""
     parser = _Parser(
         usage="%(prog)s [--model NAME] [--config FILE.yaml] [flags]",
         description="Pre-trains a Mixture-of-Experts GPT.",
         epilog='A number without a default is undone by the word "none", as in --num-experts none.',
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--model", choices=sorted(PRESETS), metavar="NAME", help=f"Start from this model: {', '.join(PRESETS)}."
-    )
+    parser.add_argument("--model", metavar="NAME", help=f"Start from this model: {', '.join(PRESETS)}.")
     parser.add_argument(
         "--config",
         action="append",
@@ -93,25 +94,63 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _raise(message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
 class _Parser(Parser):
     """Reports an error by rank 0 alone: under a launcher all workers find the same one."""
 
-    def error(self, message):
+    def refuse(self, error: ConfigError) -> NoReturn:
+        """Prints the usage, and a line for each problem; exits with code 2."""
         let_first_worker_speak()
-        super().error(message)
+        self.print_usage(sys.stderr)
+        print_lines(*(f"{self.prog}: error: {with_code(one)}" for one in error.problems), error=True, flush=True)
+        self.exit(2)
 
 
-def _refuse_unknown(words: Sequence[str]) -> None:
-    if not words:
-        return
-    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
-    spellings = [spelling for flag in all_flags().values() for spelling in (*flag.on, *flag.off)]
-    close = difflib.get_close_matches(word, spellings, n=1)
-    raise ConfigError(f"{word} is not a flag: {f'did you mean {close[0]}?' if close else 'see --help.'}")
+def _read_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], Problems]:
+    """The values given on a command line, and the problems of its words; what these conceal is ``UNKNOWN``."""
+    problems, words, unreadable = Problems(), list(argv), {}
+    while True:
+        try:
+            known, unknown = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:
+            spellings = (error.argument_name or "").split("/")
+            action = parser._option_string_actions[spellings[0]]
+            unreadable[action.dest] = UNKNOWN
+            found = next(word for word in words if word.partition("=")[0] in spellings)
+            name, _, value = found.partition("=")
+            if action.nargs == 0:
+                problems.refuse(
+                    True, f"{name} takes no value, and has {value}. Fix: write {name} alone", code="value-not-taken"
+                )
+            else:
+                problems.refuse(True, f"{name} has no value. Fix: give it one, as --help says", code="value-missing")
+            words = [word for word in words if word.partition("=")[0] not in spellings]
+    misspelled = _refuse_unknown([word for word in unknown if not unreadable or word.startswith("-")], problems)
+    return {**vars(known), **misspelled, **unreadable}, problems
+
+
+def _refuse_unknown(words: Sequence[str], problems: Problems) -> dict[str, object]:
+    """Adds a problem for each word that is no flag; returns ``UNKNOWN`` for the flags that are probably meant."""
+    fields = {spelling: flag.name for flag in all_flags().values() for spelling in (*flag.on, *flag.off)}
+    meant, follows_flag = {}, False
+    for word in words:
+        if word.startswith("-"):
+            follows_flag, name = True, word.partition("=")[0]
+            close = _closest(name, fields)
+            if close is not None:
+                meant[fields[close]] = UNKNOWN
+            remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
+            problems.refuse(True, f"{name} is not a flag. Fix: {remedy}", code="flag-unknown")
+        elif not follows_flag:
+            problems.refuse(True, f"{word!r} is the value of no flag. Fix: drop it", code="value-without-flag")
+    return meant
+
+
+def _closest(word: str, spellings: Collection[str]) -> str | None:
+    """The spelling that a word probably means; None if it is similar to none."""
+    bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in spellings}
+    found = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), bare, n=1, cutoff=_SIMILAR)
+    return bare[found[0]] if found else None
 
 
 class _Switch(argparse.Action):
@@ -143,28 +182,42 @@ def _describe_default(flag: Flag) -> str:
     return "" if flag.default is None else f" (default: {flag.default})"
 
 
-def _resolve(given: dict) -> Config:
+def _resolve(given: Mapping[str, Any], problems: Problems, workers: Workers | None = None) -> Config:
     command_line = {name: value for name, value in given.items() if name in all_flags()}
     paths = given.get("config", [])
     file: dict[str, object] = {}
-    for each in paths:
-        file = _override(file, read_config_file(each))
-    path = " and ".join(paths)
+    for each in paths if isinstance(paths, list) else []:
+        file = _override(file, _read_file(each, problems))
+    path = " and ".join(map(str, paths)) if isinstance(paths, list) else ""
     from_file = file.pop("model", None)
     model = given.get("model", from_file)
-    refuse(
-        from_file is not None and model != from_file,
-        f"--model {model} contradicts the model {from_file} of {path}: drop one of them.",
+    problems.refuse(
+        from_file is not None and model != from_file and UNKNOWN not in (model, from_file),
+        f"--model {model} contradicts the model {from_file} of {path}. Fix: drop one of them",
+        code="flags-exclude-each-other",
     )
-    refuse(
-        model is not None and (not isinstance(model, str) or model not in PRESETS),
-        f"model {model!r} of {path} is not one of {', '.join(PRESETS)}: choose one.",
-    )
-    preset = dict(PRESETS[model].values) if model else {}
+    preset = _preset(model, f" of {path}" if "model" not in given else "", problems)
     if ds_config := (file | command_line).get("deepspeed_config"):  # weighs more than a preset
-        settings = {one.flag: one.value for one in settings_in(str(ds_config))}
-        preset = {name: value for name, value in _override(preset, settings).items() if name not in settings}
-    return compose(_override(_override(preset, file), command_line), model)
+        with contextlib.suppress(ConfigError):  # reported below
+            settings = {} if ds_config is UNKNOWN else {one.flag: one.value for one in settings_in(str(ds_config))}
+            preset = {name: value for name, value in _override(preset, settings).items() if name not in settings}
+    check = (lambda config: check_start(config, workers)) if workers is not None else None
+    name = model if isinstance(model, str) and model in PRESETS else None
+    return compose(_override(_override(preset, file), command_line), name, problems, check)
+
+
+def _preset(model: Any, source: str, problems: Problems) -> dict[str, Any]:
+    """The values of a preset; all are ``UNKNOWN`` if there is no such preset."""
+    if model is None:
+        return {}
+    if isinstance(model, str) and model in PRESETS:
+        return dict(PRESETS[model].values)
+    problems.refuse(
+        model is not UNKNOWN,
+        f"--model {model}{source} is not a preset. Fix: choose one of {', '.join(PRESETS)}",
+        code="preset-unknown",
+    )
+    return dict.fromkeys((flag.name for flag in all_flags().values() if flag.preset), UNKNOWN)
 
 
 def _override(weaker: Mapping[str, object], stronger: Mapping[str, object]) -> dict:
@@ -184,42 +237,84 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
     Keys are spelled with dashes or underscores, as fields or as flags, flat or below the name of their group.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is not a flag.
+        ConfigError: the file cannot be read, or keys are not flags.
     """
+    problems = Problems()
+    values = _read_file(path, problems)
+    problems.raise_found()
+    return values
+
+
+def _read_file(path: str | os.PathLike, problems: Problems) -> dict[str, Any]:
+    """As :func:`read_config_file`, with ``UNKNOWN`` for what problems of the file conceal."""
     try:
-        with open(open_named(path, CONFIG), encoding="utf-8") as file:
-            content = yaml.load(file, _LOADER)  # noqa: S506  # both loaders make plain values alone
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
-    except RecursionError:
-        raise ConfigError(f"--config {path} is nested too deeply: write key: value.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it.") from None
-    refuse(not isinstance(content or {}, dict), f"--config {path} does not hold keys and values: write key: value.")
+        content = _load(path)
+    except ConfigError as error:
+        problems.found.append(error)
+        return dict.fromkeys((*all_flags(), "model"), UNKNOWN)
     result: dict[str, object] = {}
-    for key, value in (content or {}).items():
+    for key, value in content.items():
         group = group_classes().get(_underscored(key))
         if group is None or not isinstance(value, dict):
-            _put(result, key, value, path)
+            _put(result, key, value, path, problems)
             continue
         members = {flag.name for flag in flags_of(group)}
         for inner, item in value.items():
-            name = _put(result, inner, item, path)
-            refuse(name not in members, f"{inner} in {path} does not belong below {key}: move it out of there.")
+            name = _put(result, inner, item, path, problems)
+            problems.refuse(
+                name is not None and name not in members,
+                f"{inner} in {path} does not belong below {key}. Fix: move it out of there",
+                code="config-key-misplaced",
+            )
     return result
 
 
-def _put(result: dict, key: object, value: object, path: str | os.PathLike) -> str:
+def _load(path: str | os.PathLike) -> dict:
+    unreadable = "config-file-unreadable"
+    try:
+        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make plain values alone
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code=unreadable
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"--config {path} is nested too deeply. Fix: write one key and value a line", code=unreadable
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(
+            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it", code=unreadable
+        ) from None
+    refuse(
+        not isinstance(content, dict),
+        f"--config {path} does not hold keys and values. Fix: write one key and value a line",
+        code=unreadable,
+    )
+    return content
+
+
+def _put(result: dict, key: object, value: object, path: str | os.PathLike, problems: Problems) -> str | None:
+    """Adds a value to the result; returns its field, or None for a key that is no flag."""
     known, name = _file_keys(), _underscored(key)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "see --help for what there is."
-        raise ConfigError(f"{key} in {path} is not a flag: {hint}")
+        close = _closest(name, known)
+        if close is not None:
+            result[known[close][0]] = UNKNOWN
+        remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
+        problems.refuse(True, f"{key} in {path} is not a flag. Fix: {remedy}", code="flag-unknown")
+        return None
     field, negated = known[name]
-    if negated:
-        refuse(not isinstance(value, bool), f"{key} in {path} takes true or false; change {value!r}.")
+    if negated and not isinstance(value, bool):
+        problems.refuse(True, f"{key} in {path} is {value!r}. Fix: make it true or false", code="value-unreadable")
+        value = UNKNOWN
+    elif negated:
         value = not value
-    refuse(field in result, f"{path} gives {field} twice: drop one.")
+    problems.refuse(
+        result.get(field, UNKNOWN) is not UNKNOWN,
+        f"{path} gives {field} twice. Fix: drop one",
+        code="config-key-repeated",
+    )
     result[field] = value
     return field
 

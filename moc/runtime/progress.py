@@ -9,11 +9,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from moc import stream
 from moc.stream import StreamSpans
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Progress:

@@ -15,7 +15,6 @@ to stop are blocked here; a worker receives those that arrived before it was rea
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import json
@@ -36,6 +35,7 @@ from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
 from moc.runtime.children import belong, die_with_parent, reports
+from moc.runtime.program import is_guarded
 from moc.runtime.stop_report import STOPS
 
 _DESCRIPTORS = 1 << 16
@@ -83,7 +83,7 @@ def warm_up(script: str) -> str | None:
         private_interfaces.require("mocrun", "snapshots")
     except private_interfaces.UnknownReleaseError as error:
         return f"mocrun: error: {with_code(error)}"
-    if not _is_guarded(Path(script).read_text()):
+    if not is_guarded(Path(script).read_text()):
         return None
     sys.path.insert(0, str(Path(script).resolve().parent))
     program = runpy.run_path(script, run_name="__warm_up__")
@@ -95,12 +95,6 @@ def warm_up(script: str) -> str | None:
             return leaving.code
         raise
     return None
-
-
-def _is_guarded(source: str) -> bool:
-    """Whether a script has an ``if __name__ == "__main__"`` guard, so that importing it runs nothing."""
-    guards = (node.test for node in ast.parse(source).body if isinstance(node, ast.If))
-    return any(isinstance(test, ast.Compare) and "__name__" in ast.dump(test.left) for test in guards)
 
 
 class Zygote:

@@ -6,6 +6,7 @@ from megatron.pretraining.config.flag import ConfigError
 from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
+    Workers,
     check_backend,
     check_domains,
     check_everywhere,
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "MoeFlags",
     "NetworkFlags",
+    "Workers",
     "check_backend",
     "check_domains",
     "check_everywhere",

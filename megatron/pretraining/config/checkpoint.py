@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class CheckpointFlags(FlagGroup):
     )
     ckpt_format: str = flag("torch_dist", "Format of the weights; only megatron-core's.", choices=("torch_dist",))
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects options of a save or a load that is not configured."""
-        self.needs("save_interval", "save")
-        self.needs("async_save", "save")
-        self.needs("save_retain_interval", "save_interval")
-        self.multiple("save_retain_interval", "save_interval")
-        self.needs("finetune", "load")
-        self.needs("trust", "load")
-        self.needs("exit_on_missing_checkpoint", "load")
+        self.needs(problems, "save_interval", "save")
+        self.needs(problems, "async_save", "save")
+        self.needs(problems, "save_retain_interval", "save_interval")
+        self.multiple(problems, "save_retain_interval", "save_interval")
+        self.needs(problems, "finetune", "load")
+        self.needs(problems, "trust", "load")
+        self.needs(problems, "exit_on_missing_checkpoint", "load")

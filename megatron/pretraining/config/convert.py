@@ -14,15 +14,24 @@ def convert(flag: Flag, value: object) -> object:
         ConfigError: the value does not fit.
     """
     if value is None or _says_none(flag, value):
-        refuse(flag.default is not None, f"{flag.spelling} needs a value; leave it out for {flag.default}.")
+        refuse(
+            flag.default is not None,
+            f"{flag.spelling} needs a value. Fix: leave it out for {flag.default}",
+            code="value-missing",
+        )
         return None
     try:
         result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        reason = f"takes {_WANTED[flag.kind]}" if flag.parse is None else f"is not understood ({error})"
-        raise ConfigError(f"{flag.spelling} {reason}; change {value!r}.") from None
+        reason, wanted = ("", _WANTED[flag.kind]) if flag.parse is None else (f" ({error})", "a value as --help says")
+        raise ConfigError(
+            f"{flag.spelling} {value!r} is not understood{reason}. Fix: give {wanted}", code="value-unreadable"
+        ) from None
     if flag.choices and result not in flag.choices:
-        raise ConfigError(f"{flag.spelling} is one of {', '.join(map(str, flag.choices))}, not {result}.")
+        raise ConfigError(
+            f"{flag.spelling} {result} is not available. Fix: choose one of {', '.join(map(str, flag.choices))}",
+            code="value-not-a-choice",
+        )
     return result
 
 

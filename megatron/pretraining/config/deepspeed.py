@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, dashed, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag
 
 DTYPES = ("fp32", "bf16", "fp16")
 WANTED = "deepspeed>=0.19,<0.20"
@@ -62,36 +62,47 @@ class DeepSpeedFlags(FlagGroup):
     ds_sequence_parallel_size: int = flag(1, "Accepted for compatibility; only 1.", limits=">= 1")
     deepspeed_activation_checkpointing: bool = flag(False, "Refused: see --recompute-granularity.")
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects what needs ``--deepspeed`` without it, other stages, and what this project does otherwise."""
         for name in ("deepspeed_config", "zero_stage", "cpu_optimizer", "gradient_accumulation_steps"):
-            refuse(getattr(self, name) and not self.deepspeed, f"{dashed(name)} needs --deepspeed: add it.")
-        self.needs("use_pin_memory", "cpu_optimizer")
-        refuse(
-            self.deepspeed and self.zero_stage == 0,
-            "--zero-stage 0 (zero_optimization.stage) replicates the optimizer, as it is without DeepSpeed: drop "
-            "--deepspeed, or choose 1 or 2.",
-        )
-        refuse(
-            self.deepspeed and self.zero_stage == 3,
-            "--zero-stage 3 (zero_optimization.stage) gathers weights by collectives within forward, so that no "
-            "pipeline stage or expert could be restored by itself: choose 1 or 2.",
-        )
-        refuse(
-            self.deepspeed and self.zero_stage not in (1, 2),
-            f"--zero-stage {self.zero_stage} (zero_optimization.stage) does not exist: choose 1 or 2.",
-        )
-        refuse(
+            self.needs(problems, name, "deepspeed")
+        self.needs(problems, "use_pin_memory", "cpu_optimizer")
+        problems.check(self._validate_stage, problems)
+        problems.refuse(
             self.zero_allgather_bucket_size % 2,
-            f"--zero-allgather-bucket-size {self.zero_allgather_bucket_size} is odd, and DeepSpeed aligns it to 2: "
-            "change it.",
+            f"--zero-allgather-bucket-size {self.zero_allgather_bucket_size} is odd, and DeepSpeed aligns it to 2. "
+            "Fix: change it",
+            code="bucket-size-odd",
         )
         for name, only, remedy in (
-            ("remote_device", "none", "weights stay on the device: drop it; --cpu-optimizer moves optimizer state"),
+            (
+                "remote_device",
+                "none",
+                "drop it, since weights stay on the device; --cpu-optimizer moves optimizer state",
+            ),
             ("mlp_type", "standard", "choose --moe-shared-expert-intermediate-size, experts that process every token"),
             ("ds_sequence_parallel_size", 1, "choose --tensor-model-parallel-size with --sequence-parallel"),
             ("deepspeed_activation_checkpointing", False, "choose --recompute-granularity in its place"),
         ):
             value = getattr(self, name)
             given = dashed(name) if value is True else f"{dashed(name)} {value}"
-            refuse(value != only, f"{given} is not supported: {remedy}.")
+            problems.refuse(value != only, f"{given} is not supported. Fix: {remedy}", code="flag-unsupported")
+
+    def _validate_stage(self, problems: Problems) -> None:
+        problems.refuse(
+            self.deepspeed and self.zero_stage == 0,
+            "--zero-stage 0 (zero_optimization.stage) replicates the optimizer, as it is without DeepSpeed. Fix: drop "
+            "--deepspeed, or choose 1 or 2",
+            code="zero-stage-unsupported",
+        )
+        problems.refuse(
+            self.deepspeed and self.zero_stage == 3,
+            "--zero-stage 3 (zero_optimization.stage) gathers weights by collectives within forward, so that no "
+            "pipeline stage or expert could be restored by itself. Fix: choose 1 or 2",
+            code="zero-stage-unsupported",
+        )
+        problems.refuse(
+            self.deepspeed and self.zero_stage not in (0, 1, 2, 3),
+            f"--zero-stage {self.zero_stage} (zero_optimization.stage) does not exist. Fix: choose 1 or 2",
+            code="zero-stage-unsupported",
+        )

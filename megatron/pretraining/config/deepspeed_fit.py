@@ -5,51 +5,105 @@ from __future__ import annotations
 from importlib import metadata
 
 from megatron.pretraining.config.deepspeed import BEFORE, OLDEST, WANTED
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import FlagGroups
 from megatron.pretraining.process.core import unchecked
 
 
-def check_deepspeed(config: FlagGroups) -> None:
-    """Raises ``ConfigError`` if the flags cannot be combined with ``--deepspeed``, or the package is missing."""
-    zero, parallel, precision = config.zero, config.parallel, config.mixed_precision
-    refuse(
-        not zero.pipeline_parallel and parallel.pipeline_model_parallel_size > 1,
-        f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
-        "drop one of them.",
+def check_deepspeed(config: FlagGroups, problems: Problems) -> None:
+    """Adds flags that cannot be combined with ``--deepspeed``, and a missing package, to the problems."""
+    problems.check(_check_names, config, problems)
+    if config.zero.deepspeed:
+        for check in (_check_pipeline, _check_data_parallelism, _check_optimizer, _check_package):
+            problems.check(check, config, problems)
+
+
+def _check_names(config: FlagGroups, problems: Problems) -> None:
+    size = config.parallel.pipeline_model_parallel_size
+    problems.refuse(
+        not config.zero.pipeline_parallel and size > 1,
+        f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {size}. Fix: drop one of them",
+        code="flags-exclude-each-other",
     )
-    if not zero.deepspeed:
-        return
-    pipeline = parallel.pipeline_model_parallel_size > 1
-    for wrong, what, remedy in (
-        (pipeline and zero.zero_stage == 2, "--zero-stage 2 reduces gradients after each micro batch, and cannot be "
-         "combined with --pipeline-model-parallel-size greater than 1", "choose --zero-stage 1"),
-        (config.virtual_pipeline_model_parallel_size, "--deepspeed does not know virtual pipeline stages",
-         "drop --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"),
-        (pipeline and not config.network.untie_embeddings_and_output_weights,
-         "--deepspeed cannot sum gradients of embeddings that are tied across pipeline stages",
-         "add --untie-embeddings-and-output-weights"),
-        (parallel.use_distributed_optimizer, "--deepspeed shards optimizer state itself",
-         "drop --use-distributed-optimizer"),
-        (parallel.overlap_grad_reduce, "--deepspeed does not overlap reductions", "drop --overlap-grad-reduce"),
-        (parallel.ddp_bucket_size, "--ddp-bucket-size is of megatron-core's data parallelism",
-         "choose --zero-reduce-bucket-size"),
-        (config.elastic.elastic, "--deepspeed reduces gradients among fixed groups of replicas", "drop --elastic"),
-        (config.regularization.optimizer != "adam", f"--optimizer {config.regularization.optimizer} was not tried with "
-         "--deepspeed", "choose adam, or drop --deepspeed"),
-        (precision.moments, "--deepspeed keeps moments in fp32", "drop --exp-avg-dtype and --exp-avg-sq-dtype"),
-        (precision.main_params_dtype != "fp32", "--deepspeed keeps masters in fp32", "drop --main-params-dtype"),
-    ):  # fmt: skip
-        refuse(wrong, f"{what}: {remedy}.")
+
+
+def _check_pipeline(config: FlagGroups, problems: Problems) -> None:
+    pipeline = config.parallel.pipeline_model_parallel_size > 1
+    problems.refuse(
+        pipeline and config.zero.zero_stage == 2,
+        "--zero-stage 2 reduces gradients after each micro batch, and cannot be combined with "
+        "--pipeline-model-parallel-size greater than 1. Fix: choose --zero-stage 1",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        config.virtual_pipeline_model_parallel_size,
+        "--deepspeed does not know virtual pipeline stages. Fix: drop --num-virtual-stages-per-pipeline-rank and "
+        "--num-layers-per-virtual-pipeline-stage",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        pipeline and not config.network.untie_embeddings_and_output_weights,
+        "--deepspeed cannot sum gradients of embeddings that are tied across pipeline stages. Fix: add "
+        "--untie-embeddings-and-output-weights",
+        code="deepspeed-needs-flag",
+    )
+
+
+def _check_data_parallelism(config: FlagGroups, problems: Problems) -> None:
+    parallel = config.parallel
+    problems.refuse(
+        parallel.use_distributed_optimizer,
+        "--deepspeed shards optimizer state itself. Fix: drop --use-distributed-optimizer",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        parallel.overlap_grad_reduce,
+        "--deepspeed does not overlap reductions. Fix: drop --overlap-grad-reduce",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        parallel.ddp_bucket_size,
+        "--ddp-bucket-size is of megatron-core's data parallelism. Fix: choose --zero-reduce-bucket-size",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        config.elastic.elastic,
+        "--deepspeed reduces gradients among fixed groups of replicas. Fix: drop --elastic",
+        code="deepspeed-excludes-flag",
+    )
+
+
+def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
+    precision, optimizer = config.mixed_precision, config.regularization.optimizer
+    problems.refuse(
+        optimizer != "adam",
+        f"--optimizer {optimizer} was not tried with --deepspeed. Fix: choose adam, or drop --deepspeed",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        precision.moments,
+        "--deepspeed keeps moments in fp32. Fix: drop --exp-avg-dtype and --exp-avg-sq-dtype",
+        code="deepspeed-excludes-flag",
+    )
+    problems.refuse(
+        precision.main_params_dtype != "fp32",
+        "--deepspeed keeps masters in fp32. Fix: drop --main-params-dtype",
+        code="deepspeed-excludes-flag",
+    )
+
+
+def _check_package(config: FlagGroups, problems: Problems) -> None:
     version = deepspeed_version()
-    refuse(
+    problems.refuse(
         version is None,
-        "--deepspeed needs the package deepspeed, which is not installed: pip install 'moc-megatron[deepspeed]'.",
+        "--deepspeed needs the package deepspeed, which is not installed. Fix: pip install 'moc-megatron[deepspeed]'",
+        code="package-missing",
     )
-    refuse(
+    problems.refuse(
         version and not unchecked() and not OLDEST <= _numbers(version) < BEFORE,
-        f"deepspeed is installed in version {version}, and --deepspeed needs {WANTED}: "
-        "pip install 'moc-megatron[deepspeed]'.",
+        f"deepspeed is installed in version {version}, and --deepspeed needs {WANTED}. "
+        "Fix: pip install 'moc-megatron[deepspeed]'",
+        code="deepspeed-version-unsupported",
     )
 
 

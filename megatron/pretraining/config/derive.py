@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import UNKNOWN, Problems, UnknownValueError, refuse
 from megatron.pretraining.config.layer_pattern import from_interval
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -15,89 +17,132 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def derive(values: dict) -> dict:
-    """A copy of all values by field name, with Nones that mean "default" replaced."""
-    result = dict(values)
+def derive(values: dict, problems: Problems) -> dict:
+    """A copy of all values by field name, with Nones that mean "default" replaced; may contain ``UNKNOWN``."""
+    result = _Values(values)
+    problems.check(_refuse_both_patterns, result)
     for step in (_network, _experts, _parallel, _deepspeed, _precision, _kernels, _regularization, _data):
-        step(result)
-    return result
+        problems.check(step, result)
+    return dict(result)
 
 
-def _fill(values: dict, name: str, value: object) -> None:
-    if values[name] is None:
-        values[name] = value
+class _Values(dict):
+    """Values by field name; what follows from an unknown value is unknown."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is UNKNOWN:
+            raise UnknownValueError(name)
+        return value
+
+    def derive(self, name: str, compute: Callable[[], object]) -> None:
+        """Sets a value."""
+        try:
+            self[name] = compute()
+        except UnknownValueError:
+            self[name] = UNKNOWN
+
+    def fill(self, name: str, compute: Callable[[], object]) -> None:
+        """Sets a value that is None."""
+        if self.get(name) is None:
+            self.derive(name, compute)
 
 
-def _network(v: dict) -> None:
-    hidden, heads = v["hidden_size"], v["num_attention_heads"]
-    if hidden is not None:
-        _fill(v, "ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if v["swiglu"] else 4 * hidden)
-        if heads and hidden % heads == 0:
-            _fill(v, "kv_channels", hidden // heads)
-    _fill(v, "num_query_groups", 1 if v["group_query_attention"] else heads)
-    _fill(v, "max_position_embeddings", v["seq_length"])
-    _fill(v, "transformer_impl", "transformer_engine" if installed("transformer_engine") else "local")
+def _refuse_both_patterns(v: _Values) -> None:
+    refuse(
+        v["expert_interval"] is not None and v["moe_layer_freq"] != 1,
+        "--expert-interval and --moe-layer-freq exclude each other. Fix: drop one",
+        code="flags-exclude-each-other",
+    )
 
 
-def _experts(v: dict) -> None:
-    if v["expert_interval"] is not None and v["num_layers"] is not None:
-        refuse(v["moe_layer_freq"] != 1, "--expert-interval and --moe-layer-freq exclude each other: drop one.")
-        v["moe_layer_freq"] = from_interval(v["expert_interval"], v["num_layers"])
+def _network(v: _Values) -> None:
+    v.fill("ffn_hidden_size", lambda: _width(v["hidden_size"], v["swiglu"]))
+    v.fill("kv_channels", lambda: _quotient(v["hidden_size"], v["num_attention_heads"]))
+    v.fill("num_query_groups", lambda: 1 if v["group_query_attention"] else v["num_attention_heads"])
+    v.fill("max_position_embeddings", lambda: v["seq_length"])
+    v.fill("transformer_impl", lambda: "transformer_engine" if installed("transformer_engine") else "local")
+
+
+def _width(hidden: int, gated: bool) -> int:
+    return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+
+
+def _quotient(value: int, divisor: int) -> int | None:
+    return None if value % divisor else value // divisor
+
+
+def _experts(v: _Values) -> None:
+    if v.get("expert_interval") is not None:
+        v.derive("moe_layer_freq", lambda: from_interval(v["expert_interval"], v["num_layers"]))
         v["expert_interval"] = None
-    if v["num_experts"] is not None:
-        _fill(v, "moe_token_dispatcher_type", "alltoall" if v["elastic"] else "allgather")
-        _fill(v, "moe_ffn_hidden_size", v["ffn_hidden_size"])
-    if v["moe_expert_capacity_factor"] is not None and v["moe_expert_capacity_factor"] < 0:
-        v["moe_expert_capacity_factor"] = None
+    if v.get("num_experts") is not None:
+        v.fill("moe_token_dispatcher_type", lambda: "alltoall" if v["elastic"] else "allgather")
+        v.fill("moe_ffn_hidden_size", lambda: v["ffn_hidden_size"])
+    v.derive("moe_expert_capacity_factor", lambda: _unless_negative(v["moe_expert_capacity_factor"]))
 
 
-def _parallel(v: dict) -> None:
-    _fill(v, "expert_tensor_parallel_size", 1 if v["elastic"] else v["tensor_model_parallel_size"])
-    if v["tensor_model_parallel_size"] == 1:
-        v["sequence_parallel"] = False
-    if virtual_stages(v) is None:
-        v["overlap_p2p_comm"] = False
+def _unless_negative(factor: float | None) -> float | None:
+    return None if factor is not None and factor < 0 else factor
 
 
-def _deepspeed(v: dict) -> None:
+def _parallel(v: _Values) -> None:
+    v.fill("expert_tensor_parallel_size", lambda: 1 if v["elastic"] else v["tensor_model_parallel_size"])
+    v.derive("sequence_parallel", lambda: v["sequence_parallel"] and v["tensor_model_parallel_size"] > 1)
+    sizes = (
+        "num_layers",
+        "pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    )
+    v.derive(
+        "overlap_p2p_comm", lambda: v["overlap_p2p_comm"] and virtual_stages(*(v[size] for size in sizes)) is not None
+    )
+
+
+def _deepspeed(v: _Values) -> None:
     if v["deepspeed"]:
-        _fill(v, "zero_stage", 1)
+        v.fill("zero_stage", lambda: 1)
 
 
-def virtual_stages(v: dict) -> int | None:
-    """Virtual stages that each worker alternates between, or None without an interleaved schedule."""
-    stages, layers = v["num_virtual_stages_per_pipeline_rank"], v["num_layers_per_virtual_pipeline_stage"]
-    if layers and v["num_layers"]:
-        stages = v["num_layers"] // v["pipeline_model_parallel_size"] // layers
+def virtual_stages(num_layers: int, pipeline: int, layers: int | None, stages: int | None) -> int | None:
+    """Virtual stages that each worker alternates between, or None without an interleaved schedule.
+
+    Args:
+        num_layers: of the model.
+        pipeline: stages of the pipeline.
+        layers: of each virtual stage, if that is given.
+        stages: virtual stages of each worker, if that is given.
+    """
+    if layers:
+        stages = num_layers // pipeline // layers
     return stages if stages and stages > 1 else None
 
 
-def _precision(v: dict) -> None:
-    if v["bf16"] and v["main_params_dtype"] == "fp32":
-        v["accumulate_allreduce_grads_in_fp32"] = True
-    if v["apply_query_key_layer_scaling"]:
-        v["attention_softmax_in_fp32"] = True
-    if v["fp16"] and v["loss_scale"] is None:
-        # the loss scale adapts by means of infinite gradients
-        v["check_for_nan_in_loss_and_grad"] = False
+def _precision(v: _Values) -> None:
+    by_masters = "accumulate_allreduce_grads_in_fp32"
+    v.derive(by_masters, lambda: v[by_masters] or (v["bf16"] and v["main_params_dtype"] == "fp32"))
+    by_scaling = "attention_softmax_in_fp32"
+    v.derive(by_scaling, lambda: v[by_scaling] or v["apply_query_key_layer_scaling"])
+    # the loss scale adapts by means of infinite gradients
+    by_loss = "check_for_nan_in_loss_and_grad"
+    v.derive(by_loss, lambda: v[by_loss] and not (v["fp16"] and v["loss_scale"] is None))
     if v["recompute_activations"]:
-        _fill(v, "recompute_granularity", "selective")
+        v.fill("recompute_granularity", lambda: "selective")
 
 
-def _kernels(v: dict) -> None:
-    plain_gelu = not v["swiglu"] and not v["squared_relu"]
-    if not plain_gelu or not v["add_bias_linear"] or v["num_experts"] is not None:
-        v["bias_gelu_fusion"] = False
-    if not v["swiglu"]:
-        v["bias_swiglu_fusion"] = False
+def _kernels(v: _Values) -> None:
+    gelu = not v["swiglu"] and not v["squared_relu"] and v["add_bias_linear"]
+    v.derive("bias_gelu_fusion", lambda: v["bias_gelu_fusion"] and gelu and v["num_experts"] is None)
+    v.derive("bias_swiglu_fusion", lambda: v["bias_swiglu_fusion"] and v["swiglu"])
 
 
-def _regularization(v: dict) -> None:
-    if v["weight_decay_incr_style"] == "constant":
-        _fill(v, "start_weight_decay", v["weight_decay"])
-        _fill(v, "end_weight_decay", v["weight_decay"])
+def _regularization(v: _Values) -> None:
+    for end in ("start_weight_decay", "end_weight_decay"):
+        if v.get("weight_decay_incr_style") == "constant":
+            v.fill(end, lambda: v["weight_decay"])
 
 
-def _data(v: dict) -> None:
-    if v["data_path"] or v["mock_data"]:
-        _fill(v, "split", DEFAULT_SPLIT)
+def _data(v: _Values) -> None:
+    if v.get("data_path") or v["mock_data"]:
+        v.fill("split", lambda: DEFAULT_SPLIT)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import Problems
 from moc.policy import AUTO, policy_named
 
 _OTHERWISE = "--allow-nondeterministic"
@@ -32,18 +32,22 @@ def deterministic_environment(config: Config, environment: Mapping[str, str]) ->
         ConfigError: the environment or another flag asks for what is not deterministic.
     """
     otherwise = f", or pass {_OTHERWISE}" if promises_bits(config) else ""
+    problems = Problems()
     for needed in _NEEDED:
         given = environment.get(needed.variable)
-        refuse(
+        problems.refuse(
             given is not None and given.strip().lower() not in {value.lower() for value in needed.values},
-            f"--deterministic-mode cannot go with {needed.variable}={given}: {needed.why}; unset it, or make it "
-            f"{needed.values[0]}{otherwise}.",
+            f"--deterministic-mode cannot go with {needed.variable}={given}, since {needed.why}. Fix: unset it, or "
+            f"make it {needed.values[0]}{otherwise}",
+            code="environment-not-deterministic",
         )
-    refuse(
+    problems.refuse(
         config.moe.moe_token_dispatcher_type == "flex",
         "--deterministic-mode cannot go with --moe-token-dispatcher-type flex, whose kernels promise no order of "
-        f"additions: choose alltoall or allgather{otherwise}.",
+        f"additions. Fix: choose alltoall or allgather{otherwise}",
+        code="dispatcher-not-deterministic",
     )
+    problems.raise_found()
     return {needed.variable: needed.values[0] for needed in _NEEDED if needed.variable not in environment}
 
 

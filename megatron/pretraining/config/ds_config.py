@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron.pretraining.config.flag import ConfigError, dashed, refuse
+from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
 from moc.files.tree import CONFIG, open_named
 
 AUTO = "auto"
@@ -47,19 +47,26 @@ _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "f
 
 def _adam(value: object) -> str:
     if str(value).lower() not in _ADAMS:
-        raise ConfigError(f"{value} is not supported: choose AdamW, or drop the section for --optimizer.")
+        raise ConfigError(
+            f"{value} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
+            code="ds-config-value-unsupported",
+        )
     return "adam"
 
 
 def _device(value: object) -> bool:
     if value not in ("none", "cpu", None):
-        raise ConfigError(f"{value} is not supported: choose cpu (--cpu-optimizer) or none.")
+        raise ConfigError(
+            f"{value} is not supported. Fix: choose cpu (--cpu-optimizer) or none", code="ds-config-value-unsupported"
+        )
     return value == "cpu"
 
 
 def _format(value: object) -> str:
     if str(value) not in _FORMATS:
-        raise ConfigError(f"{value} is not one of fp32, bf16, fp16: choose one.")
+        raise ConfigError(
+            f"{value} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
+        )
     return _FORMATS[str(value)]
 
 
@@ -95,6 +102,9 @@ _HONOURED = {
 
 _PAIRS = {"optimizer.params.betas": ("adam_beta1", "adam_beta2")}
 
+SETTABLE = frozenset({one.flag for one in _HONOURED.values()}.union(*_PAIRS.values()))
+"""The flags that a ds_config can set."""
+
 _SECTIONS = ("bf16", "bfloat16", "fp16", "optimizer", "optimizer.params", "zero_optimization",
              "zero_optimization.offload_optimizer", "data_types")  # fmt: skip
 
@@ -114,23 +124,23 @@ _WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
 }  # fmt: skip
 
 _ONLY = {  # what holds here already, and why nothing else
-    "gradient_predivide_factor": (1.0, "gradients are averaged after their sum: set 1.0"),
-    "prescale_gradients": (False, "gradients are averaged after their sum: set false"),
-    "bf16.check_grad_overflow": (True, "the vote of each iteration looks at all gradients: drop it"),
-    "optimizer.params.adam_w_mode": (True, "weight decay is decoupled (AdamW): set true"),
-    "optimizer.params.bias_correction": (True, "Adam's moments are corrected: set true"),
-    "gradient_allreduce_op": ("mean", "gradients are averaged: set mean"),
-    "managed_gradient_accumulation": (True, "micro batches are accumulated: set true"),
-    "zero_optimization.contiguous_gradients": (True, "experts need contiguous gradients: set true"),
-    "zero_optimization.reduce_scatter": (True, "experts need it: set true"),
-    "zero_optimization.compute_grad_norm": (True, "the vote of each iteration needs it: set true"),
-    "zero_optimization.overlap_comm": (False, "it was not tried on GPUs yet: set false"),
-    "zero_optimization.zero_hpz_partition_size": (1, "it is of stage 3: set 1"),
-    "zero_optimization.offload_optimizer.ratio": (1.0, "all optimizer state is offloaded: set 1.0"),
-    "zero_optimization.elastic_checkpoint": (False, "checkpoints load in any layout anyway: set false"),
-    "zero_optimization.offload_param": (None, "it is of stage 3: drop it"),
-    "zero_optimization.cpu_offload_param": (False, "it is of stage 3: drop it"),
-    "zero_optimization.zenflow": (None, "no update may be late, or a recovery would not be exact: drop it"),
+    "gradient_predivide_factor": (1.0, "set 1.0, since gradients are averaged after their sum"),
+    "prescale_gradients": (False, "set false, since gradients are averaged after their sum"),
+    "bf16.check_grad_overflow": (True, "drop it, since the vote of each iteration looks at all gradients"),
+    "optimizer.params.adam_w_mode": (True, "set true, since weight decay is decoupled (AdamW)"),
+    "optimizer.params.bias_correction": (True, "set true, since Adam's moments are corrected"),
+    "gradient_allreduce_op": ("mean", "set mean, since gradients are averaged"),
+    "managed_gradient_accumulation": (True, "set true, since micro batches are accumulated"),
+    "zero_optimization.contiguous_gradients": (True, "set true, since experts need contiguous gradients"),
+    "zero_optimization.reduce_scatter": (True, "set true, since experts need it"),
+    "zero_optimization.compute_grad_norm": (True, "set true, since the vote of each iteration needs it"),
+    "zero_optimization.overlap_comm": (False, "set false, since it was not tried on GPUs yet"),
+    "zero_optimization.zero_hpz_partition_size": (1, "set 1, since it is of stage 3"),
+    "zero_optimization.offload_optimizer.ratio": (1.0, "set 1.0, since all optimizer state is offloaded"),
+    "zero_optimization.elastic_checkpoint": (False, "set false, since checkpoints load in any layout anyway"),
+    "zero_optimization.offload_param": (None, "drop it, since it is of stage 3"),
+    "zero_optimization.cpu_offload_param": (False, "drop it, since it is of stage 3"),
+    "zero_optimization.zenflow": (None, "drop it, since a recovery with late updates would not be exact"),
     "sequence_parallel_size": (1, "choose --tensor-model-parallel-size with --sequence-parallel"),
 }
 
@@ -192,44 +202,69 @@ def settings_in(path: str) -> tuple[Setting, ...]:
     """The flags that the ds_config in a file sets; it is read once.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else than what flags can say.
+        ConfigError: the file cannot be read, or holds something else than what flags can say, with all such keys.
     """
+    problems = Problems()
+    settings = tuple(settings_of(_read(path), path, problems))
+    problems.raise_found()
+    return settings
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=functools.partial(_once, path))
     except OSError as error:
-        raise ConfigError(f"--deepspeed-config {path} cannot be read ({error.strerror}): correct the path.") from None
+        raise ConfigError(
+            f"--deepspeed-config {path} cannot be read ({error.strerror}). Fix: correct the path",
+            code="ds-config-unreadable",
+        ) from None
     except RecursionError:
-        raise ConfigError(f"--deepspeed-config {path} is nested too deeply: correct it.") from None
+        raise ConfigError(
+            f"--deepspeed-config {path} is nested too deeply. Fix: correct it", code="ds-config-unreadable"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--deepspeed-config {path} is not JSON ({error}): correct it.") from None
-    refuse(not isinstance(content, dict), f"--deepspeed-config {path} does not hold keys and values: correct it.")
-    return tuple(settings_of(content, path))
+        raise ConfigError(
+            f"--deepspeed-config {path} is not JSON ({error}). Fix: correct it", code="ds-config-unreadable"
+        ) from None
+    refuse(
+        not isinstance(content, dict),
+        f"--deepspeed-config {path} does not hold keys and values. Fix: correct it",
+        code="ds-config-unreadable",
+    )
+    return content
 
 
-def settings_of(content: Mapping[str, Any], path: str, section: str = "") -> Iterator[Setting]:
-    """The flags that a ds_config, or a section of one, sets.
-
-    Raises:
-        ConfigError: a key is refused; the sentence names it and the remedy.
-    """
+def settings_of(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
+    """The flags that a ds_config, or a section of one, sets; adds a problem for each key that is refused."""
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
-            yield from settings_of(_in_force(value), path, f"{key}.")
+            yield from settings_of(_in_force(value), path, problems, f"{key}.")
         elif value == AUTO and (key in _HONOURED or key in _PAIRS):
             continue
         elif key in _HONOURED:
-            yield _setting(key, value, path)
+            try:
+                yield _setting(key, value, path)
+            except ConfigError as error:
+                problems.found.append(error)
         elif key in _PAIRS:
-            refuse(not isinstance(value, list) or len(value) != 2, f"{key} in {path} takes two numbers: correct it.")
-            yield from (Setting(flag, float(one), key) for flag, one in zip(_PAIRS[key], value, strict=True))
+            try:
+                yield from (Setting(flag, float(one), key) for flag, one in zip(_PAIRS[key], value, strict=True))
+            except (TypeError, ValueError):
+                problems.refuse(
+                    True, f"{key} in {path} is not two numbers. Fix: correct it", code="ds-config-value-invalid"
+                )
         elif key in _ONLY:
             only, remedy = _ONLY[key]
-            refuse(value not in (only, AUTO) and not _is_off(only, value), f"{_says(key, value, path)}: {remedy}.")
+            problems.refuse(
+                value not in (only, AUTO) and not _is_off(only, value),
+                f"{_says(key, value, path)}. Fix: {remedy}",
+                code="ds-config-key-unsupported",
+            )
         elif not _is_off(None, value) and key not in _WITHOUT_EFFECT:
-            remedy = _ELSEWHERE.get(key, "it is not a key that this program knows: drop it")
-            raise ConfigError(f"{_says(key, value, path)}: {remedy}.")
+            remedy = _ELSEWHERE.get(key, "drop it, since this program does not know the key")
+            problems.refuse(True, f"{_says(key, value, path)}. Fix: {remedy}", code="ds-config-key-unsupported")
 
 
 def agree(
@@ -243,24 +278,28 @@ def agree(
         same: whether two values of a flag mean the same.
 
     Raises:
-        ConfigError: a flag that is given says something else than the ds_config, or two keys contradict each other.
+        ConfigError: flags that are given say something else than the ds_config, or keys contradict each other.
     """
     added: dict[str, Setting] = {}
+    problems = Problems()
     for setting in settings:
         name, value = setting.flag, setting.value
         if name in given:
-            refuse(
+            problems.refuse(
                 not setting.yields and not same(name, given[name], value),
                 f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
-                f'{value}: change one of them, or set the key to "auto".',
+                f'{value}. Fix: change one of them, or set the key to "auto"',
+                code="ds-config-contradicts-flag",
             )
         else:
-            refuse(
+            problems.refuse(
                 name in added and not same(name, added[name].value, value),
-                f"{setting.key} and {added.get(name, setting).key} of the --deepspeed-config contradict each other: "
-                "drop one.",
+                f"{setting.key} and {added.get(name, setting).key} of the --deepspeed-config contradict each other. "
+                "Fix: drop one",
+                code="ds-config-contradicts-itself",
             )
             added[name] = setting
+    problems.raise_found()
     return {name: setting.value for name, setting in added.items()}
 
 
@@ -277,9 +316,11 @@ def _setting(key: str, value: object, path: str) -> Setting:
     try:
         return Setting(flag, read(value), key, yields)
     except ConfigError as error:
-        raise ConfigError(f"{key} in {path}: {error}") from None
+        raise ConfigError(f"{key} in {path}: {error}", code=error.code) from None
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{key} in {path} does not take {value!r}: correct it.") from None
+        raise ConfigError(
+            f"{key} in {path} does not take {value!r}. Fix: correct it", code="ds-config-value-invalid"
+        ) from None
 
 
 def _is_off(only: object, value: object) -> bool:
@@ -300,5 +341,9 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:
     content = dict(pairs)
     names = [name for name, _ in pairs]
     twice = [name for name in content if names.count(name) > 1]
-    refuse(twice, f"--deepspeed-config {path} gives {', '.join(twice)} twice: drop one.")
+    refuse(
+        twice,
+        f"--deepspeed-config {path} gives {', '.join(twice)} twice. Fix: drop one",
+        code="ds-config-contradicts-itself",
+    )
     return content

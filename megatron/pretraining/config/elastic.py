@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag, flags_of, refuse
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
 from moc.elastic.domains import MOST_RANKS
 
 
@@ -52,16 +52,15 @@ class ElasticFlags(FlagGroup):
         limits=">= 1",
     )
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Refuses flags without --elastic, and --elastic without slots."""
         if self.elastic:
-            self.needs("elastic", "elastic_slots")
+            self.needs(problems, "elastic", "elastic_slots")
             return
-        for spec in flags_of(ElasticFlags):
-            refuse(
-                getattr(self, spec.name) != spec.default,
-                f"{spec.spelling} has no effect without --elastic: add it, or drop {spec.spelling}.",
-            )
+        changed = (
+            spec.spelling for spec in flags_of(ElasticFlags) if vars(self).get(spec.name, spec.default) != spec.default
+        )
+        problems.refuse_without(tuple(changed), "--elastic")
 
     @property
     def everywhere(self) -> int | None:

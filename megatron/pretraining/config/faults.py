@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pretraining.config.flag import FlagGroup, flag
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 from moc.faults import POINTS
 from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
 
@@ -48,6 +48,6 @@ class FaultFlags(FlagGroup):
         """Whether any fault is configured."""
         return bool(self.inject) or self.inject_mtbf_iterations is not None
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects a seed without random faults."""
-        self.needs("inject_seed", "inject_mtbf_iterations")
+        self.needs(problems, "inject_seed", "inject_mtbf_iterations")

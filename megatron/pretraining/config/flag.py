@@ -8,10 +8,10 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
-from moc.errors import UserError
+from moc.errors import UserError, with_code
 
 REQUIRED: Any = object()
 """Default of a flag that has no useful one: leaving it out is an error."""
@@ -23,22 +23,108 @@ _LIMITS = {  # by sign
 }
 
 
+UNKNOWN: Any = object()
+"""In place of a flag's value that is missing or invalid, which a problem of its own reports."""
+
+
+class UnknownValueError(Exception):
+    """A check needs a value that is ``UNKNOWN``, so that it cannot find anything."""
+
+
 class ConfigError(UserError, ValueError):
     """Invalid flags, alone or in combination; the message is one sentence that says what to change."""
 
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """This error, or those that it consists of."""
+        return (self,)
 
-def refuse(wrong: object, sentence: str) -> None:
-    """Raises ``ConfigError`` with this sentence if ``wrong`` is true."""
+
+class ConfigErrors(ConfigError):
+    """Several problems of flags, of which none follows from another; each is a line of the message."""
+
+    code = "flags-invalid"
+
+    def __init__(self, problems: Sequence[ConfigError]):
+        super().__init__()
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """The problems."""
+        return self._problems
+
+    def __str__(self) -> str:
+        return "\n".join(map(with_code, self._problems))
+
+
+def refuse(wrong: object, sentence: str, *, code: str) -> None:
+    """Raises ``ConfigError`` with this sentence and code if ``wrong`` is true."""
     if wrong:
-        raise ConfigError(sentence)
+        raise ConfigError(sentence, code=code)
 
 
-def refuse_remainder(name: str, value: int | None, of: str, divisor: int | None) -> None:
-    """Raises ``ConfigError`` unless one flag's value is a multiple of another's, or one is None."""
-    refuse(
-        value and divisor and value % divisor,
-        f"{dashed(name)} {value} is not a multiple of {dashed(of)} {divisor}: change one of them.",
-    )
+class Problems:
+    """Collects problems of flags, so that one message has all that can be found together."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    def refuse(self, wrong: object, sentence: str, *, code: str) -> bool:
+        """Adds a problem if ``wrong`` is true; returns whether it is."""
+        if wrong:
+            self.found.append(ConfigError(sentence, code=code))
+        return bool(wrong)
+
+    def refuse_remainder(self, name: str, value: int | None, of: str, divisor: int | None) -> None:
+        """Adds a problem unless one flag's value is a multiple of another's, or one is None."""
+        self.refuse(
+            value and divisor and value % divisor,
+            f"{dashed(name)} {value} is not a multiple of {dashed(of)} {divisor}. Fix: change one of them",
+            code="flag-not-a-multiple",
+        )
+
+    def refuse_without(self, spellings: Sequence[str], other: str) -> None:
+        """Adds a problem if there are flags that have no effect without another one."""
+        self.refuse(
+            spellings,
+            f"{listed(spellings)} {'has' if len(spellings) == 1 else 'have'} no effect without {other}. "
+            f"Fix: add it, or drop {listed(spellings)}",
+            code="flag-has-no-effect",
+        )
+
+    def check[**P](self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Runs a check, and adds the problems that it raises; returns whether it has run to its end.
+
+        A check that needs an unknown value ends there.
+        """
+        try:
+            check(*args, **kwargs)
+        except UnknownValueError:
+            return False
+        except ConfigError as error:
+            self.found += error.problems
+            return False
+        return True
+
+    def raise_found(self) -> None:
+        """Raises ``ConfigError`` if there is a problem."""
+        problems = list({str(problem): problem for problem in self.found}.values())
+        if problems:
+            raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
+
+
+def check_all[**P](checks: Iterable[Callable[P, object]], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Runs all checks; raises ``ConfigError`` with the problems of all."""
+    problems = Problems()
+    for check in checks:
+        problems.check(check, *args, **kwargs)
+    problems.raise_found()
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with commas, and "and" before the last one."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def dashed(name: str) -> str:
@@ -72,6 +158,7 @@ def flag(
         limits: of a number, such as ``>= 0, < 1``.
     """
     facts = dict(
+        default=None if default is REQUIRED else default,
         help=" ".join(help.split()),
         spellings=spellings,
         choices=tuple(choices) if choices else None,
@@ -81,7 +168,8 @@ def flag(
         required=default is REQUIRED,
         limits=tuple((sign, float(number), number) for sign, number in map(str.split, filter(None, limits.split(",")))),
     )
-    return dataclasses.field(default=None if default is REQUIRED else default, metadata=facts)
+    # no class attribute with the default: a group without a value must not seem to have one
+    return dataclasses.field(default_factory=lambda: facts["default"], metadata=facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,77 +192,120 @@ class Flag:
     required: bool
     limits: tuple[tuple[str, float, str], ...]
     """Sign, number, and the number as written."""
+    preset: bool
+    """Whether model presets set it."""
 
     @property
     def spelling(self) -> str:
         """The spelling for messages."""
         return self.off[0] if self.off and self.default else self.on[0]
 
-    def check_limits(self, value: object) -> None:
-        """Rejects a number outside the flag's limits."""
+    def check(self, value: object) -> None:
+        """Raises ``ConfigError`` for a missing value and for a number outside the flag's limits."""
+        refuse(
+            self.required and value is None,
+            f"{self.spelling} is missing. Fix: give it, on the command line or in the --config file"
+            f"{' or by a --model preset' if self.preset else ''}",
+            code="flag-missing",
+        )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
-        refuse(not math.isfinite(value), f"{self.spelling} must be a number, not {value}.")
+        refuse(
+            not math.isfinite(value),
+            f"{self.spelling} is {value}. Fix: give a finite number",
+            code="value-out-of-range",
+        )
         for sign, limit, written in self.limits:
             holds, words = _LIMITS[sign]
-            refuse(not holds(value, limit), f"{self.spelling} must be {words} {written}, not {value}.")
+            refuse(
+                not holds(value, limit),
+                f"{self.spelling} is {value}. Fix: give a number that is {words} {written}",
+                code="value-out-of-range",
+            )
 
 
 class FlagGroup:
-    """Base class of flag groups: checks the limits of every field, then calls ``validate``."""
+    """Base class of flag groups: checks the value of every field, then calls ``validate``."""
 
     preset: typing.ClassVar[bool] = False
     """Whether model presets set fields of this group."""
 
     def __post_init__(self) -> None:
+        problems = Problems()
+        self.find_problems(problems)
+        problems.raise_found()
+
+    @classmethod
+    def unchecked(cls, values: Mapping[str, object]) -> Self:
+        """A group that was not checked; a field whose value is ``UNKNOWN`` has none."""
+        group = object.__new__(cls)
+        for spec in flags_of(cls):
+            if values[spec.name] is not UNKNOWN:
+                object.__setattr__(group, spec.name, values[spec.name])
+        return group
+
+    def find_problems(self, problems: Problems) -> None:
+        """Adds the problems of this group; afterwards, a field with an invalid value has none."""
         for spec in flags_of(type(self)):
-            value = getattr(self, spec.name)
-            refuse(
-                spec.required and value is None,
-                f"{spec.spelling} is missing: give it, on the command line or in the --config file"
-                f"{' or by a --model preset' if type(self).preset else ''}.",
-            )
-            spec.check_limits(value)
-        self.validate()
+            if spec.name in vars(self) and not problems.check(spec.check, getattr(self, spec.name)):
+                object.__delattr__(self, spec.name)
+        problems.check(self.validate, problems)
 
-    def validate(self) -> None:
-        """Raises ``ConfigError`` if fields of this group contradict each other."""
+    def validate(self, problems: Problems) -> None:
+        """Adds the problems of fields of this group that contradict each other."""
 
-    def needs(self, name: str, other: str, value: object = None) -> None:
+    def needs(self, problems: Problems, name: str, other: str, value: object = None) -> None:
         """Refuses a flag without another one, or without this value of it."""
-        there = getattr(self, other)
-        refuse(
-            getattr(self, name) and (not there if value is None else there != value),
-            f"{dashed(name)} needs {dashed(other)}{'' if value is None else f' {value}'}: add it.",
-        )
 
-    def multiple(self, name: str, of: str) -> None:
+        def check() -> None:
+            there = getattr(self, other)
+            refuse(
+                getattr(self, name) and (not there if value is None else there != value),
+                f"{dashed(name)} needs {dashed(other)}{'' if value is None else f' {value}'}. Fix: add it",
+                code="flag-needs-another",
+            )
+
+        problems.check(check)
+
+    def multiple(self, problems: Problems, name: str, of: str) -> None:
         """Refuses a number that is not a multiple of another one."""
-        refuse_remainder(name, getattr(self, name), of, getattr(self, of))
+        problems.check(lambda: problems.refuse_remainder(name, getattr(self, name), of, getattr(self, of)))
 
-    def at_most(self, name: str, other: str) -> None:
+    def at_most(self, problems: Problems, name: str, other: str) -> None:
         """Refuses a number greater than another one."""
-        value, limit = getattr(self, name), getattr(self, other)
-        refuse(
-            value is not None and limit is not None and value > limit,
-            f"{dashed(name)} {value} is more than {dashed(other)} {limit}: lower it.",
-        )
+
+        def check() -> None:
+            value, limit = getattr(self, name), getattr(self, other)
+            refuse(
+                value is not None and limit is not None and value > limit,
+                f"{dashed(name)} {value} is more than {dashed(other)} {limit}. Fix: lower it",
+                code="flag-exceeds-another",
+            )
+
+        problems.check(check)
+
+    if not typing.TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in {spec.name for spec in flags_of(type(self))}:
+                raise UnknownValueError(name)
+            raise AttributeError(name)
 
 
 @functools.cache
-def flags_of(group: type) -> tuple[Flag, ...]:
+def flags_of(group: Any) -> tuple[Flag, ...]:
     """The flags of a group, in order."""
     hints = typing.get_type_hints(group)
-    return tuple(_read(field, _kind(hints[field.name])) for field in dataclasses.fields(group))
+    return tuple(_read(field, _kind(hints[field.name]), group.preset) for field in dataclasses.fields(group))
 
 
-def _read(field: dataclasses.Field, kind: type) -> Flag:
+def _read(field: dataclasses.Field, kind: type, preset: bool) -> Flag:
     facts = dict(field.metadata)
     extra, off = facts.pop("spellings"), ()
     if kind is bool:
         off = tuple(s for s in extra if s.startswith(("--no-", "--disable-"))) or (dashed(f"no_{field.name}"),)
     on = (dashed(field.name), *(s for s in extra if s not in off))
-    return Flag(name=field.name, kind=kind, default=field.default, on=on, off=off, **facts)
+    return Flag(name=field.name, kind=kind, on=on, off=off, preset=preset, **facts)
 
 
 def _kind(hint: Any) -> type:

@@ -57,7 +57,13 @@ class FlagGroups:
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Virtual stages that each worker alternates between, or None without an interleaved schedule."""
-        return virtual_stages({**vars(self.parallel), "num_layers": self.network.num_layers})
+        parallel = self.parallel
+        return virtual_stages(
+            self.network.num_layers,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_layers_per_virtual_pipeline_stage,
+            parallel.num_virtual_stages_per_pipeline_rank,
+        )
 
     @property
     def overlaps_p2p(self) -> bool:

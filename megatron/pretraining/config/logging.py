@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LoggingFlags(FlagGroup):
     )
     log_dir: str | None = flag(None, "Directory of events.jsonl and of this run's logs.", metavar="DIR")
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects TensorBoard options without TensorBoard."""
         for name in ("timers", "memory", "validation_ppl"):
-            self.needs(f"log_{name}_to_tensorboard", "tensorboard_dir")
+            self.needs(problems, f"log_{name}_to_tensorboard", "tensorboard_dir")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,23 @@ class NetworkFlags(FlagGroup):
         "auto", "Attention kernel of Transformer Engine.", choices=("auto", "flash", "fused", "unfused", "local")
     )
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects heads that do not fit the width, and two activation functions at once."""
-        refuse(
+        problems.refuse(
             self.kv_channels is None,
             f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
-            f"{self.num_attention_heads}: change one of them, or give --kv-channels.",
+            f"{self.num_attention_heads}. Fix: change one of them, or give --kv-channels",
+            code="flag-not-a-multiple",
         )
-        refuse(
+        problems.refuse(
             not self.group_query_attention and self.num_query_groups not in (None, self.num_attention_heads),
-            f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention: add it.",
+            f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention. Fix: add it",
+            code="flag-has-no-effect",
         )
-        self.multiple("num_attention_heads", "num_query_groups")
-        self.needs("qk_layernorm_full_width", "qk_layernorm")
-        refuse(self.swiglu and self.squared_relu, "--swiglu and --squared-relu exclude each other: drop one.")
+        self.multiple(problems, "num_attention_heads", "num_query_groups")
+        self.needs(problems, "qk_layernorm_full_width", "qk_layernorm")
+        problems.refuse(
+            self.swiglu and self.squared_relu,
+            "--swiglu and --squared-relu exclude each other. Fix: drop one",
+            code="flags-exclude-each-other",
+        )

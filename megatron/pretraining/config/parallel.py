@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,25 @@ class ParallelFlags(FlagGroup):
         10, "Minutes to wait for other workers in a collective operation.", limits=">= 1"
     )
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects context parallelism, overlaps without their prerequisites, and virtual stages without a pipeline."""
-        refuse(
+        problems.refuse(
             self.context_parallel_size > 1,
-            f"--context-parallel-size {self.context_parallel_size} is not supported: leave it at 1.",
+            f"--context-parallel-size {self.context_parallel_size} is not supported. Fix: leave it at 1",
+            code="flag-unsupported",
         )
-        self.needs("overlap_param_gather", "use_distributed_optimizer")
-        self.needs("overlap_param_gather", "overlap_grad_reduce")
+        self.needs(problems, "overlap_param_gather", "use_distributed_optimizer")
+        self.needs(problems, "overlap_param_gather", "overlap_grad_reduce")
         layers, stages = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
-        refuse(
+        problems.refuse(
             layers is not None and stages is not None,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing: "
-            "drop one.",
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing. "
+            "Fix: drop one",
+            code="flags-exclude-each-other",
         )
         spelling = "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
-        refuse(
+        problems.refuse(
             (layers is not None or (stages or 1) > 1) and self.pipeline_model_parallel_size == 1,
-            f"{spelling} needs --pipeline-model-parallel-size greater than 1: raise it, or drop {spelling}.",
+            f"{spelling} needs --pipeline-model-parallel-size greater than 1. Fix: raise it, or drop {spelling}",
+            code="flag-needs-another",
         )

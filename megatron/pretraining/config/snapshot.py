@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretraining.config.flag import ConfigError, FlagGroup, dashed, flag, flags_of, refuse
-from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
+from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
+from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.policy.pec_flags import experts_of
 from moc.session.settings import TIERS, node_names
@@ -133,64 +132,87 @@ class _EveryPolicy(FlagGroup):
         """K_snapshot and K_persist, or their initial values."""
         return experts_of(self)
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
         kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
         chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
         asked = {kind}
-        for spec in flags_of(type(self)):
-            given, owner = getattr(self, spec.name) != spec.default, whose.get(spec.name)
-            fits = owner.name if owner else _REPLAYING if spec.name.startswith("upstream") else "full"
-            refuse(
-                given and not self.ckpt_policy,
-                f"{spec.spelling} needs --ckpt-policy: add --ckpt-policy {fits}, or drop {spec.spelling}.",
+        given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
+        if not self.ckpt_policy:
+            owner = next((whose[spec.name].name for spec in given if spec.name in whose), "full")
+            fits = _REPLAYING if any(spec.name.startswith("upstream") for spec in given) else owner
+            problems.refuse_without([spec.spelling for spec in given], f"--ckpt-policy, such as {fits}")
+            return
+        for spec in given:
+            owner = whose.get(spec.name)
+            problems.refuse(
+                self.ckpt_policy == AUTO and spec.name in chosen,
+                f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training. Fix: drop it",
+                code="flag-chosen-by-auto",
             )
-            refuse(
-                given and self.ckpt_policy == AUTO and spec.name in chosen,
-                f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training: drop it.",
+            problems.refuse(
+                self.ckpt_policy != AUTO and spec.name in _LIMITS_OF_AUTO,
+                f"{spec.spelling} is for --ckpt-policy auto, not {self.ckpt_policy}. Fix: drop it or change the policy",
+                code="policy-lacks-flag",
             )
-            refuse(
-                given and self.ckpt_policy != AUTO and spec.name in _LIMITS_OF_AUTO,
-                f"{spec.spelling} is for --ckpt-policy auto, not {self.ckpt_policy}: drop it or change the policy.",
+            if owner is None:
+                continue
+            foreign = problems.refuse(
+                self.ckpt_policy != AUTO and owner is not kind,
+                f"{spec.spelling} needs --ckpt-policy {owner.name}, not {self.ckpt_policy}. Fix: drop it, or choose "
+                f"--ckpt-policy {owner.name}",
+                code="policy-lacks-flag",
             )
-            refuse(
-                given and owner and self.ckpt_policy != AUTO and owner is not kind,
-                f"{spec.spelling} needs --ckpt-policy {fits}, not {self.ckpt_policy}: drop it, or choose --ckpt-policy "
-                f"{fits}.",
-            )
-            asked |= {owner} if given else set()
+            asked |= set() if foreign else {owner}
         # auto does not choose a policy that refuses the other flags; it is asked here if somebody has set it up
-        for sentence in itertools.chain.from_iterable(one.refusals(self) for one in POLICIES.values() if one in asked):
-            raise ConfigError(sentence)
-        refuse(
-            self.upstream_logging and not (kind and kind.replays),
-            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}: drop it, or choose "
-            f"--ckpt-policy {_REPLAYING}.",
-        )
-        refuse(
-            self.upstream_log_limit != 8.0 and not self.upstream_logging,
-            "--upstream-log-limit needs --upstream-logging: add it.",
-        )
-        refuse(
+        for one in POLICIES.values():
+            if one in asked:
+                problems.check(self._ask, one, problems)
+        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.replays)
+        problems.check(self._validate_tier, problems)
+        problems.refuse(
             self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
-            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto: add one of them, or drop "
-            "--mtbf-hours.",
+            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto. Fix: add one of them, or "
+            "drop --mtbf-hours",
+            code="flag-needs-another",
         )
-        refuse(
+
+    def _ask(self, kind: type[Policy], problems: Problems) -> None:
+        for sentence in kind.refusals(self):
+            problems.refuse(True, sentence, code="policy-flags-conflict")
+
+    def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
+        problems.refuse(
+            self.upstream_logging and not replays,
+            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}. Fix: drop it, or choose "
+            f"--ckpt-policy {_REPLAYING}",
+            code="policy-lacks-flag",
+        )
+        problems.refuse(
+            self.upstream_log_limit != 8.0 and not self.upstream_logging,
+            "--upstream-log-limit needs --upstream-logging. Fix: add it",
+            code="flag-needs-another",
+        )
+
+    def _validate_tier(self, problems: Problems) -> None:
+        problems.refuse(
             self.node_of_rank and self.ckpt_tier == "disk" and not self.upstream_logging,
             "--node-of-rank needs --ckpt-tier memory or peers, or --upstream-logging, since only memory belongs to a "
-            "node: add one, or drop --node-of-rank.",
+            "node. Fix: add one, or drop --node-of-rank",
+            code="tier-lacks-flag",
         )
-        refuse(
+        problems.refuse(
             self.persist_interval and self.ckpt_tier == "disk",
-            "--persist-interval needs --ckpt-tier memory or peers, since every other snapshot is in --ckpt-dir anyway: "
-            "drop it.",
+            "--persist-interval needs --ckpt-tier memory or peers, since every other snapshot is in --ckpt-dir anyway. "
+            "Fix: drop it",
+            code="tier-lacks-flag",
         )
         for name in ("replicas", "replication_rate"):
-            refuse(
+            problems.refuse(
                 getattr(self, name) is not None and self.ckpt_tier != "peers",
-                f"{dashed(name)} needs --ckpt-tier peers, since no other copies to other nodes: add it, or drop "
-                f"{dashed(name)}.",
+                f"{dashed(name)} needs --ckpt-tier peers, since no other copies to other nodes. Fix: add it, or drop "
+                f"{dashed(name)}",
+                code="tier-lacks-flag",
             )
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from megatron.pretraining.config.derive import installed
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag, refuse
 
 _TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -27,31 +27,43 @@ class TokenizerFlags(FlagGroup):
     )
     vocab_size: int | None = flag(None, "Vocabulary of the NullTokenizer, before padding.", limits=">= 1")
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects a tokenizer without its model, size or revision, and missing files."""
         from_hub = self.tokenizer_type == "HuggingFaceTokenizer" and on_hub(self.tokenizer_model or "")
-        refuse(
+        problems.refuse(
             self.tokenizer_revision and not from_hub,
-            "--tokenizer-revision is for the name of a HuggingFace tokenizer on the hub: drop it.",
+            "--tokenizer-revision is for the name of a HuggingFace tokenizer on the hub. Fix: drop it",
+            code="flag-has-no-effect",
         )
         if self.tokenizer_type == "NullTokenizer":
-            refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
+            problems.refuse(
+                self.vocab_size is None,
+                "--tokenizer-type NullTokenizer needs --vocab-size. Fix: add it",
+                code="tokenizer-incomplete",
+            )
             return
-        model = self.tokenizer_model
-        refuse(model is None, f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.")
         is_file = self.tokenizer_type == "SentencePieceTokenizer"
-        found = model is not None and (os.path.isfile(model) if is_file else from_hub or os.path.exists(model))
-        refuse(
-            not found,
-            f"--tokenizer-model {self.tokenizer_model} does not exist: correct the path, or make one with "
-            "tools/train_tokenizer.py.",
-        )
-        refuse(
+        problems.refuse(
             not is_file and not installed("transformers"),
-            "--tokenizer-type HuggingFaceTokenizer needs the package transformers: install it.",
+            "--tokenizer-type HuggingFaceTokenizer needs the package transformers. Fix: install it",
+            code="package-missing",
+        )
+        model = self.tokenizer_model
+        if model is None:
+            problems.refuse(
+                True,
+                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model. Fix: add it",
+                code="tokenizer-incomplete",
+            )
+            return
+        problems.refuse(
+            not (os.path.isfile(model) if is_file else from_hub or os.path.exists(model)),
+            f"--tokenizer-model {model} does not exist. Fix: correct the path, or make one with "
+            "tools/train_tokenizer.py",
+            code="tokenizer-missing",
         )
         if from_hub:
-            refuse_without_commit(str(model), self.tokenizer_revision)
+            problems.check(refuse_without_commit, model, self.tokenizer_revision)
 
 
 def on_hub(model: str) -> bool:
@@ -63,6 +75,7 @@ def refuse_without_commit(model: str, revision: str | None) -> None:
     """Raises ``ConfigError`` unless the revision of a tokenizer on the hub is one that nobody can change."""
     refuse(
         not re.fullmatch("[0-9a-f]{40}", revision or ""),
-        f"--tokenizer-model {model} is a name on the hub, where anything may stand for it tomorrow: add "
-        "--tokenizer-revision with the commit that you trust, of 40 hexadecimal digits.",
+        f"--tokenizer-model {model} is a name on the hub, where anything may stand for it tomorrow. Fix: add "
+        "--tokenizer-revision with the commit that you trust, of 40 hexadecimal digits",
+        code="tokenizer-not-pinned",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag
 
 
 @dataclass(frozen=True)
@@ -59,35 +59,41 @@ class TrainingFlags(FlagGroup):
     manual_gc: bool = flag(False, "Run Python's garbage collector at the same iterations on all workers.")
     manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", limits=">= 0")
 
-    def validate(self) -> None:
+    def validate(self, problems: Problems) -> None:
         """Rejects a training length given twice or not at all, and incomplete recomputation options."""
-        refuse(
+        problems.refuse(
             self.deterministic_mode and self.allow_nondeterministic,
-            "--deterministic-mode contradicts --allow-nondeterministic: drop one of them.",
+            "--deterministic-mode contradicts --allow-nondeterministic. Fix: drop one of them",
+            code="flags-exclude-each-other",
         )
-        refuse(
+        problems.refuse(
             self.train_iters is None and self.train_samples is None,
-            "the length of the training is missing: give --train-iters or --train-samples.",
+            "the length of the training is missing. Fix: give --train-iters or --train-samples",
+            code="training-length-missing",
         )
-        refuse(
+        problems.refuse(
             self.train_iters is not None and self.train_samples is not None,
-            "--train-iters and --train-samples exclude each other: drop one.",
+            "--train-iters and --train-samples exclude each other. Fix: drop one",
+            code="flags-exclude-each-other",
         )
-        self.multiple("global_batch_size", "micro_batch_size")
-        self.needs("manual_gc_interval", "manual_gc")
-        refuse(
+        self.multiple(problems, "global_batch_size", "micro_batch_size")
+        self.needs(problems, "manual_gc_interval", "manual_gc")
+        problems.refuse(
             self.recompute_activations and self.recompute_granularity == "full",
-            "--recompute-activations means --recompute-granularity selective, not full: drop one of them.",
+            "--recompute-activations means --recompute-granularity selective, not full. Fix: drop one of them",
+            code="flags-exclude-each-other",
         )
         full = self.recompute_granularity == "full"
-        refuse(
+        problems.refuse(
             full and (self.recompute_method is None or self.recompute_num_layers is None),
-            "--recompute-granularity full needs --recompute-method and --recompute-num-layers: add them.",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers. Fix: add them",
+            code="recompute-flags-incomplete",
         )
-        refuse(
+        problems.refuse(
             not full and (self.recompute_method is not None or self.recompute_num_layers is not None),
-            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: "
-            "add that, or drop them.",
+            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full. Fix: "
+            "add that, or drop them",
+            code="recompute-flags-incomplete",
         )
 
 

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatron.pretraining.config.composed import Config
-from megatron.pretraining.config.flag import ConfigError, refuse
+from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
 from moc.elastic.settings import Settings
+from moc.output import counted
+
+
+class Workers(NamedTuple):
+    """The workers of a job.
+
+    Attributes:
+        least: nodes with which the job continues after others are lost.
+        most: nodes of the job.
+        per_node: workers of each node.
+    """
+
+    least: int
+    most: int
+    per_node: int
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -90,50 +107,63 @@ def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Raises ``ConfigError`` if the flags cannot run on this number of workers."""
-    parallel, size = config.parallel, _model_size(config)
-    refuse(
-        world_size % size,
-        f"{world_size} workers are not a multiple of --tensor-model-parallel-size "
-        f"{parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
-        f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
-    )
-    _check_expert_grid(config, world_size)
-    _check_slots(config, world_size)
-    _check_batch(config, world_size)
+    """Raises ``ConfigError`` with all reasons why the flags cannot run on this number of workers."""
+    problems = Problems()
+    for check in (_check_model_grid, _check_expert_grid, _check_slots, _check_batch):
+        problems.check(check, config, world_size, problems)
+    problems.raise_found()
+
+
+def check_start(config: Config, workers: Workers) -> None:
+    """Raises ``ConfigError`` with all reasons why a job of these workers cannot start or continue."""
+    problems, (least, most, per_node) = Problems(), workers
+    parts = nodes_of_model(config, per_node) if least < most and not why_anew(config, per_node) else 1
+    problems.check(check_world, config, max(most // parts, 1) * parts * per_node)
+    if least < most:
+        problems.check(check_fewest, config, least, per_node)
+    problems.raise_found()
 
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:
     """Raises ``ConfigError`` if training cannot continue on so few nodes, of so many workers each."""
-    left = f"--nnodes {nodes}:... continues with {nodes} node{'s' * (nodes > 1)}"
+    problems, left = Problems(), f"--nnodes {nodes}:... continues with {counted(nodes, 'node')}"
     if not why_anew(config, per_node):
-        _check_fewest_members(config, nodes, per_node, left)
-        return
-    try:
-        check_world(config, nodes * per_node)
-    except ConfigError as error:
-        raise ConfigError(f"{left}, where {str(error).removesuffix('.')}, or raise MIN.") from None
+        problems.check(_check_fewest_members, config, nodes, per_node, left, problems)
+    else:
+        try:
+            check_world(config, nodes * per_node)
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.refuse(True, f"{left}, where {problem}, or raise MIN", code=problem.code)
+    problems.raise_found()
 
 
-def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str) -> None:
+def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, problems: Problems) -> None:
     """As :func:`check_fewest`, where workers continue in the same processes."""
-    elastic, experts = config.elastic, config.moe.num_experts
-    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
+    elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
     of_model = nodes_of_model(config, per_node)
-    refuse(nodes < of_model, f"a copy of the model takes {of_model} nodes, and {left}: make MIN at least {of_model}.")
+    if nodes < of_model:
+        problems.refuse(
+            True,
+            f"a copy of the model takes {of_model} nodes, and {left}. Fix: make MIN at least {of_model}",
+            code="nodes-too-few",
+        )
+        return
     of_stage = nodes // of_model  # whole copies, each with a node of the stage
     workers = stage_size(config, of_stage * of_model * per_node)
-    refuse(
-        elastic.elastic_slots * workers < experts,
-        f"--elastic-slots {elastic.elastic_slots} leave no room for some of {experts} experts on {workers} workers, "
-        f"and {left}: make it at least {-(-experts // workers)}, or raise MIN.",
+    problems.refuse(
+        slots * workers < experts,
+        f"--elastic-slots {slots} leave no room for some of {experts} experts on {counted(workers, 'worker')}, "
+        f"and {left}. Fix: make it at least {-(-experts // workers)}, or raise MIN",
+        code="slots-too-few",
     )
-    refuse(
+    problems.refuse(
         elastic.elastic_min_replicas > of_stage,
-        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the {of_stage} nodes of each stage that "
-        f"can hold an expert, and {left}: lower it to {of_stage}, or raise MIN.",
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than {counted(of_stage, 'node')} of each stage "
+        f"that can hold an expert, and {left}. Fix: lower it to {of_stage}, or raise MIN",
+        code="nodes-too-few",
     )
-    check_everywhere(config, of_stage, workers // of_stage, f", and {left}")
+    problems.check(check_everywhere, config, of_stage, workers // of_stage, f", and {left}")
 
 
 def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> None:
@@ -145,42 +175,53 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
         ranks: workers of each that are of the stage.
         left: why there may be so few nodes.
     """
-    hot, experts = config.elastic.everywhere, config.moe.num_experts
-    assert experts is not None  # --elastic requires it
+    hot, (_, experts) = config.elastic.everywhere, _slots_and_experts(config)
     if not hot:
         return
     most = plan_settings(config, ranks).most_everywhere(nodes, experts)
     refuse(
         hot > most,
-        f"--elastic-everywhere {hot} leaves too few of the slots of {nodes} nodes for --elastic-min-replicas "
-        f"{config.elastic.elastic_min_replicas} of the other experts{left}: lower it to {most}, or add slots or nodes.",
+        f"--elastic-everywhere {hot} leaves too few of the slots of {counted(nodes, 'node')} for "
+        f"--elastic-min-replicas {config.elastic.elastic_min_replicas} of the other experts{left}. Fix: lower it to "
+        f"{most}, or add slots or nodes",
+        code="slots-too-few",
     )
 
 
 def plan_settings(config: Config, ranks: int) -> Settings:
     """What elastic training plans for, on nodes with so many workers of a pipeline stage."""
-    elastic, experts = config.elastic, config.moe.num_experts
-    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
-    slots = min(elastic.elastic_slots, experts)
-    return Settings(slots, elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain)
+    elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
+    return Settings(
+        min(slots, experts), elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain
+    )
 
 
 def check_domains(config: Config, ranks: int) -> None:
     """Raises ``ConfigError`` if nodes with so many workers of a stage make no domain with all experts."""
-    settings, experts = plan_settings(config, ranks), config.moe.num_experts
-    assert experts is not None  # --elastic requires it
+    settings, (_, experts) = plan_settings(config, ranks), _slots_and_experts(config)
     most, nodes = settings.domain, settings.domain // ranks
     refuse(
         not nodes,
-        f"--elastic-domain {most} is less than the {ranks} workers that each node has of a pipeline stage: make it at "
-        f"least {ranks}.",
+        f"--elastic-domain {most} is less than {counted(ranks, 'worker')} that each node has of a pipeline stage. Fix: "
+        f"make it at least {ranks}",
+        code="elastic-domain-too-small",
     )
     fit = settings.domains(2 * nodes, experts) == (nodes, nodes)
     refuse(
         not fit,
-        f"--elastic-domain {most} leaves no room for some of {experts} experts in a domain of {nodes * ranks} workers "
-        f"with --elastic-slots {settings.slots}: raise one of them.",
+        f"--elastic-domain {most} leaves no room for some of {experts} experts in a domain of "
+        f"{counted(nodes * ranks, 'worker')} "
+        f"with --elastic-slots {settings.slots}. Fix: raise one of them",
+        code="elastic-domain-too-small",
     )
+
+
+def _slots_and_experts(config: Config) -> tuple[int, int]:
+    """Slots of each worker, and experts, which ``--elastic`` requires."""
+    slots, experts = config.elastic.elastic_slots, config.moe.num_experts
+    if slots is None or experts is None:
+        raise UnknownValueError("elastic_slots")
+    return slots, experts
 
 
 def _model_size(config: Config) -> int:
@@ -193,69 +234,92 @@ def _inner_size(config: Config) -> int:
     return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
-def _check_expert_grid(config: Config, world_size: int) -> None:
+def _check_model_grid(config: Config, world_size: int, problems: Problems) -> None:
+    parallel, size = config.parallel, _model_size(config)
+    problems.refuse(
+        world_size % size,
+        f"{counted(world_size, 'worker')} cannot be divided into copies of the model: a copy takes "
+        f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
+        f"{parallel.pipeline_model_parallel_size}. Fix: start a multiple of {size}, or lower one of them",
+        code="workers-not-divisible",
+    )
+
+
+def _check_expert_grid(config: Config, world_size: int, problems: Problems) -> None:
     parallel = config.parallel
     size = (
         parallel.expert_tensor_parallel_size
         * parallel.expert_model_parallel_size
         * parallel.pipeline_model_parallel_size
     )
-    refuse(
-        world_size % size,
-        f"{world_size} workers are not a multiple of --expert-model-parallel-size "
+    problems.refuse(
+        size != _model_size(config) and world_size % size,
+        f"{counted(world_size, 'worker')} cannot be divided among experts: a copy takes --expert-model-parallel-size "
         f"{parallel.expert_model_parallel_size} times --expert-tensor-parallel-size "
         f"{parallel.expert_tensor_parallel_size} times --pipeline-model-parallel-size "
-        f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
+        f"{parallel.pipeline_model_parallel_size}. Fix: start a multiple of {size}, or lower one of them",
+        code="workers-not-divisible",
     )
 
 
-def _check_slots(config: Config, world_size: int) -> None:
-    elastic, experts, workers = config.elastic, config.moe.num_experts, stage_size(config, world_size)
-    if not elastic.elastic:
+def _check_slots(config: Config, world_size: int, problems: Problems) -> None:
+    elastic, workers = config.elastic, stage_size(config, world_size)
+    if not elastic.elastic or world_size % _model_size(config):
         return
-    assert elastic.elastic_slots is not None and experts is not None  # the flags require both
-    refuse(
-        elastic.elastic_slots * workers < experts,
-        f"--elastic-slots {elastic.elastic_slots} of {workers} workers leave no room for some of {experts} experts: "
-        f"make it at least {-(-experts // workers)}, or start more workers.",
+    slots, experts = _slots_and_experts(config)
+    problems.refuse(
+        slots * workers < experts,
+        f"--elastic-slots {slots} of {counted(workers, 'worker')} leave no room for some of {experts} "
+        f"experts. Fix: make it at least {-(-experts // workers)}, or start more workers",
+        code="slots-too-few",
     )
-    refuse(
+    problems.refuse(
         elastic.elastic_min_replicas > workers,
-        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than the {workers} workers that can hold an "
-        "expert: lower it, or start more workers.",
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than {counted(workers, 'worker')} that can "
+        "hold an expert. Fix: lower it, or start more workers",
+        code="nodes-too-few",
     )
 
 
-def _check_batch(config: Config, world_size: int) -> None:
-    per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
-    samples = global_batch_size(config, world_size)
-    refuse(
+def _check_batch(config: Config, world_size: int, problems: Problems) -> None:
+    if world_size % _model_size(config):
+        return
+    copies = data_parallel_size(config, world_size)
+    per_round, samples = config.training.micro_batch_size * copies, global_batch_size(config, world_size)
+    few = problems.refuse(
         config.elastic.elastic and samples < per_round,
-        f"--global-batch-size {samples} has no micro batch for some of {data_parallel_size(config, world_size)} "
-        f"data-parallel copies: make it at least {per_round}.",
+        f"--global-batch-size {samples} has no micro batch for some of {copies} data-parallel copies. Fix: make it at "
+        f"least {per_round}",
+        code="batch-not-divisible",
     )
-    refuse(
+    uneven = problems.refuse(
         samples % per_round and not config.elastic.elastic,
         f"--global-batch-size {samples} is not a multiple of {per_round}, which is --micro-batch-size "
-        f"{config.training.micro_batch_size} times {data_parallel_size(config, world_size)} data-parallel copies: "
-        f"make it {max(samples // per_round, 1) * per_round}, for example.",
+        f"{config.training.micro_batch_size} times {counted(copies, 'data-parallel copy')}. Fix: "
+        f"make it {max(samples // per_round, 1) * per_round}, for example",
+        code="batch-not-divisible",
     )
-    refuse(
-        train_iterations(config, world_size) < 1,
-        f"--train-samples {config.training.train_samples} do not fill one batch of {samples}: raise it.",
+    length = config.training
+    problems.refuse(
+        length.train_iters is None and length.train_samples is not None and length.train_samples < samples,
+        f"--train-samples {config.training.train_samples} do not fill one batch of {samples}. Fix: raise it",
+        code="samples-too-few",
     )
+    if few or uneven:
+        return
     steps, wanted = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
-    refuse(
+    problems.refuse(
         wanted not in (None, steps),
         f"--gradient-accumulation-steps {wanted} contradicts --global-batch-size {samples}, which is {steps} times "
-        f"{per_round} samples on {world_size} workers: drop one of them.",
+        f"{per_round} samples on {counted(world_size, 'worker')}. Fix: drop one of them",
+        code="batch-not-divisible",
     )
     stages = config.parallel.pipeline_model_parallel_size
-    rest = num_microbatches(config, world_size) % stages
-    refuse(
-        config.virtual_pipeline_model_parallel_size and rest,
-        f"an interleaved schedule needs a multiple of {stages} micro batches, not "
-        f"{num_microbatches(config, world_size)}: make --global-batch-size a multiple of {per_round * stages}.",
+    problems.refuse(
+        config.virtual_pipeline_model_parallel_size and steps % stages,
+        f"an interleaved schedule needs a multiple of {stages} micro batches, not {steps}. Fix: make "
+        f"--global-batch-size a multiple of {per_round * stages}",
+        code="batch-not-divisible",
     )
 
 
@@ -263,26 +327,31 @@ def check_backend(config: Config, backend: str, cuda: bool = False) -> None:
     """Raises ``ConfigError`` if gloo, and the CPU that it implies, does not support the flags; or if there is CUDA."""
     if backend != "gloo":
         return
-    refuse(
+    problems = Problems()
+    problems.refuse(
         cuda,
         "--distributed-backend gloo sends no tensor of a GPU from one worker to another, as pipeline stages and "
-        "recovery do: leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=.",
+        "recovery do. Fix: leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=",
+        code="gloo-with-gpus",
     )
     moe, parallel = config.moe, config.parallel
-    refuse(
+    problems.refuse(
         moe.moe_token_dispatcher_type == "alltoall"
         and parallel.expert_tensor_parallel_size > 1
         and parallel.expert_model_parallel_size > 1,
         "on gloo --moe-token-dispatcher-type alltoall cannot combine --expert-tensor-parallel-size and "
-        "--expert-model-parallel-size greater than 1: choose allgather, or --expert-tensor-parallel-size 1.",
+        "--expert-model-parallel-size greater than 1. Fix: choose allgather, or --expert-tensor-parallel-size 1",
+        code="gloo-unsupported",
     )
-    refuse(
+    problems.refuse(
         config.network.transformer_impl == "transformer_engine",
-        "--transformer-impl transformer_engine needs CUDA: choose --transformer-impl local.",
+        "--transformer-impl transformer_engine needs CUDA. Fix: choose --transformer-impl local",
+        code="cuda-needed",
     )
     for needs_cuda, spelling in (
         (moe.moe_grouped_gemm, "--moe-grouped-gemm"),
         (moe.moe_permute_fusion, "--moe-permute-fusion"),
         (moe.moe_token_dispatcher_type == "flex", "--moe-token-dispatcher-type flex"),
     ):
-        refuse(needs_cuda, f"{spelling} needs CUDA: drop it.")
+        problems.refuse(needs_cuda, f"{spelling} needs CUDA. Fix: drop it", code="cuda-needed")
+    problems.raise_found()

@@ -1,0 +1,66 @@
+"""The program of the workers: what it offers to a launcher.
+
+A program may define at its top level, if a ``__main__`` guard makes loading it safe:
+
+* ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
+  launcher calls it in its own process before it starts any worker, so it must not import torch.
+* ``warm_up()``: imports what workers need, for a process that forks them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moc.runtime.flags import Flags
+
+CHECK = "check_arguments"
+
+
+def check_arguments(flags: Flags) -> None:
+    """Calls the program's ``check_arguments()``, if it has one.
+
+    Raises:
+        SystemExit: the program refuses its arguments, or has printed what they ask for.
+    """
+    script, *arguments = flags.command
+    try:
+        offers = offers_function(Path(script).read_text(encoding="utf-8"), CHECK)
+    except (OSError, ValueError, SyntaxError):
+        return  # a program that is not of Python, or that Python itself refuses
+    if not offers:
+        return
+    with _as_main(script, arguments):
+        try:
+            check = runpy.run_path(script, run_name="__check_arguments__")[CHECK]
+        except ImportError:
+            return  # the workers report a library that is missing
+        check(arguments, flags.least_nodes, flags.nnodes, flags.nproc_per_node)
+
+
+def is_guarded(source: str) -> bool:
+    """Whether a script has an ``if __name__ == "__main__"`` guard, so that importing it runs nothing."""
+    guards = (node.test for node in ast.parse(source).body if isinstance(node, ast.If))
+    return any(isinstance(test, ast.Compare) and "__name__" in ast.dump(test.left) for test in guards)
+
+
+def offers_function(source: str, name: str) -> bool:
+    """Whether a script with a guard defines a function at its top level."""
+    defined = (node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    return name in defined and is_guarded(source)
+
+
+@contextlib.contextmanager
+def _as_main(script: str, arguments: list[str]) -> Iterator[None]:
+    """Context in which imports and messages are those of ``python SCRIPT ARGUMENTS``."""
+    words, places = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = words, places
