@@ -24,7 +24,7 @@ from pathlib import Path
 
 import moc
 from moc.output import Parser, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, job_token
+from moc.runtime import children, hangs, hook, job_token
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
@@ -71,6 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
+    parser.add_argument(
+        "--no-megatron", action="store_true",
+        help="run a script of Megatron-LM with its own loop, without snapshots and recovery",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -81,6 +85,8 @@ def parse(arguments: list[str]) -> Flags:
     """Parses the command line; exits with a message if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
+    if own.no_megatron:
+        os.environ[hook.VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
     if mistake := _mistake(own, address, len(endpoints)):

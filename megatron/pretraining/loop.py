@@ -127,6 +127,7 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     progress("save")
     run.session.take()
     run.log.iteration(record, run.position.consumed_samples, run.session.gauges)
+    run.program.completed(run)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, record.iteration):
         gc.collect()
@@ -192,15 +193,14 @@ def give_back_memory() -> None:
 
 def validate(run: TrainingRun, stop: StopRequests) -> bool:
     """Reports the validation loss; returns False if a stop was requested meanwhile."""
-    eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
-    assert eval_iters is not None and interval is not None  # validation is due
-    earlier = run.position.iteration // interval - 1
-    return report_loss(run, "valid", earlier * eval_iters * run.stepper.topology.global_batch_size, stop)
+    interval = run.config.validation.eval_interval
+    assert interval is not None  # validation is due
+    return report_loss(run, "valid", stop, earlier=run.position.iteration // interval - 1)
 
 
-def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
+def report_loss(run: TrainingRun, split: str, stop: StopRequests, earlier: int = 0, final: bool = False) -> bool:
     """Evaluates a split, if it has data; returns False if a stop was requested meanwhile."""
-    completed = run.program.evaluate(run, split, first_sample, stop)
+    completed = run.program.evaluate(run, split, earlier, stop, final)
     run.log.skip_time()
     return completed
 
@@ -281,6 +281,6 @@ def finish(run: TrainingRun, stop: StopRequests) -> int:
     secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
     run.log.message("training is skipped" if run.config.training.skip_train else "training is done")
-    if report_loss(run, "valid", 0, stop):
-        report_loss(run, "test", 0, stop)
+    if report_loss(run, "valid", stop, final=True):
+        report_loss(run, "test", stop, final=True)
     return EXIT_DONE

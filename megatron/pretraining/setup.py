@@ -94,8 +94,20 @@ class Program(Protocol):
         """The engine of the session; a collective call."""
         ...
 
-    def evaluate(self, run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
-        """Reports the loss of a split from a sample on; returns False if a stop was requested meanwhile."""
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+        """Reports the loss of a split; returns False if a stop was requested meanwhile.
+
+        Args:
+            run: the run, after an iteration.
+            split: ``valid`` or ``test``.
+            earlier: evaluations whose samples precede this one's.
+            stop: requests to stop.
+            final: training has ended.
+        """
+        ...
+
+    def completed(self, run: TrainingRun) -> None:
+        """Does what is due after each completed iteration."""
         ...
 
     def forget_iteration(self, parts: WorkerParts) -> None:
@@ -148,16 +160,19 @@ class Providers:
         """See :class:`Program`."""
         return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas)
 
-    def evaluate(self, run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
         """See :class:`Program`."""
         iterations, batch = run.config.validation.eval_iters, run.stepper.topology.global_batch_size
         if not iterations or split not in run.splits:
             return True
-        batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))
+        batches = (run.batches(split, (earlier * iterations + i) * batch) for i in range(iterations))
         loss = evaluate(run.stepper, batches, stop)
         if loss is not None:
             run.log.evaluation(run.position.iteration, split, loss)
         return loss is not None
+
+    def completed(self, run: TrainingRun) -> None:
+        """See :class:`Program`: nothing is."""
 
     def forget_iteration(self, parts: WorkerParts) -> None:
         """See :class:`Program`: nothing is outside."""

@@ -24,11 +24,11 @@ def check_together(config: FlagGroups) -> None:
     _check_schedule(config)
     _check_packages(config)
     _check_experts(config)
-    _check_snapshots(config)
+    check_own_flags(config)
     check_deepspeed(config)
     refuse(
-        config.faults.wanted and not config.logging.log_dir,
-        "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults: add it.",
+        config.regularization.grad_norm == "stock" and (config.elastic.elastic or config.zero.deepspeed),
+        "--grad-norm stock is megatron-core's norm, which --elastic and --deepspeed cannot compute: drop it.",
     )
     refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
@@ -43,6 +43,15 @@ def check_together(config: FlagGroups) -> None:
         config.mixed_precision.main_params_dtype == "bf16" and config.parallel.use_distributed_optimizer,
         "--main-params-dtype bf16 cannot be sharded, since megatron-core's distributed optimizer makes fp32 masters: "
         "drop --use-distributed-optimizer.",
+    )
+
+
+def check_own_flags(config: FlagGroups) -> None:
+    """Raises ``ConfigError`` if flags of snapshots or faults contradict others."""
+    _check_snapshots(config)
+    refuse(
+        config.faults.wanted and not config.logging.log_dir,
+        "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults: add it.",
     )
 
 
