@@ -27,7 +27,7 @@ from pathlib import Path
 import moc
 from moc.errors import UserError, with_code
 from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, job_token
+from moc.runtime import children, hangs, hook, job_token
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
@@ -84,6 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
+    parser.add_argument(
+        "--no-megatron", action="store_true",
+        help="run a script of Megatron-LM with its own loop, without snapshots and recovery",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -94,6 +98,8 @@ def parse(arguments: list[str]) -> Flags:
     """Parses the command line; exits with a line for each mistake if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
+    if own.no_megatron:
+        os.environ[hook.VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
     mistakes = [with_code(mistake) for mistake in _mistakes(own, address, len(endpoints))]
@@ -313,16 +319,16 @@ async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Sig
 
 
 @escapes_output
-def main() -> None:
-    """The console script ``mocrun``."""
+def main() -> int:
+    """The console script ``mocrun``; returns the exit code."""
     is_spare = children.PARENT in os.environ
     if is_spare:
         children.belong()
     flags = parse(sys.argv[1:])
     if not is_spare:
         check_arguments(flags)
-    sys.exit(launch(flags, reports=not is_spare))
+    return launch(flags, reports=not is_spare)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

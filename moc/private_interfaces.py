@@ -290,6 +290,7 @@ _MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
 _MODULES = f"{_OURS}/engine/module_state.py"
 _OWNED, _ENGINE = f"{_OURS}/engine/owned.py", f"{_OURS}/engine/optimizer.py"
 _BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/layer.py"
+_ENTRY, _TRAINING = f"{_OURS}/entry", "megatron.training"
 _ZERO, _ZERO_OPTIMIZER = f"{_OURS}/engine/zero", "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 _TORCH = (
@@ -356,6 +357,66 @@ _MEGATRON = (
          only=True), "replaces", f"{_OURS}/process/cpu.py"),
         (f"{_MOE}.token_dispatcher:maybe_move_tensor_to_cpu", Parameters(_words("tensor as_numpy record_stream"),
          only=True), "replaces", f"{_OURS}/process/cpu.py"),
+    ),
+    *_entries(
+        "megatron.training on a CPU",
+        (f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__", Parameters(_words("""cls config hidden_size
+            eps"""), by_keyword=True), "replaces", f"{_ENTRY}/cpu.py"),
+        (f"{_CORE}.transformer.dot_product_attention:DotProductAttention", Members(_words("""forward
+            hidden_size_per_partition num_attention_heads_per_partition""")), "extends", f"{_ENTRY}/cpu.py"),
+        (f"{_CORE}.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax", Parameters(_words("""input mask
+            softmax_offset"""), only=True), "extends", f"{_ENTRY}/cpu.py"),
+        (f"{_CORE}.fusions.fused_softmax:FusedScaleMaskSoftmax", Members(_words("""mask_func input_in_float16
+            softmax_in_fp32""")), "reads attributes of", f"{_ENTRY}/cpu.py"),
+        (f"{_CORE}.datasets.utils:compile_helpers", Parameters((), only=True), "replaces", f"{_ENTRY}/cpu.py"),
+        (f"{_CORE}.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer", Members(_words("""allgather_params
+            broadcast_params""")), "replaces a method of", f"{_ENTRY}/cpu.py"),
+        (_DIST_OPTIMIZER, Members(("HAVE_APEX_OR_TE",)), "reads", f"{_ENTRY}/cpu.py"),
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer.state_dict", Parameters((), only=True), "extends",
+         f"{_ENTRY}/cpu.py"),
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer.load_state_dict", Parameters(("state_dict",), only=True), "extends",
+         f"{_ENTRY}/cpu.py"),
+        (f"{_DIST_OPTIMIZER}:DistributedOptimizer._set_main_param_and_optimizer_states", Parameters(_words("""
+            model_param tensors"""), only=True), "extends", f"{_ENTRY}/cpu.py"),
+    ),
+    *_entries(
+        "megatron.training",
+        (f"{_TRAINING}.training:pretrain", Parameters(_words("""cfg_container train_valid_test_dataset_provider
+            model_type forward_step_func model_provider process_non_loss_data_func get_embedding_ranks
+            get_position_embedding_ranks non_loss_data_func store inprocess_call_wrapper p2p_communicator pg_collection
+            skip_model_parallel_init"""), only=True), "replaces", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:parse_args", Parameters(_words("extra_args_provider ignore_unknown_args"), only=True),
+         "extends", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(("parse_args",)), "replaces a function inside",
+         f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.initialize:initialize_megatron", Parameters(_words("""allow_no_cuda get_embedding_ranks
+            get_position_embedding_ranks"""), by_keyword=True), "calls", f"{_ENTRY}/program.py"),
+        (f"{_TRAINING}.training:setup_model_and_optimizer", Parameters(_words("""model_type model_provider_func
+            checkpointing_context cfg_container pg_collection"""), by_keyword=True), "calls", f"{_ENTRY}/program.py"),
+        (f"{_TRAINING}.training:evaluate_and_print_results", Parameters(_words("""prefix forward_step_func data_iterator
+            model iteration process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func"""),
+         by_keyword=True), "calls", f"{_ENTRY}/program.py"),
+        (f"{_TRAINING}.training:update_train_iters", Parameters(("args",)), "calls", f"{_ENTRY}/pretrain.py"),
+        (f"{_TRAINING}.training:build_train_valid_test_datasets", Parameters(_words("""
+            build_train_valid_test_datasets_provider train_valid_test_num_samples""")), "calls",
+         f"{_ENTRY}/streams.py"),
+        (f"{_TRAINING}.datasets.data_samplers:build_pretraining_data_loader", Parameters(_words("""dataset
+            consumed_samples""")), "calls", f"{_ENTRY}/streams.py"),
+        (f"{_TRAINING}.training:training_log", Parameters(_words("""loss_dict total_loss_dict learning_rate iteration
+            loss_scale report_memory_flag skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit
+            pg_collection is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch""")), "calls",
+         f"{_ENTRY}/log.py"),
+        (f"{_TRAINING}.training:num_floating_point_operations", Parameters(_words("args batch_size")), "calls",
+         f"{_ENTRY}/log.py"),
+        (f"{_TRAINING}.training:load_checkpoint", Parameters(_words("""ddp_model optimizer opt_param_scheduler
+            checkpointing_context"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.training:save_checkpoint", Parameters(_words("""iteration model optimizer opt_param_scheduler
+            num_floating_point_operations_so_far checkpointing_context train_data_iterator
+            preprocess_common_state_dict_fn"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.training:preprocess_common_state_dict", Parameters(("common_state_dict",)), "passes",
+         f"{_ENTRY}/checkpoints.py"),
+        (f"{_CORE}.timers:Timers", Members(("_timers",)), "resets the timers of", f"{_ENTRY}/program.py"),
+        (f"{_CORE}.timers:Timer", Members(("_started",)), "resets", f"{_ENTRY}/program.py"),
     ),
     *_entries(
         "core optimizer",

@@ -90,7 +90,7 @@ def build_parser() -> _Parser:
         title, _, description = (group.__doc__ or "").partition(": ")
         box = parser.add_argument_group(title.rstrip("."), description[:1].upper() + description[1:])
         for flag in flags_of(group):
-            _add(box, flag)
+            add_flag(box, flag, flag.name)
     return parser
 
 
@@ -164,13 +164,17 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.off)
 
 
-def _add(box: argparse._ArgumentGroup, flag: Flag) -> None:
+def add_flag(box: argparse._ArgumentGroup, flag: Flag, dest: str) -> None:
+    """Adds a flag to a group of a parser; the parser has no value under ``dest`` if the flag is not given."""
     text = (flag.help + _describe_default(flag)).replace("%", "%%")
     if flag.kind is bool:
-        box.add_argument(*flag.on, *flag.off, dest=flag.name, action=_Switch, off=flag.off, help=text)
+        box.add_argument(
+            *flag.on, *flag.off, dest=dest, action=_Switch, off=flag.off, help=text, default=argparse.SUPPRESS
+        )
         return
     metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
-    box.add_argument(*flag.on, dest=flag.name, nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind], help=text)
+    words: dict[str, Any] = dict(nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind])
+    box.add_argument(*flag.on, dest=dest, help=text, default=argparse.SUPPRESS, **words)
 
 
 _METAVARS = {int: "N", float: "X", str: "NAME", tuple: "WORD"}

@@ -27,25 +27,26 @@ EXIT_FAILED = 1
 
 
 @contextlib.contextmanager
-def reported():
+def reported(program: str = "pretrain_gpt_moe.py"):
     """Ends the process with one sentence if the cause is known; rank 0 speaks for all that raise it."""
     try:
         yield
     except (CheckpointError, ModuleStateError, NonFiniteError) as error:
-        _end(with_code(error), EXIT_FAILED)
+        _end(program, with_code(error), EXIT_FAILED)
     except (ConfigError, SettingsError, TokenizerError) as error:
-        _end(with_code(error), EXIT_FLAGS)
+        _end(program, with_code(error), EXIT_FLAGS)
     except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
         _end(
+            program,
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
             "lost worker: read its last messages, and restart the job to resume [worker-unreachable]",
             EXIT_FAILED,
         )
 
 
-def _end(sentence: str, code: int) -> NoReturn:
+def _end(program: str, sentence: str, code: int) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
     let_first_worker_speak()
     rank = os.environ.get("RANK", "0")
-    print_lines(f"pretrain_gpt_moe.py: error (worker {rank}): {sentence}", error=True, flush=True)
+    print_lines(f"{program}: error (worker {rank}): {sentence}", error=True, flush=True)
     sys.exit(code)

@@ -13,13 +13,12 @@ from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
 from megatron.pretraining.elastic.guests import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
-from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.process.faults import inject_faults
-from megatron.pretraining.process.initialize import initialize, shut_down
+from megatron.pretraining.process.initialize import shut_down
 from megatron.pretraining.process.outputs import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
-from megatron.pretraining.setup import Providers, TrainingRun, build, start
+from megatron.pretraining.setup import Program, TrainingRun, start
 from moc.faults import reach
 from moc.output import print_lines
 from moc.runtime.member import join_job
@@ -33,7 +32,7 @@ from moc.store.errors import CheckpointError
 from moc.store.tiers import memory_of_run
 
 
-def pretrain(config: Config, providers: Providers) -> int:
+def pretrain(config: Config, program: Program) -> int:
     """Trains until all iterations are done or a stop is requested, recovering from lost workers.
 
     A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
@@ -50,7 +49,7 @@ def pretrain(config: Config, providers: Providers) -> int:
         try:
             if parts is None:
                 check_outputs(config, job)
-                parts = build(config, initialize(config, job), providers, stop, phases)
+                parts = program.build(config, program.connect(config, job), stop, phases)
             parts.met(job.built())
             progress("setup")
             code = train(start(parts, stop, phases), stop)
@@ -128,6 +127,7 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     progress("save")
     run.session.take()
     run.log.iteration(record, run.position.consumed_samples, run.session.gauges)
+    run.program.completed(run)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, record.iteration):
         gc.collect()
@@ -193,23 +193,16 @@ def give_back_memory() -> None:
 
 def validate(run: TrainingRun, stop: StopRequests) -> bool:
     """Reports the validation loss; returns False if a stop was requested meanwhile."""
-    eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
-    assert eval_iters is not None and interval is not None  # validation is due
-    earlier = run.position.iteration // interval - 1
-    return report_loss(run, "valid", earlier * eval_iters * run.stepper.topology.global_batch_size, stop)
+    interval = run.config.validation.eval_interval
+    assert interval is not None  # validation is due
+    return report_loss(run, "valid", stop, earlier=run.position.iteration // interval - 1)
 
 
-def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
+def report_loss(run: TrainingRun, split: str, stop: StopRequests, earlier: int = 0, final: bool = False) -> bool:
     """Evaluates a split, if it has data; returns False if a stop was requested meanwhile."""
-    iterations, batch = run.config.validation.eval_iters, run.stepper.topology.global_batch_size
-    if not iterations or split not in run.splits:
-        return True
-    batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))
-    loss = evaluate(run.stepper, batches, stop)
-    if loss is not None:
-        run.log.evaluation(run.position.iteration, split, loss)
+    completed = run.program.evaluate(run, split, earlier, stop, final)
     run.log.skip_time()
-    return loss is not None
+    return completed
 
 
 def save(run: TrainingRun) -> None:
@@ -288,6 +281,6 @@ def finish(run: TrainingRun, stop: StopRequests) -> int:
     secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
     run.log.message("training is skipped" if run.config.training.skip_train else "training is done")
-    if report_loss(run, "valid", 0, stop):
-        report_loss(run, "test", 0, stop)
+    if report_loss(run, "valid", stop, final=True):
+        report_loss(run, "test", stop, final=True)
     return EXIT_DONE

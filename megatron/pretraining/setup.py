@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -33,10 +34,11 @@ from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
+from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.core import transformer_engine
-from megatron.pretraining.process.initialize import world_of
+from megatron.pretraining.process.initialize import initialize, world_of
 from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -45,7 +47,7 @@ from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
 from moc.runtime.environment import fewest_nodes
-from moc.runtime.job import Interruption
+from moc.runtime.job import Interruption, Job
 from moc.runtime.world import World
 from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
@@ -54,9 +56,68 @@ from moc.session.tiers import LOOKING_S
 from moc.state.record import Position
 
 
+class Program(Protocol):
+    """What :func:`megatron.pretraining.loop.pretrain` requires of a training program.
+
+    A worker calls ``connect`` and ``build`` once, and the other methods in each generation.
+    """
+
+    def connect(self, config: Config, job: Job) -> World:
+        """Joins the job and builds all process groups.
+
+        Raises:
+            ConfigError: the flags do not fit the number of workers or the backend.
+        """
+        ...
+
+    def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
+        """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone."""
+        ...
+
+    def topology(self, config: Config, world: World) -> Topology:
+        """This worker's share of the global batch."""
+        ...
+
+    def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
+        """The forward and backward passes of an iteration."""
+        ...
+
+    def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
+        """The collector of further losses."""
+        ...
+
+    def checkpoints(self, parts: WorkerParts) -> Checkpoints:
+        """The checkpoints of ``--save`` and ``--load``."""
+        ...
+
+    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
+        """The engine of the session; a collective call."""
+        ...
+
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+        """Reports the loss of a split; returns False if a stop was requested meanwhile.
+
+        Args:
+            run: the run, after an iteration.
+            split: ``valid`` or ``test``.
+            earlier: evaluations whose samples precede this one's.
+            stop: requests to stop.
+            final: training has ended.
+        """
+        ...
+
+    def completed(self, run: TrainingRun) -> None:
+        """Does what is due after each completed iteration."""
+        ...
+
+    def forget_iteration(self, parts: WorkerParts) -> None:
+        """Clears what an interrupted iteration or evaluation has left outside of :class:`WorkerParts`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Providers:
-    """A program's arguments to :func:`megatron.pretraining.loop.pretrain`.
+    """The :class:`Program` of a model, data and a forward step.
 
     Attributes:
         model: ``(config, core config, vocabulary size, virtual stage or None) -> bare model chunk``.
@@ -67,6 +128,54 @@ class Providers:
     model: ModelProvider
     datasets: Callable[..., Datasets]
     forward_step: ForwardStep
+
+    def connect(self, config: Config, job: Job) -> World:
+        """See :class:`Program`."""
+        return initialize(config, job)
+
+    def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
+        """See :class:`Program`."""
+        return build(config, world, self, stop, phases)
+
+    def topology(self, config: Config, world: World) -> Topology:
+        """See :class:`Program`."""
+        return topology_of(config, world)
+
+    def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
+        """See :class:`Program`."""
+        sizes = topology.rounds, topology.micro_batch_size, parts.config.data.seq_length
+        alone = NoNeighbours(parts.chunks[0].config) if parts.world.helps else None
+        return Schedule(self.forward_step, parts.chunks, _turns(parts, topology), *sizes, alone)
+
+    def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
+        """See :class:`Program`."""
+        return AuxiliaryLosses(parts.config, parts.world, topology.mean_micro_batches)
+
+    def checkpoints(self, parts: WorkerParts) -> Checkpoints:
+        """See :class:`Program`."""
+        state = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
+        return Checkpoints(parts.config, parts.world, *state, parts.vocabulary, parts.log)
+
+    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
+        """See :class:`Program`."""
+        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas)
+
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+        """See :class:`Program`."""
+        iterations, batch = run.config.validation.eval_iters, run.stepper.topology.global_batch_size
+        if not iterations or split not in run.splits:
+            return True
+        batches = (run.batches(split, (earlier * iterations + i) * batch) for i in range(iterations))
+        loss = evaluate(run.stepper, batches, stop)
+        if loss is not None:
+            run.log.evaluation(run.position.iteration, split, loss)
+        return loss is not None
+
+    def completed(self, run: TrainingRun) -> None:
+        """See :class:`Program`: nothing is."""
+
+    def forget_iteration(self, parts: WorkerParts) -> None:
+        """See :class:`Program`: nothing is outside."""
 
 
 @dataclass
@@ -94,7 +203,7 @@ class WorkerParts:
     modules: ModuleState
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
-    forward_step: ForwardStep
+    program: Program
     streams: dict[str, BatchStream | None]
     train_iters: int
     vocabulary: Vocabulary
@@ -128,6 +237,7 @@ class WorkerParts:
             self.rebalancer.close()
         self.session = self.checkpoints = self.rebalancer = None
         drop_unfinished_iteration(self.chunks, self.modules)
+        self.program.forget_iteration(self)
 
 
 @dataclass
@@ -148,6 +258,7 @@ class TrainingRun:
 
     config: Config
     world: World
+    program: Program
     stepper: Stepper
     checkpoints: Checkpoints
     session: Session
@@ -229,7 +340,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     phases.done("data")
     auto = auto_policy(config, log)
     state = chunks, modules, optimizer, scheduler
-    parts = WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocabulary, log, auto)
+    parts = WorkerParts(config, world, *state, providers, streams, train_iters, vocabulary, log, auto)
     parts.replicas, parts.shards = replicas, shards
     return parts
 
@@ -255,27 +366,24 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     loses = parts.remains.trained or stop.may_lose(world.job)
     stop.check_set_up(world, loses)  # the first collective of a generation
     phases.done("meet")
-    topology = topology_of(config, world)
-    sizes = topology.rounds, topology.micro_batch_size, config.data.seq_length
-    state = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
-    checkpoints = Checkpoints(config, world, *state, parts.vocabulary, log)
+    program, topology = parts.program, parts.program.topology(config, world)
+    checkpoints = program.checkpoints(parts)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
-    alone = NoNeighbours(parts.chunks[0].config) if world.helps else None
     stepper = Stepper(
         topology=topology,
         chunks=parts.chunks,
         modules=parts.modules,
-        schedule=Schedule(parts.forward_step, parts.chunks, _turns(parts, topology), *sizes, alone),
+        schedule=program.schedule(parts, topology),
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
-        auxiliary=AuxiliaryLosses(config, world, topology.mean_micro_batches),
+        auxiliary=program.auxiliary(parts, topology),
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
     under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas)
+    engine = program.engine(parts, stepper)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints
@@ -312,7 +420,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     lacks = _missed(parts, session, checkpoints, engine.saved_by)
     parts.began = position.iteration if parts.began is None else parts.began
     data = parts.streams, splits, parts.train_iters, parts.vocabulary, parts.rebalancer, guests
-    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data, stops=stops, missed=lacks)
+    run = config, world, program, stepper, checkpoints, session, parts.auto, log
+    return TrainingRun(*run, *data, stops=stops, missed=lacks)
 
 
 def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, saved_by: str | None) -> Duties:

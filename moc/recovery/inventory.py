@@ -143,7 +143,7 @@ def in_memory(
         best = most.setdefault(key[0], key)
         if sum(one.files for one in summaries) > sum(one.files for one in parts[best]):
             most[key[0]] = key
-    sizes = {operator.name: operator.parameters for operator in operators}
+    sizes = {operator.name: operator for operator in operators}
     held, wanted = [], {operator.name for operator in operators if tier == MEMORY or operator.expert is not None}
     for iteration, writers, job in most.values():
         summaries = parts[iteration, writers, job]
@@ -155,15 +155,16 @@ def in_memory(
     return held
 
 
-def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool:
+def _is_whole(name: str, operator: Operator | None, summaries: Iterable[Summary]) -> bool:
     elements, details, copies = Counter(), set(), 1
     for one in summaries:
         detail, there = one.operators.get(name, (None, {}))
         elements.update({slot: n for slot, n in there.items() if detail and Detail(detail).holds(slot)})
         details.add(detail)
         copies = max(copies, one.alike.get(name, 1))
-    wanted = None if size is None else size * copies
+    if operator is None:
+        return False
     if COMPUTE in details:
-        return wanted is not None and elements["param"] >= wanted  # a router's biases are not among its parameters
+        return elements["param"] >= operator.parameters * copies  # a router's biases are not among its parameters
     slots = [slot for slot in elements if slot != "param"]
-    return bool(slots) and all(elements[slot] == wanted for slot in slots)
+    return bool(slots) and all(elements[slot] == operator.elements(slot) * copies for slot in slots)

@@ -34,6 +34,7 @@ from moc.errors import with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
+from moc.runtime import hook
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.program import is_guarded
 from moc.runtime.stop_report import STOPS
@@ -86,10 +87,10 @@ def warm_up(script: str) -> str | None:
     if not is_guarded(Path(script).read_text()):
         return None
     sys.path.insert(0, str(Path(script).resolve().parent))
-    program = runpy.run_path(script, run_name="__warm_up__")
+    hook.install()
     try:
-        if "warm_up" in program:
-            program["warm_up"]()
+        program = runpy.run_path(script, run_name="__warm_up__")
+        program.get("warm_up", hook.warm_up)()
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             return leaving.code
@@ -213,6 +214,7 @@ def work(script: str, arguments: list[str]) -> NoReturn:
 def run(script: str, arguments: list[str]) -> int:
     """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
+    hook.install()
     directory = str(Path(script).resolve().parent)
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
@@ -223,6 +225,8 @@ def run(script: str, arguments: list[str]) -> int:
             return leaving.code or 0
         print_lines(*str(leaving.code).split("\n"), error=True)
         return 1
+    if (sentence := hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
+        print_lines(f"mocrun: {sentence}", error=True)
     return 0
 
 

@@ -26,6 +26,8 @@ class Operator:
         parameters: number of parameters in the unpartitioned model.
         unsliced: number of those that tensor parallelism replicates rather than slices: norms, the router, learned
             positions, biases added after the sum over slices.
+        moments: elements of each moment, by slot, if a job has several kinds of optimizers (Muon and Adam); None if
+            every moment has all parameters.
     """
 
     name: str
@@ -34,6 +36,13 @@ class Operator:
     expert: int | None
     parameters: int
     unsliced: int = 0
+    moments: tuple[tuple[str, int], ...] | None = None
+
+    def elements(self, slot: str) -> int:
+        """Number of elements of a slot in the unpartitioned model."""
+        if self.moments is None or slot in ("master", "param", "grad"):
+            return self.parameters
+        return dict(self.moments).get(slot, 0)
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -78,6 +87,11 @@ _PATTERNS = {
     for operator in OPERATORS.values()
     for names in (*(n for n, o in OPERATORS.items() if o == operator), f"{MODULE_STATE}{operator}.*")
 }
+
+
+def is_known(parameter_name: str) -> bool:
+    """Whether a parameter of this name belongs to an operator."""
+    return any(pattern.fullmatch(parameter_name) for pattern in _PATTERNS)
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def _lack(operator: Operator, entry: OperatorEntry | None, slots: Mapping[str, s
     if entry is None:
         return operator.name
     for slot in sorted(slots[entry.detail]):
-        missing = operator.parameters - entry.elements.get(slot, 0)
+        missing = operator.elements(slot) - entry.elements.get(slot, 0)
         if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
-            return f"{missing} of {operator.parameters} {slot} of {operator.name}"
+            return f"{missing} of {operator.elements(slot)} {slot} of {operator.name}"
     return None if slots[entry.detail] else f"all slots of {operator.name}"

@@ -26,18 +26,19 @@ FILES = [
     ROOT / "pretrain_gpt_moe.py",
     ROOT / "examples/pure_torch.py",
 ]
-LIBRARIES = ("torch", "megatron.core", "deepspeed")
+LIBRARIES = ("torch", "megatron.core", "megatron.training", "deepspeed")
 NAMES = {name for entry in TABLE for name in entry.names}
-ELSEWHERE = {"mocrun", "cpu"}
-"""Features that no flag selects: of the launcher, and of machines without CUDA."""
+ELSEWHERE = {"mocrun", "cpu", "megatron.training", "megatron.training on a CPU"}
+"""Features that no flag selects: of the launcher, of machines without CUDA, and of Megatron-LM's scripts."""
 
 DOCUMENTED = {
-    "torch.compile", "torch.nn.Module.cuda", "torch.Tensor.cuda", "torch.Tensor.type",
+    "torch.compile", "torch.nn.Module.cuda", "torch.Tensor.cuda", "torch.Tensor.to", "torch.Tensor.type",
     "torch.distributed.get_world_size", "torch.utils.deterministic.fill_uninitialized_memory",
     "torch.backends.mkldnn.enabled",
     *(f"torch.cuda.{name}" for name in (
         "Stream", "Event", "current_stream", "default_stream", "stream", "current_device", "nvtx.range_push",
-        "nvtx.range_pop",
+        "nvtx.range_pop", "is_available", "device_count", "memory_stats", "get_device_capability",
+        "get_device_properties", "set_stream", "Stream.cuda_stream",
     )),
 }  # fmt: skip
 """Public functions and settings that the project assigns."""

@@ -72,7 +72,7 @@ def training_state(
     position: Position,
     optimizer: VotedOptimizer,
     scheduler: OptimizerParamScheduler,
-    described: dict,
+    described: Mapping,
 ) -> dict:
     """The content of ``training_state.json``; ``described`` is of :func:`describe`."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
@@ -89,7 +89,7 @@ def training_state(
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "sample_order": sample_order(config, world),
-    } | described
+    } | dict(described)
 
 
 def describe(config: Config, tokens: int) -> dict:

@@ -63,6 +63,7 @@ class _StoredState:
     job: Name | None = None
     model: dict[Name, Any] | None = None
     tokenizer: dict[Name, Any] | None = None
+    grad_norm: Literal["stock", "exact"] = "exact"
 
 
 _NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}

@@ -68,6 +68,12 @@ class RegularizationFlags(FlagGroup):
         "constant", "Weight decay from start to end.", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = flag(1.0, "L2 norm that gradients are clipped to; 0 turns clipping off.", limits=">= 0")
+    grad_norm: str = flag(
+        "exact",
+        "Norm that gradients are clipped by: exact is a sum in float64, with the same bits in every layout; stock is "
+        "Megatron-LM's in float32, the default of its scripts.",
+        choices=("exact", "stock"),
+    )
     adam_beta1: float = flag(0.9, "Adam: decay rate of the first moment.", limits=">= 0, < 1")
     adam_beta2: float = flag(0.999, "Adam: decay rate of the second moment.", limits=">= 0, < 1")
     adam_eps: float = flag(1e-8, "Adam: term added to the denominator.", limits="> 0")

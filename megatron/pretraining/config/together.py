@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.pretraining.config.deepspeed_fit import check_deepspeed
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.elastic_together import check_elastic
@@ -16,7 +18,8 @@ def check_together(config: FlagGroups) -> None:
     What depends on the number of workers is checked by ``check_world``, and what depends on the machine by
     ``check_backend``.
     """
-    checks = (
+    _run(
+        config,
         check_elastic,
         _check_tensor_parallelism,
         _check_width,
@@ -32,14 +35,18 @@ def check_together(config: FlagGroups) -> None:
         _check_expert_layout,
         _check_expert_layers,
         _check_biases,
-        _check_directories,
-        _check_upstream_logging,
-        _check_policies,
-        _check_intervals,
+        *_OF_OWN_FLAGS,
         check_deepspeed,
-        _check_faults,
         _check_optimizer,
     )
+
+
+def check_own_flags(config: FlagGroups) -> None:
+    """Raises ``ConfigError`` if flags of snapshots or faults contradict others, with all such problems."""
+    _run(config, *_OF_OWN_FLAGS)
+
+
+def _run(config: FlagGroups, *checks: Callable[[FlagGroups, Problems], None]) -> None:
     problems = Problems()
     for check in checks:
         problems.check(check, config, problems)
@@ -55,6 +62,11 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
 
 
 def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
+    problems.refuse(
+        config.regularization.grad_norm == "stock" and (config.elastic.elastic or config.zero.deepspeed),
+        "--grad-norm stock is megatron-core's norm, which --elastic and --deepspeed cannot compute. Fix: drop it",
+        code="grad-norm-unsupported",
+    )
     problems.refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
         f"--optimizer {config.regularization.optimizer} cannot be sharded. Fix: drop --use-distributed-optimizer",
@@ -388,3 +400,6 @@ def _check_biases(config: FlagGroups, problems: Problems) -> None:
         "--moe-grouped-gemm needs --disable-bias-linear or --no-bias-dropout-fusion. Fix: add one",
         code="expert-biases-unsupported",
     )
+
+
+_OF_OWN_FLAGS = (_check_directories, _check_upstream_logging, _check_policies, _check_intervals, _check_faults)

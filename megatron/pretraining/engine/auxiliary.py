@@ -41,6 +41,10 @@ class AuxiliaryLosses:
         get_moe_metrics_tracker().clear()
         return ballot
 
+    def drop(self) -> None:
+        """Clears the tracker, after an iteration that is not reported."""
+        get_moe_metrics_tracker().clear()
+
     def means(self, vote: dict[str, float]) -> dict[str, float]:
         """The voted means, under the names of :meth:`take`."""
         return {name: value for name, value in vote.items() if name in self._names or name.startswith("moe/")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.pretraining.data.streams import BatchStream
 from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.engine.optimizer import EXACT
 from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
@@ -26,8 +28,38 @@ from moc.session.engine import Gradients, Outcome
 from moc.sharding.layout import Layout
 from moc.state.adam import Rules
 from moc.state.detail import Detail
+from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 from moc.state.shape import model_operators
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a session has to know about the model.
+
+    Attributes:
+        operators: of the whole model, in the order of the forward pass.
+        stages: the pipeline stage of each layer.
+        described: what snapshots say about it: ``shape``, ``model`` and ``tokenizer``.
+        check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError if that is another model.
+    """
+
+    operators: Sequence[Operator]
+    stages: tuple[int, ...]
+    described: Mapping[str, Any]
+    check: Callable[[dict, str], None]
+
+
+def model_of_flags(config: Config, vocabulary: Vocabulary) -> Model:
+    """The model that the flags describe."""
+    pp, vpp = config.parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    layout, layers = Layout(pp, pp=pp, vpp=vpp), config.network.num_layers
+    return Model(
+        operators=model_operators(model_shape(config.network, config.moe, vocabulary.rows)),
+        stages=tuple(layout.stage_of_layer(layer, layers) for layer in range(layers)),
+        described=contents.describe(config, vocabulary.tokens),
+        check=lambda shape, where: contents.check_shape(config, shape, where),
+    )
 
 
 class MegatronEngine:
@@ -44,22 +76,21 @@ class MegatronEngine:
         stream: BatchStream | None,
         vocabulary: Vocabulary,
         replicas: Replicas | None = None,
+        model: Model | None = None,
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
-        self._described = contents.describe(config, vocabulary.tokens)  # once: each snapshot has it
+        self._model = model or model_of_flags(config, vocabulary)  # once: each snapshot has its description
         self.placed: Plans | None = None
         self.saved_by: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core, stepper.modules)
-        self.operators = model_operators(model_shape(config.network, config.moe, vocabulary.rows))
+        self.operators = self._model.operators
         self.layout = layout_sizes(config, stepper.world.size)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The pipeline stage of each layer."""
-        parallel, layers = self._config.parallel, self._config.network.num_layers
-        pp, vpp = parallel.pipeline_model_parallel_size, self._config.virtual_pipeline_model_parallel_size or 1
-        return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
+        return self._model.stages
 
     @property
     def peers(self) -> dist.ProcessGroup:
@@ -81,16 +112,19 @@ class MegatronEngine:
     def scalars(self, position: Position) -> dict:
         """The part of the state that is not tensors."""
         state = contents.training_state(
-            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._described
+            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._model.described
         )
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
+        state["grad_norm"] = self._stepper.optimizer.norm
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores loss scale and learning-rate schedule; notes where experts were, and which launch it was."""
+        """Restores loss scale, learning rates and kind of norm; notes where experts were, and which launch it was."""
         self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
         self.saved_by = saved.get("job")
+        if "grad_norm" not in self._config.given:  # a run continues with the norm that it began with
+            self._stepper.optimizer.norm = saved.get("grad_norm", EXACT)
         contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
@@ -99,7 +133,7 @@ class MegatronEngine:
         check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
-        contents.check_shape(self._config, saved["shape"], where)
+        self._model.check(saved["shape"], where)
         contents.check_optimizer(self._config, saved, where)
         if window:
             contents.check_window(self._config, saved, where)

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -38,12 +39,19 @@ from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model.build import compute_dtype
 from moc.state.adam import gradient_factor
 
+EXACT, STOCK = "exact", "stock"
+"""Norms of gradients: a sum in float64, which is the same in every layout; and Megatron-LM's, in float32."""
+
 
 class VotedOptimizer:
     """A megatron-core optimizer whose step is split by the vote of all ranks."""
 
-    def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
+    def __init__(
+        self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float, norm: str = EXACT
+    ):
         self.core = core
+        self.norm = norm
+        """How the gradient norm is computed: :data:`EXACT` or :data:`STOCK`."""
         self.clip_grad, self._chunks = clip_grad, chunks
         self.reduced: int | None = None
         """The iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
@@ -80,6 +88,22 @@ class VotedOptimizer:
             else:
                 member.prepare_grads()
             drop_gradients(member, moving)
+
+    def norm_ballot(self) -> dict[str, torch.Tensor]:
+        """This rank's contribution to the vote on the gradient norm; with Megatron-LM's norm a collective call."""
+        if self.norm == EXACT:
+            return {"square_norm": self.local_square_norm()}
+        core: Any = self.core
+        norm = torch.tensor(float(core.get_grad_norm()), dtype=torch.float64, device=torch.cuda.current_device())
+        # equal on all ranks: a sum with zeros has the same bits
+        return {"norm": norm if dist.get_rank() == 0 or not norm.isfinite() else torch.zeros_like(norm)}
+
+    def voted_norm(self, vote: dict[str, float]) -> float:
+        """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
+        value = vote["square_norm"] if self.norm == EXACT else vote["norm"]
+        if not math.isfinite(value):
+            return math.inf
+        return (math.sqrt(value) if self.norm == EXACT else value) / self.loss_scale
 
     @torch.no_grad()
     def local_square_norm(self) -> torch.Tensor:
@@ -143,10 +167,6 @@ class VotedOptimizer:
         if (sharded := sharded_part(self.core)) is not None:
             sharded.gather_weights()
 
-    def grad_norm(self, square_norm: float) -> float:
-        """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
-        return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
-
     def _counts_for_norm(self, member: MegatronOptimizer) -> bool:
         if is_sharded(member):
             return True
@@ -168,7 +188,7 @@ class VotedOptimizer:
     def _copy(self, experts: bool) -> int:
         """Index of this rank among those over which these gradients are reduced."""
         chunk = self._chunks[0]
-        return (chunk.expt_dp_group if experts else chunk.dp_group).rank()
+        return (chunk.expt_dp_group if experts else chunk.dp_cp_group).rank()
 
     def _scale_gradients(self, factor: float) -> None:
         if factor == 1.0:
@@ -212,7 +232,7 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Vo
     if config.shards_by_blocks:
         _shard(core, chunks)
     chunk.config.grad_scale_func = core.scale_loss
-    return VotedOptimizer(core, chunks, config.regularization.clip_grad)
+    return VotedOptimizer(core, chunks, config.regularization.clip_grad, config.regularization.grad_norm)
 
 
 def _shard(core: Any, chunks: list[DistributedDataParallel]) -> None:

@@ -8,6 +8,7 @@ and 2 (:class:`ZeroOptimizer`); and in blocks, of which several ranks hold each 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,19 @@ from moc.state.adam import Rule
 from moc.state.fragments import OwnedSlice
 
 MASTER, GRAD = "master", "grad"
+_NO_COUNTER: Any = MappingProxyType({})
+"""The counter of an optimizer that counts no updates; never written."""
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_OTHER_ADAMS = ("FusedAdam", "SmallMomentsAdam")
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a megatron-core optimizer chains (dense and expert), without stubs."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [o for o in chained if not o.is_stub_optimizer]
+    """The optimizers that a megatron-core optimizer chains, also in several levels, without stubs."""
+    core: Any = optimizer
+    if hasattr(core, "chained_optimizers"):
+        return [member for one in core.chained_optimizers for member in members(one)]
+    return [] if core.is_stub_optimizer else [optimizer]
 
 
 def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
@@ -56,7 +62,7 @@ def is_frozen(parameter: torch.nn.Parameter) -> bool:
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
-        moments = _MOMENTS[member.config.optimizer]
+        moments = moments_of(member)
         sharded, counter_of = _is_cut(member), _counter_of(member)
         for part in _parts(member):
             state = _primed_state(member.optimizer, part.main, moments)
@@ -87,7 +93,8 @@ def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch
 
 def get_step(optimizer: MegatronOptimizer) -> int:
     """Number of updates in the moments (for Adam's bias correction); raises ValueError if parameters differ."""
-    steps = {int(counter.get("step", 0)) for counter in _counters(optimizer)}
+    # one job may have an optimizer that counts (Adam) and one that does not (Muon)
+    steps = {int(counter["step"]) for counter in _counters(optimizer) if "step" in counter}
     if len(steps) > 1:
         raise ValueError(f"parameters have seen different numbers of updates: {sorted(steps)}")
     return steps.pop() if steps else 0
@@ -99,8 +106,10 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
         write_step(counter, step)
 
 
-def write_step(counter: dict, step: int) -> None:
-    """Sets the number of updates in a counter."""
+def write_step(counter: Any, step: int) -> None:
+    """Sets the number of updates in a counter; does nothing for an optimizer without one."""
+    if counter is _NO_COUNTER:
+        return
     if isinstance(counter.get("step"), torch.Tensor):
         counter["step"] = torch.full_like(counter["step"], float(step))
     else:
@@ -154,11 +163,21 @@ def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
         yield from (counter_of(main) for parameter, main in own if not getattr(parameter, "unused", False))
 
 
+def moments_of(member: MegatronOptimizer) -> tuple[str, ...]:
+    """The names of the moments of an optimizer, by its class: one job may have several kinds (Adam and Muon)."""
+    inner: Any = member.optimizer
+    if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
+        return _MOMENTS["adam"]
+    if type(inner).__name__ == "Lion":
+        return ("exp_avg",)
+    return _MOMENTS["sgd"]  # SGD, and all of Muon's family
+
+
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
     """Returns what finds the counter of a parameter's updates, by its master weights."""
     inner = member.optimizer
-    if member.config.optimizer != "adam":
-        return lambda main: {}
+    if moments_of(member) != _MOMENTS["adam"]:
+        return lambda main: _NO_COUNTER
     if isinstance(inner, _TORCH_ADAMS):
         return inner.state.__getitem__
     # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on

@@ -82,19 +82,23 @@ class Schedule:
         return self._run(batches, forward_only=True)
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
-        # at most one chunk of a worker is the model's first or last, so all can share one iterator
+        # one iterator, if it is not a list: at most one chunk of a worker is the model's first or last
         several, communicator = len(self._chunks) > 1, self._alone or communicator
         tap: dict[str, Any] = (
             {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
         )
         return get_forward_backward_func()(
             forward_step_func=self._one_micro_batch,
-            data_iterator=[batches] * len(self._chunks) if several else batches,
+            data_iterator=[batches] * len(self._chunks) if several and not isinstance(batches, list) else batches,
             model=[*self._chunks] if several else self._chunks[0],
             forward_only=forward_only,
             **tap,
-            **self._sizes,
+            **self.sizes(),
         )
+
+    def sizes(self) -> dict[str, Any]:
+        """The schedule's arguments about the micro batches of an iteration, by name."""
+        return self._sizes
 
     def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
         reach("forward_backward")

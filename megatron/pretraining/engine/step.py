@@ -108,7 +108,7 @@ class Stepper:
             recorded loss, bit by bit.
         """
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
-        self.auxiliary.take()
+        self.auxiliary.drop()
         with completing():
             self.complete(record)
         self.gather_weights()
@@ -119,7 +119,7 @@ class Stepper:
         self.optimizer.apply(record.grad_norm)
         self.modules.commit(record.skipped)
         if not record.skipped:
-            self.scheduler.step(self.topology.global_batch_size)
+            self.scheduler.step(record.samples)
 
     def gather_weights(self) -> None:
         """With ZeRO-1, all-gathers the updated weights from the data-parallel peers."""
@@ -144,7 +144,7 @@ class Stepper:
 
     def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
         ballot = {
-            "square_norm": self.optimizer.local_square_norm(),
+            **self.optimizer.norm_ballot(),
             **sum_losses(reports, self.world),
             "stop": float(stop),
             **self.auxiliary.take(),
@@ -160,12 +160,12 @@ class Stepper:
             return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
-        skipped = not math.isfinite(vote["square_norm"])
-        loss = mean_loss(vote)
+        norm, loss = self.optimizer.voted_norm(vote), mean_loss(vote)
+        skipped = not math.isfinite(norm)
         record = StepRecord(
             iteration=iteration + 1,
             loss=loss,
-            grad_norm=self.optimizer.grad_norm(vote["square_norm"]),
+            grad_norm=norm,
             loss_scale=self.optimizer.loss_scale,
             skipped=skipped,
             tokens=int(vote["loss_tokens"]),

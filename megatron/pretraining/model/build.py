@@ -50,7 +50,7 @@ def build_model(
     chunks = [provider(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
     for chunk in chunks:
         chunk.to(cpu.device())
-        _mend_experts(chunk)
+        mend_experts(chunk)
         if plans is not None and (layers := elastic_layers([chunk])):
             adopt(layers, plans[parallel_state.get_pipeline_model_parallel_rank()], config.elastic.elastic_dispatch)
         if config.mixed_precision.fp8_format and config.network.transformer_impl == "local":
@@ -168,7 +168,7 @@ def _replace_torch_norm(spec: Any) -> None:
                     setattr(part, name, Norm)
 
 
-def _mend_experts(chunk: torch.nn.Module) -> None:
+def mend_experts(chunk: torch.nn.Module) -> None:
     """Repairs megatron-core's handling of experts with biases.
 
     Without other workers, the experts' linear layers pass through one-worker collectives, and autograd rejects the

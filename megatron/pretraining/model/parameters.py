@@ -6,6 +6,7 @@ description in which each layer, expert and half of a gated linear layer is a te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 
 from moc.state.fragments import Piece
+from moc.state.operators import is_known
 from moc.state.region import Region
 
 Pieces = dict[torch.Tensor, list[Piece]]
@@ -37,20 +39,20 @@ def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
     Raises:
         ValueError: megatron-core does not describe a parameter.
     """
-    described = _described(model)
+    described, layers = _described(model), _num_layers(model)
     pieces = {}
     for name, parameter in model.named_parameters():
         if name not in described and not getattr(parameter, "unused", False):
             raise ValueError(f"megatron-core's sharded_state_dict does not describe the parameter {name}")
-        pieces[name] = [_piece(t, parameter) for t in _tensors(described[name])] if name in described else []
+        pieces[name] = [_piece(t, parameter, layers) for t in _tensors(described[name])] if name in described else []
     return pieces
 
 
 def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
     """Describes, as :func:`unpartitioned_parameters` does, the buffers that megatron-core saves with the model."""
-    described = _described(model)
+    described, layers = _described(model), _num_layers(model)
     return {
-        name: [_piece(t, buffer) for t in _tensors(described[name])]
+        name: [_piece(t, buffer, layers) for t in _tensors(described[name])]
         for name, buffer in model.named_buffers()
         if name in described
     }
@@ -85,11 +87,41 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
     return [entry]
 
 
-def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
+def known_name(name: str, num_layers: int) -> str:
+    """The name of a tensor under which an operator holds it.
+
+    Names of GPT's layers stay as they are.  A depth of multi-token prediction (MTP) is a layer behind the others.  Any
+    other part of a layer, such as a Mamba mixer or a module of a user, belongs to the layer's attention, since that is
+    the operator of what mixes tokens.  Any other part of the model belongs to the output.
+
+    Args:
+        name: in the unpartitioned model, as megatron-core gives it.
+        num_layers: of the decoder.
+    """
+    if depth := _MTP_DEPTH.match(name):
+        part = name[depth.end() :] if depth["layer"] else f"mtp.{name[depth.end() :]}"
+        name = f"decoder.layers.{num_layers + int(depth['depth'])}.{part}"
+    if is_known(name):
+        return name
+    if layer := _LAYER.match(name):
+        return f"{layer[0]}self_attention.{name[layer.end() :]}"
+    return f"output_layer.{name}"
+
+
+_MTP_DEPTH = re.compile(r"mtp\.layers\.(?P<depth>\d+)\.(?P<layer>(?:mtp_model_layer|transformer_layer)\.)?")
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+
+
+def _num_layers(model: torch.nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "num_layers", None) or 0
+
+
+def _piece(tensor: ShardedTensor, parameter: torch.Tensor, num_layers: int) -> Piece:
     assert tensor.data is not None  # sharded_state_dict describes live tensors
     view, replica = tensor.data.detach(), cast(tuple, tensor.replica_id)
     return Piece(
-        name=tensor.key,
+        name=known_name(tensor.key, num_layers),
         global_shape=tuple(tensor.global_shape),
         region=Region(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)),
         view=view,

@@ -133,16 +133,19 @@ def _answering(value=None):
     return lambda *args, **kwargs: value
 
 
-def _means_cuda(device) -> bool:
+def means_cuda(device) -> bool:
+    """Whether the value names a CUDA device."""
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
 
 
-def _on_cpu(factory):
+def on_cpu(factory):
+    """A tensor factory that makes tensors for a CUDA device on the CPU."""
+
     @functools.wraps(factory)
     def make(*args, **kwargs):
-        if "device" in kwargs and _means_cuda(kwargs["device"]):
+        if "device" in kwargs and means_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -175,7 +178,7 @@ def _redirect_torch_cuda() -> None:
         module.set_rng_state = _set_rng_state
         module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
     tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     tensor.type = _cuda_named_type(tensor.type)

@@ -1,0 +1,140 @@
+"""Megatron-LM's arguments and our own flags, as the configuration that the loop reads.
+
+Megatron-LM has checked its arguments, so they are taken over without another check; only the groups of our own flags
+are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.pretraining.config import Config, ConfigError, composed
+from megatron.pretraining.config.convert import convert
+from megatron.pretraining.config.flag import Flag, FlagGroup, flags_of, refuse
+from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.config.together import check_own_flags
+
+OWN_GROUPS = ("snapshot", "faults", "elastic")
+"""Groups whose flags are all ours."""
+OWN_FLAGS = {"logging": ("log_dir",), "checkpoint": ("save_failure",), "training": ("allow_nondeterministic",)}
+"""Our flags in groups that otherwise have flags of Megatron-LM."""
+_RENAMED = {"fp8_format": "fp8"}
+"""Megatron-LM's name of a value, by ours."""
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def own_flags() -> list[Flag]:
+    """Our flags, in the order of ``--help``."""
+    classes = group_classes()
+    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group])]
+    return whole + [
+        flag for group, names in OWN_FLAGS.items() for flag in flags_of(classes[group]) if flag.name in names
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronConfig(Config):
+    """The flags in force in a run of Megatron-LM's program.
+
+    Attributes:
+        arguments: Megatron-LM's, which hold everything that has no group here.
+    """
+
+    arguments: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Virtual stages of each worker, as Megatron-LM derives them."""
+        return self.arguments.virtual_pipeline_model_parallel_size
+
+    def replace(self, group: str, **changes: object) -> MegatronConfig:
+        """A copy with other values in one group; our own flags are checked again.
+
+        Raises:
+            AttributeError: the group has no such field.
+            ConfigError: the result cannot work.
+        """
+        old = getattr(self, group)
+        values = {flag.name: getattr(old, flag.name) for flag in flags_of(type(old))}
+        flags = {flag.name: flag for flag in flags_of(type(old))}
+        for name, value in changes.items():
+            getattr(old, name)
+            values[name] = convert(flags[name], value)
+        made = _group(group, values)
+        return _checked(dataclasses.replace(self, **{group: made}))
+
+
+def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig:
+    """The configuration of a run.
+
+    Args:
+        arguments: Megatron-LM's, validated.
+        own: values of our flags that were given, by name.
+
+    Raises:
+        ConfigError: a value of our flags, or a combination with others, cannot work.
+    """
+    flags = composed.all_flags()
+    given = {name: convert(flags[name], value) for name, value in own.items()}
+    groups: dict[str, Any] = {}
+    for name, kind in group_classes().items():
+        taken = {flag.name: _value(arguments, flag) for flag in flags_of(kind)} if name not in OWN_GROUPS else {}
+        defaults = {flag.name: flag.default for flag in flags_of(kind)}
+        ours = {flag.name: given[flag.name] for flag in flags_of(kind) if flag.name in given}
+        groups[name] = _group(name, defaults | taken | ours)
+    return _checked(MegatronConfig(**groups, model=None, given=dict(own), arguments=arguments))
+
+
+def described(arguments: Namespace) -> dict[str, Any]:
+    """Megatron-LM's arguments as values of JSON; others are left out."""
+    found = {}
+    for name, value in vars(arguments).items():
+        plain = _plain(value)
+        try:
+            found[name] = json.loads(json.dumps(plain, allow_nan=False))
+        except (TypeError, ValueError):
+            continue
+    return found
+
+
+def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
+    kind = group_classes()[name]
+    if name in OWN_GROUPS:
+        return kind(**values)
+    made = object.__new__(kind)  # its checks are those of our program
+    for flag, value in values.items():
+        object.__setattr__(made, flag, value)
+    return made
+
+
+def _value(arguments: Namespace, flag: Flag) -> object:
+    if flag.name in {name for names in OWN_FLAGS.values() for name in names}:
+        return flag.default
+    return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _FORMATS.get(value, str(value))
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def _checked(config: MegatronConfig) -> MegatronConfig:
+    refuse(
+        config.elastic.elastic,
+        "--elastic needs the model of pretrain_gpt_moe.py, whose experts have replicas. Fix: drop it, or run "
+        "pretrain_gpt_moe.py without --front megatron",
+        code="elastic-unsupported",
+    )
+    check_own_flags(config)
+    return config
+
+
+__all__ = ["ConfigError", "MegatronConfig", "config_of", "described", "own_flags"]

@@ -1,0 +1,137 @@
+"""The operators of a model, as its built chunks have them: any model of Megatron-LM, and any layer of a user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.pretraining.engine.megatron import Model
+from megatron.pretraining.engine.owned import MASTER, owned_slices
+from megatron.pretraining.model.parameters import parameter_pieces
+from moc.files.text import shown
+from moc.runtime.agreement import gather
+from moc.runtime.world import World
+from moc.state.operators import Operator, operator_of
+from moc.store.errors import CheckpointError
+
+_KINDS = ("embedding", "attention", "mlp", "router", "expert", "output")
+
+
+class Tensor(NamedTuple):
+    """A parameter of the unpartitioned model.
+
+    Attributes:
+        name: under which an operator holds it.
+        numel: elements.
+        sliced: whether tensor parallelism may slice it: norms and biases have one dimension, and are replicated.
+        stage: the pipeline stage that holds it.
+        moments: the names of its optimizer's moments.
+    """
+
+    name: str
+    numel: int
+    sliced: bool
+    stage: int
+    moments: tuple[str, ...]
+
+
+def tensors_of(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World
+) -> tuple[list[Tensor], dict[str, tuple[str, ...]]]:
+    """The parameters of this worker, and the moments of those whose optimizer state it owns a part of, by name."""
+    pieces = parameter_pieces(chunks)
+    moments = {
+        piece.name: tuple(sorted(slot for slot in owned.slots if slot != MASTER))
+        for owned in owned_slices(optimizer)
+        for piece in pieces[owned.parameter]
+    }
+    found = [
+        Tensor(piece.name, math.prod(piece.global_shape), len(piece.global_shape) > 1, world.pipeline_rank, ())
+        for described in pieces.values()
+        for piece in described
+    ]
+    return found, moments
+
+
+def model_of_chunks(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World, described: Mapping
+) -> Model:
+    """The whole model, whose parts all workers have built; a collective call.
+
+    Args:
+        chunks: of this worker.
+        optimizer: of this worker.
+        world: its place.
+        described: Megatron-LM's arguments, for people and converters.
+    """
+    told = gather(tensors_of(chunks, optimizer, world))
+    moments = {name: slots for _, of_rank in told for name, slots in of_rank.items()}
+    tensors = {
+        tensor.name: tensor._replace(moments=moments.get(tensor.name, ()))
+        for found, _ in reversed(told)
+        for tensor in found
+    }
+    operators = operators_of(tensors.values())
+    shape = {operator.name: operator.parameters for operator in operators}
+    return Model(
+        operators=operators,
+        stages=stages_of(tensors.values()),
+        described={"shape": shape, "model": dict(described), "tokenizer": {"type": described.get("tokenizer_type")}},
+        check=lambda saved, where: check_shape(shape, saved, where),
+    )
+
+
+def operators_of(tensors: Iterable[Tensor]) -> tuple[Operator, ...]:
+    """The operators that hold these tensors, in the order of the forward pass; pure."""
+    held: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        held.setdefault(operator_of(tensor.name), []).append(tensor)
+    several = len({tensor.moments for parts in held.values() for tensor in parts}) > 1
+    return tuple(sorted((_operator(name, parts, several) for name, parts in held.items()), key=_place_in_forward))
+
+
+def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """The pipeline stage of each layer; a layer without parameters is on the stage of the one before; pure."""
+    stages: dict[int, int] = {}
+    for tensor in tensors:
+        words = operator_of(tensor.name).split(".")
+        if words[0] == "layers":
+            stages[int(words[1])] = tensor.stage
+    found: list[int] = []
+    for layer in range(1 + max(stages, default=-1)):
+        found.append(stages.get(layer, found[-1] if found else 0))
+    return tuple(found)
+
+
+def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
+    """Raises ``CheckpointError`` if a checkpoint holds another model than ``here``: parameters by operator."""
+    for name in sorted({*here, *saved}):
+        if here.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"{where} holds another model: {shown(name)} has {shown(saved.get(name, 0))} parameters there, and "
+                f"{here.get(name, 0)} here"
+            )
+
+
+def _operator(name: str, parts: list[Tensor], several: bool) -> Operator:
+    words, moments = name.split("."), None
+    if several:
+        counts: dict[str, int] = {}
+        for tensor in parts:
+            for slot in tensor.moments:
+                counts[slot] = counts.get(slot, 0) + tensor.numel
+        moments = tuple(sorted(counts.items()))
+    total, unsliced = (sum(t.numel for t in parts if not t.sliced or whole) for whole in (True, False))
+    if words[0] != "layers":
+        return Operator(name, words[0], None, None, total, unsliced, moments)
+    expert = int(words[3]) if words[2] == "expert" else None
+    return Operator(name, words[2], int(words[1]), expert, total, unsliced, moments)
+
+
+def _place_in_forward(operator: Operator) -> tuple[int, int, int, int]:
+    part = {"embedding": 0, "output": 2}.get(operator.kind, 1)
+    return part, operator.layer or 0, _KINDS.index(operator.kind), operator.expert or 0

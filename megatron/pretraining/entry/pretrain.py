@@ -1,0 +1,88 @@
+"""The function that takes the place of ``megatron.training.pretrain``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.training import training
+
+from megatron.pretraining import loop
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.entry import cpu
+from megatron.pretraining.entry.configuration import config_of
+from megatron.pretraining.entry.flags import own_values
+from megatron.pretraining.entry.program import StockProgram
+from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.entry.stock_loop import refuse_arguments
+from megatron.pretraining.errors import reported
+from moc.runtime import hook
+
+
+def pretrain(
+    cfg_container: Any,
+    train_valid_test_dataset_provider: Any,
+    model_type: Any,
+    forward_step_func: Any,
+    model_provider: Any = None,
+    process_non_loss_data_func: Any = None,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    non_loss_data_func: Any = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    skip_model_parallel_init: bool = False,
+) -> None:
+    """Trains as ``megatron.training.pretrain`` does, with the same arguments, and recovers from lost workers.
+
+    Ends the process with a non-zero code if training does not end normally.
+    """
+    hook.note_use()
+    with reported(Path(sys.argv[0]).name):
+        _refuse(
+            store=store,
+            inprocess_call_wrapper=inprocess_call_wrapper,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+            skip_model_parallel_init=skip_model_parallel_init or None,
+        )
+        args = get_args()
+        cpu.adapt(args)
+        refuse_arguments(args)
+        training.update_train_iters(args)
+        config = config_of(args, own_values())
+        _leave_to_vote(args, cfg_container)
+        program = StockProgram(
+            cfg_container,
+            train_valid_test_dataset_provider,
+            model_type,
+            forward_step_func,
+            model_provider,
+            process_non_loss_data_func,
+            non_loss_data_func,
+            get_embedding_ranks,
+            get_position_embedding_ranks,
+        )
+        code = loop.pretrain(config, program)
+    if code:
+        sys.exit(code)
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(
+                f"pretrain() got {name}, by which the caller controls process groups of its own: leave it out."
+            )
+
+
+def _leave_to_vote(args: Any, container: Any) -> None:
+    """Turns off what Megatron-LM does about results that are not finite: the vote looks at them, on all workers."""
+    args.rerun_mode = "disabled"
+    args.check_for_nan_in_loss_and_grad = False
+    args.use_gloo_process_groups = False
+    if getattr(container, "ddp", None) is not None:
+        container.ddp.check_for_nan_in_grad = False

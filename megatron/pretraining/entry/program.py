@@ -1,0 +1,293 @@
+"""Megatron-LM's program, as a program of our loop: stock code builds model, optimizer and data, and our loop trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import check_param_hashes_across_dp_replicas, get_model_config
+from megatron.training import initialize_megatron, training
+
+from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.data.tokenizer import Vocabulary
+from megatron.pretraining.duties import due
+from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.module_state import ModuleState
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.schedule import Turns
+from megatron.pretraining.engine.step import Stepper
+from megatron.pretraining.entry import cpu
+from megatron.pretraining.entry.checkpoints import StockCheckpoints
+from megatron.pretraining.entry.configuration import described
+from megatron.pretraining.entry.log import StockLog
+from megatron.pretraining.entry.model import model_of_chunks
+from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
+from megatron.pretraining.entry.stock import get_args, get_timers
+from megatron.pretraining.entry.streams import build_streams
+from megatron.pretraining.process.cpu import device
+from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, be_deterministic, world_of
+from megatron.pretraining.process.nodes import order_of_ranks
+from megatron.pretraining.process.phases import Phases
+from megatron.pretraining.process.stopping import StopRequests
+from megatron.pretraining.process.topology import Topology
+from megatron.pretraining.session import auto_policy
+from megatron.pretraining.setup import TrainingRun, WorkerParts
+from moc.faults import reach
+from moc.runtime.agreement import sum_over_workers
+from moc.runtime.job import Job
+from moc.runtime.progress import progress
+from moc.runtime.world import World
+
+
+@dataclass
+class StockProgram:
+    """A :class:`megatron.pretraining.setup.Program` of the arguments of ``megatron.training.pretrain``.
+
+    Attributes:
+        container: Megatron-LM's configuration.
+        datasets: its provider of datasets.
+        model_type: its kind of model.
+        forward_step: ``(iterator, model) -> (output, loss function)``.
+        model_provider: builds a model chunk, if ``container`` describes none.
+        process_non_loss_data: plots what an evaluation collects.
+        non_loss_data: collects it.
+        embedding_ranks: chooses the ranks with embeddings.
+        position_embedding_ranks: chooses the ranks with position embeddings.
+    """
+
+    container: Any
+    datasets: Callable[..., Any]
+    model_type: Any
+    forward_step: Callable[..., Any]
+    model_provider: Callable[..., Any] | None = None
+    process_non_loss_data: Callable[..., Any] | None = None
+    non_loss_data: Callable[..., Any] | None = None
+    embedding_ranks: Callable[..., Any] | None = None
+    position_embedding_ranks: Callable[..., Any] | None = None
+
+    def connect(self, config: Config, job: Job) -> World:
+        """Joins the job, and lets Megatron-LM build its process groups and random streams."""
+        args = get_args()
+        if torch.cuda.is_available():
+            if config.training.deterministic_mode:
+                be_deterministic(config)
+            torch.cuda.set_device(args.local_rank)
+        else:
+            torch.set_num_threads(1)
+        job.collectives_only = COLLECTIVES_ONLY
+        job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
+        with order_of_ranks(config, job.helpers):
+            initialize_megatron(
+                allow_no_cuda=True,
+                get_embedding_ranks=self.embedding_ranks,
+                get_position_embedding_ranks=self.position_embedding_ranks,
+            )
+        args.rank, args.world_size = job.rank, job.size
+        return world_of(job)
+
+    def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
+        """Builds model, optimizer and data by Megatron-LM's functions."""
+        args = get_args()
+        update_num_microbatches(0, consistency_check=False)
+        stop.check_set_up(world, loses=stop.may_lose(world.job))
+        phases.done("tokenizer")
+        with _without_loading(args):
+            built: Any = training.setup_model_and_optimizer(
+                self.model_type,
+                model_provider_func=self._provider(),
+                checkpointing_context={},
+                cfg_container=self.container,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )
+        chunks, core, scheduler = built
+        core_config = get_model_config(chunks[0])
+        core_config.grad_scale_func, core_config.timers = core.scale_loss, get_timers()
+        _let_schedule_overlap_communication(args, core_config, chunks)
+        optimizer = VotedOptimizer(core, chunks, args.clip_grad, config.regularization.grad_norm)
+        log = StockLog(config, world, core)
+        stop.check_set_up(world, loses=stop.may_lose(world.job))
+        phases.done("model")
+        reach("rebuilding")
+        streams: Any = build_streams(self.datasets, len(chunks))
+        phases.done("data")
+        vocabulary = Vocabulary(args.padded_vocab_size or 0, args.padded_vocab_size or 0)
+        state = chunks, ModuleState(chunks), optimizer, scheduler
+        logs: Any = log
+        policy = auto_policy(config, log)
+        return WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, logs, policy)
+
+    def topology(self, config: Config, world: World) -> StockTopology:
+        """This worker's share of the global batch, whose size may change in the course of the run."""
+        return StockTopology(world)
+
+    def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
+        """The schedule with Megatron-LM's forward step."""
+        reports = Reports(parts.world)
+        log: Any = parts.log
+        log.reports = reports
+        turns = Turns(parts.config.rng.seed, topology)
+        sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
+        return StockSchedule(reporting(self.forward_step, reports), parts.chunks, turns, *sizes)
+
+    def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:
+        """What the schedule's loss function reports."""
+        log: Any = parts.log
+        return log.reports
+
+    def checkpoints(self, parts: WorkerParts) -> Any:
+        """Checkpoints in Megatron-LM's format."""
+        return StockCheckpoints(parts)
+
+    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
+        """The engine, which knows the model by its built chunks."""
+        model = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
+        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, None, model)
+
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+        """Evaluates and reports by Megatron-LM's functions; the stop request is looked at afterwards."""
+        args, iteration = get_args(), run.position.iteration
+        if not args.eval_iters or split not in run.splits or not (final or self._evaluates_at(iteration)):
+            return True
+        stream: Any = run.streams[split]
+        before = earlier if not final or split == "test" else self._evaluations_until(iteration)
+        samples = args.eval_global_batch_size * args.eval_iters
+        args.consumed_valid_samples = before * samples
+        collected = _Losses()
+        suffix = {False: "", True: f" on {'validation' if split == 'valid' else 'test'} set"}[final]
+        with run.stepper.modules.unchanged():
+            training.evaluate_and_print_results(
+                f"iteration {iteration}{suffix}",
+                collected.of(self.forward_step),
+                stream.iteration(run.stepper.topology, before * samples),
+                run.stepper.chunks,
+                iteration,
+                self.process_non_loss_data,
+                get_model_config(run.stepper.chunks[0]),
+                verbose=final,
+                write_to_tensorboard=not args.skip_train,
+                non_loss_data_func=self.non_loss_data,
+            )
+        clear_trackers()
+        sums = sum_over_workers(collected.ballot(run.world) | {"stop": float(stop.pending)}, run.world)
+        run.log.evaluation(iteration, split, sums["loss"] / max(sums["weight"], 1.0))
+        return not sums["stop"]
+
+    def forget_iteration(self, parts: WorkerParts) -> None:
+        """Clears timers, trackers and modes that an interrupted iteration or evaluation has left."""
+        timers = get_timers()
+        for timer in timers._timers.values():
+            timer._started = False
+            timer.reset()
+        get_model_config(parts.chunks[0]).timers = timers
+        for chunk in parts.chunks:
+            chunk.train()
+        clear_trackers()
+
+    def completed(self, run: TrainingRun) -> None:
+        """Does what Megatron-LM's loop does after an iteration: synchronizes, and compares the replicas' weights."""
+        args, iteration = get_args(), run.position.iteration
+        if args.empty_unused_memory_level >= 1:
+            torch.cuda.empty_cache()
+        if due(args.train_sync_interval, iteration):
+            torch.cuda.synchronize()
+        if due(args.check_weight_hash_across_dp_replicas_interval, iteration):
+            for chunk in run.stepper.chunks:
+                if args.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+            if not check_param_hashes_across_dp_replicas([*run.stepper.chunks], cross_check=True):
+                raise ConfigError(
+                    f"weights differ between data-parallel replicas after iteration {iteration}: resume from an "
+                    "earlier checkpoint."
+                )
+
+    def _provider(self) -> Callable[..., Any] | None:
+        """The model provider; it, or the builder of the model, repairs what a CPU needs."""
+        model, provider = getattr(self.container, "model", None), self.model_provider
+        if model is not None:
+            model.pre_wrap_hooks.append(cpu.mend_experts)
+            return provider
+        if provider is None:
+            raise ConfigError("pretrain() got neither a model in its configuration nor a model_provider: give one.")
+
+        @functools.wraps(provider)
+        def mended(*args: Any, **kwargs: Any) -> Any:
+            return cpu.mend_experts([provider(*args, **kwargs)])[0]
+
+        return mended
+
+    def _evaluates_at(self, iteration: int) -> bool:
+        start = get_args().start_eval_at_iter
+        return start is None or iteration >= start
+
+    def _evaluations_until(self, iteration: int) -> int:
+        args = get_args()
+        return max(0, iteration // args.eval_interval - (args.start_eval_at_iter or 0) // args.eval_interval)
+
+
+class _Losses:
+    """The loss of an evaluation, by the first value of each report."""
+
+    def __init__(self):
+        self._sums: list[torch.Tensor] = []
+
+    def of(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward step, whose reports are noted."""
+
+        def step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            progress("evaluation")
+            reach("evaluating")
+            output, loss_function = forward_step(batches, chunk)
+
+            def loss(tensor: torch.Tensor, **options: Any) -> Any:
+                result = loss_function(tensor, **options)
+                value = next(iter(result[-1].values())) if isinstance(result, tuple) else None
+                if torch.is_tensor(value):
+                    flat = value.detach().double().view(-1)
+                    self._sums.append(
+                        flat if flat.numel() == 2 else torch.cat([flat.sum()[None], torch.ones_like(flat[:1])])
+                    )
+                return result
+
+            return output, loss
+
+        return step
+
+    def ballot(self, world: World) -> dict[str, torch.Tensor]:
+        """This worker's sum and weight; tensor-parallel replicas count once."""
+        counted = self._sums if world.tensor_rank == 0 else []
+        total = sum(counted, torch.zeros(2, dtype=torch.float64, device=world.device))
+        return {"loss": total[0], "weight": total[1]}
+
+
+@contextlib.contextmanager
+def _without_loading(args: Any) -> Iterator[None]:
+    """A context in which Megatron-LM builds the optimizer, and loads no checkpoint, which the session chooses."""
+    saved = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint", "skip_train")}
+    args.load = args.pretrained_checkpoint = None
+    args.skip_train = False
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(args, name, value)
+
+
+def _let_schedule_overlap_communication(args: Any, core_config: Any, chunks: list[Any]) -> None:
+    """Gives the schedule the functions that it calls around micro batches."""
+
+    def one_or_all(functions: list[Any]) -> Any:
+        return functions if len(chunks) > 1 else functions[0]
+
+    if args.overlap_grad_reduce:
+        core_config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+        if args.align_grad_reduce:
+            core_config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if args.overlap_param_gather and args.align_param_gather:
+        core_config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])

@@ -1,0 +1,150 @@
+"""The schedule of an iteration with Megatron-LM's forward step, and what its loss function reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.schedule import ForwardStep, Schedule
+from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.process.topology import Topology
+from moc.runtime.agreement import gather
+from moc.runtime.world import World
+
+_SUM, _WEIGHT = "report/sum/", "report/weight/"
+
+
+class StockTopology(Topology):
+    """A share of a global batch whose size Megatron-LM's calculator gives.
+
+    It is the size at the position whose micro batches were asked for last.
+    """
+
+    def __init__(self, world: World):
+        object.__setattr__(self, "world", world)
+        object.__setattr__(self, "micro_batch_size", get_args().micro_batch_size)
+
+    @property
+    def global_batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Samples of the current iteration, over all workers."""
+        return get_current_global_batch_size()
+
+    @property
+    def rounds(self) -> int:
+        """Micro batches of each rank in the current iteration."""
+        return get_num_microbatches()
+
+
+class Reports(AuxiliaryLosses):
+    """What Megatron-LM's loss functions report, and its trackers of further losses.
+
+    The first value of a report is the loss of the step record.  The others are averaged by the vote and are the
+    record's auxiliary losses.  Megatron-LM's own log reads its trackers.
+
+    Attributes:
+        loss_name: of the first value; empty on stages that compute no loss.
+    """
+
+    def __init__(self, world: World):
+        self._counts = world.tensor_rank == 0  # tensor-parallel ranks report the same values
+        self.loss_name = ""
+        self._sums: dict[str, torch.Tensor] = {}
+        self._names: list[str] | None = None
+
+    def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Adds the report of a micro batch; returns the loss's sum and weight, as the vote takes them."""
+        (self.loss_name, loss), *others = report.items()
+        for name, value in others if self._counts else ():
+            pair = _sum_and_weight(value)
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        total, weight = _sum_and_weight(loss)
+        return {"loss_sum": total, "loss_tokens": weight}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Returns this worker's contributions to the vote, and forgets them; the first call is collective."""
+        if self._names is None:  # stages without a loss do not know the names
+            told = gather((self.loss_name, list(self._sums)))
+            self.loss_name = next((loss for loss, _ in told if loss), "lm loss")
+            self._names = sorted({name for _, names in told for name in names})
+        zero = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        ballot = {}
+        for name in self._names:
+            total, weight = self._sums.get(name, zero)
+            ballot |= {_SUM + name: total, _WEIGHT + name: weight}
+        self._sums = {}
+        return ballot
+
+    def drop(self) -> None:
+        """Forgets an iteration that is not reported."""
+        self._sums = {}
+        clear_trackers()
+
+    def means(self, vote: dict[str, float]) -> dict[str, float]:
+        """The voted means by the names in reports."""
+        return {
+            name.removeprefix(_SUM): value / max(vote[_WEIGHT + name.removeprefix(_SUM)], 1.0)
+            for name, value in vote.items()
+            if name.startswith(_SUM)
+        }
+
+
+class StockSchedule(Schedule):
+    """megatron-core's schedule with Megatron-LM's forward step, and as many micro batches as its calculator gives."""
+
+    def sizes(self) -> dict[str, Any]:
+        """See :class:`Schedule`."""
+        args = get_args()
+        return dict(
+            num_microbatches=get_num_microbatches(),
+            micro_batch_size=args.micro_batch_size,
+            seq_length=args.seq_length,
+            decoder_seq_length=args.decoder_seq_length,
+        )
+
+
+def reporting(forward_step: Callable[..., Any], reports: Reports) -> ForwardStep:
+    """Megatron-LM's forward step, whose reports are those that the vote adds up.
+
+    Args:
+        forward_step: ``(iterator, model) -> (output, loss function)``; its report has one value, a mean, or two values,
+            a sum and its weight, for each name.
+        reports: receives them.
+    """
+
+    def step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        output, loss_function = forward_step(batches, chunk)
+
+        def loss(tensor: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+            result = loss_function(tensor, **options)
+            return (*result[:-1], reports.add(result[-1]))
+
+        return output, loss
+
+    return step
+
+
+def clear_trackers() -> None:
+    """Clears Megatron-LM's sums of router losses and of losses of multi-token prediction."""
+    get_moe_metrics_tracker().clear()
+    if getattr(get_args(), "mtp_num_layers", None):
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+
+
+def _sum_and_weight(value: Any) -> torch.Tensor:
+    """A value of a report as a sum and its weight: a mean has the weight 1."""
+    given = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
+    flat = given.double().view(-1)
+    if flat.numel() == 2:
+        return flat.clone()
+    if flat.numel() != 1:
+        raise ConfigError(
+            f"the loss function reports {flat.numel()} values under one name: report a mean, or a sum and its weight."
+        )
+    return torch.cat([flat, torch.ones_like(flat)])

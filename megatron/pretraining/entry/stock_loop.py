@@ -1,0 +1,142 @@
+"""The arguments that Megatron-LM's own loop reads: where this project reads them, or why it refuses them.
+
+``tests/unit/pretraining/test_stock_loop.py`` derives the arguments from Megatron-LM's source, so that a new release
+cannot add one that has no entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron.pretraining.config import ConfigError
+
+
+class Refusal(NamedTuple):
+    """Why an argument is refused.
+
+    Attributes:
+        reason: a sentence's predicate, whose subject is the option.
+        off: values with which the loop does nothing.
+    """
+
+    reason: str
+    off: tuple[object, ...] = (None, False)
+
+
+FUNCTIONS = (
+    "pretrain", "train", "train_step", "post_training_step_callbacks", "checkpoint_and_decide_exit",
+    "save_checkpoint_and_time", "evaluate", "evaluate_and_print_results", "build_train_valid_test_data_iterators",
+    "build_train_valid_test_data_loaders", "get_train_valid_test_num_samples", "should_disable_forward_pre_hook",
+)  # fmt: skip
+"""Functions of ``megatron.training.training`` that are Megatron-LM's loop."""
+
+PORTED = {
+    "megatron/pretraining/entry/program.py": """
+        align_grad_reduce align_param_gather overlap_grad_reduce overlap_param_gather empty_unused_memory_level
+        skip_train train_iters train_samples train_sync_interval start_eval_at_iter consumed_valid_samples
+        check_weight_hash_across_dp_replicas_interval""",
+    "megatron/pretraining/entry/streams.py": """
+        micro_batch_size eval_global_batch_size eval_micro_batch_size virtual_pipeline_model_parallel_size""",
+    "megatron/pretraining/entry/schedule.py": "decoder_seq_length seq_length",
+    "megatron/pretraining/entry/log.py": """
+        curr_iteration iteration consumed_train_samples num_floating_point_operations_so_far
+        tensorboard_log_interval""",
+    "megatron/pretraining/entry/checkpoints.py": "finetune load save",
+    "megatron/pretraining/duties.py": "eval_interval exit_interval save_interval",
+    "megatron/pretraining/process/stopping.py": "exit_signal_handler exit_duration_in_mins",
+    "megatron/pretraining/loop.py": "manual_gc manual_gc_interval",
+    "megatron/pretraining/setup.py": "log_num_zeros_in_grad log_params_norm",
+}  # fmt: skip
+"""By file of this project, the arguments that it reads under the same name."""
+
+BY_STOCK = frozenset(
+    """
+    eval_iters log_interval log_throughput log_validation_ppl_to_tensorboard multiple_validation_sets
+    validation_set_names sft global_batch_size step_batch_size_schedule data_parallel_size world_size rank
+    tensor_model_parallel_size context_parallel_size dataloader_type tensorboard_dir num_experts
+    use_distributed_optimizer do_test do_train do_valid barrier_with_L1_time use_tp_pp_dp_mapping fp8 ckpt_format
+    no_load_optim distributed_timeout_seconds_after_init disable_straggler_on_startup straggler_ctrlr_port
+    straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval pytorch_profiler_collect_callstack
+    pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes profile_ranks profile_step_end
+    profile_step_start record_shapes use_pytorch_profiler vision_pretraining_type manual_gc_eval
+    moe_routing_trace_capture_hidden_states moe_routing_trace_capture_logits moe_routing_trace_dump_weights
+    moe_routing_trace_max_training_iters grpo_group_size grpo_iterations grpo_prompts_per_step refit_method
+    replication replication_factor replication_jump non_persistent_local_ckpt_dir rl_profile_dir
+    rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
+    rl_inference_logprobs_is_correction rl_inference_model_unified_memory_level
+    rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size
+    rl_offload_inference_model_weights_when_idle rl_offload_optimizer_during_inference rl_use_sequence_packing
+    """.split()
+)
+"""Arguments that functions of Megatron-LM read here, too, and details of a feature that is refused."""
+
+_PROFILER = "starts profilers, which would record recoveries as iterations"
+_GRAPHS = "captures an iteration in a CUDA graph, which a recovery by parts of an iteration cannot replay"
+_TENSORS = "writes tensors of an iteration, which a recovery computes again: its files would be written twice"
+_PHASES = "changes the data in the course of a run, whose position would no longer be one number"
+_FSDP = "shards weights, and snapshots need whole weights on each worker"
+_MEASURES = "measures iterations of Megatron-LM's loop"
+_ELSEWHERE = "keeps checkpoints outside of --save: --ckpt-policy with --ckpt-tier memory or peers takes their place"
+
+REFUSED = {
+    "profile": Refusal(_PROFILER),
+    "nvtx_ranges": Refusal(_PROFILER),
+    "cuda_graph_impl": Refusal(_GRAPHS, (None, "none")),
+    "optimizer_cuda_graph": Refusal(_GRAPHS),
+    "log_straggler": Refusal(_MEASURES),
+    "log_energy": Refusal(_MEASURES),
+    "gpu_sniff_test_interval": Refusal("tests devices between iterations, outside of the vote"),
+    "qk_clip": Refusal("changes weights after the optimizer's update, which a replay would not repeat"),
+    "log_max_attention_logit": Refusal("reads values that the vote does not carry"),
+    "iterations_to_skip": Refusal("passes samples without an iteration, which no position describes", (None, ())),
+    "decrease_batch_size_if_needed": Refusal("drops samples by the number of workers, which may change in a run"),
+    "save_wgrads_interval": Refusal(_TENSORS),
+    "save_dgrads_interval": Refusal(_TENSORS),
+    "save_activations_interval": Refusal(_TENSORS),
+    "save_params_interval": Refusal(_TENSORS),
+    "save_tokens_per_expert_interval": Refusal(_TENSORS),
+    "non_persistent_save_interval": Refusal(_ELSEWHERE),
+    "non_persistent_ckpt_type": Refusal(_ELSEWHERE),
+    "adlr_autoresume": Refusal("resumes jobs by another system than mocrun"),
+    "phase_transition_iterations": Refusal(_PHASES),
+    "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
+    "async_save": Refusal("writes --save in the background; --ckpt-policy saves beside training"),
+    "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
+    "moe_expert_rank_capacity_factor": Refusal("runs an iteration again when experts overflow, before the vote"),
+    "hybrid_context_parallel": Refusal("balances samples between workers by their past"),
+    "modelopt_enabled": Refusal("distills or quantizes by ModelOpt, whose state no snapshot holds"),
+    "moe_routing_trace_path": Refusal(_TENSORS),
+    "fine_grained_activation_offloading": Refusal("binds workers to processors when Megatron-LM's loop starts"),
+    "perform_rl_step": Refusal("trains by reinforcement learning, whose data depend on the weights"),
+    "rl_profile": Refusal(_PROFILER),
+    "vision_pretraining": Refusal("updates a teacher after the optimizer, which a replay would not repeat"),
+    "run_workload_inspector_server": Refusal("starts a server in each worker"),
+    "log_progress": Refusal("writes a file of progress that events.jsonl replaces"),
+    "use_megatron_fsdp": Refusal(_FSDP),
+    "use_torch_fsdp2": Refusal(_FSDP),
+    "fsdp_manual_registration": Refusal(_FSDP),
+    "nccl_ub": Refusal("registers buffers with communicators, which a recovery replaces"),
+    "gtp_weight_remat_size": Refusal(_FSDP, (None, 1)),
+    "use_layer_wise_distributed_optimizer": Refusal("gives whole layers to workers, and snapshots need their parts"),
+}
+"""Refused arguments."""
+
+
+def refusals(arguments: Any) -> Iterator[str]:
+    """One sentence for each argument with which Megatron-LM's loop would do what this project's does not."""
+    for name, refusal in REFUSED.items():
+        value = getattr(arguments, name, None)
+        if value not in refusal.off and value != []:
+            yield f"--{name.replace('_', '-')} {refusal.reason}: drop it."
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """Raises ``ConfigError`` with all refusals in one message."""
+    if found := list(refusals(arguments)):
+        raise ConfigError(" ".join(found))
+
+
+def known_arguments() -> frozenset[str]:
+    """All arguments with an entry."""
+    return BY_STOCK | REFUSED.keys() | {name for names in PORTED.values() for name in names.split()}

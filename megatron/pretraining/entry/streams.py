@@ -1,0 +1,124 @@
+"""Micro batches of Megatron-LM's data loaders, at any position of a run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.training import build_train_valid_test_datasets
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.process.topology import Topology
+
+SPLITS = ("train", "valid", "test")
+
+MicroBatches = Iterator[Any] | list[Iterator[Any] | None] | None
+"""Of a worker's model chunk, or of each of its virtual stages; None where the datasets are on another rank."""
+
+
+class StockStream:
+    """A split, read by Megatron-LM's data loaders.
+
+    Args:
+        datasets: of each virtual stage, or one; None where the data come from another tensor-parallel rank.
+        interleaved: whether there are virtual stages.
+        evaluates: the split is for evaluation, in batches of a constant size.
+    """
+
+    def __init__(self, datasets: Sequence[Any], interleaved: bool, evaluates: bool):
+        self._datasets, self._interleaved, self._evaluates = datasets, interleaved, evaluates
+        self._readers: list[Iterator[Any] | None] = []
+        self._at: tuple[int, int, int] | None = None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this worker reads the split."""
+        return any(dataset is not None for dataset in self._datasets)
+
+    def iteration(self, topology: Topology, consumed_samples: int) -> Any:
+        """The micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
+
+        For training, the size of the global batch becomes that of this position.  The readers continue if the previous
+        iteration has been read; else they start at the position.
+        """
+        args = get_args()
+        if self._evaluates:
+            batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+            micro = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+            rounds = batch // (micro * topology.world.data_size) * max(args.eval_iters, 1)
+            batch *= max(args.eval_iters, 1)
+        else:
+            update_num_microbatches(consumed_samples, consistency_check=True)
+            rounds, batch = get_num_microbatches(), get_current_global_batch_size()
+        at = topology.world.size, topology.world.data_rank, consumed_samples
+        if self._at != at:
+            self._readers = [None if one is None else iter(_loader(one, consumed_samples)) for one in self._datasets]
+        self._at = None  # until all have been read
+        unread = {stage for stage, reader in enumerate(self._readers) if reader is not None}
+
+        def read(stage: int, reader: Iterator[Any]) -> Iterator[Any]:
+            for number in range(rounds):
+                sample = next(reader)
+                if number == rounds - 1:
+                    unread.discard(stage)
+                    self._at = None if unread else (*at[:2], consumed_samples + batch)
+                yield sample
+
+        readers = [None if reader is None else read(stage, reader) for stage, reader in enumerate(self._readers)]
+        return readers if self._interleaved else readers[0]
+
+
+def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockStream]:
+    """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.
+
+    Raises:
+        ConfigError: a dataset cannot be read from any position.
+    """
+    interleaved = get_args().virtual_pipeline_model_parallel_size is not None
+    distributed = getattr(provider, "is_distributed", False)
+    reads = distributed or parallel_state.get_tensor_model_parallel_rank() == 0
+    if interleaved and "vp_stage" not in inspect.signature(provider).parameters:
+        raise ConfigError(
+            "virtual pipeline stages need a provider of datasets with the parameter vp_stage: add it, or drop "
+            "--num-layers-per-virtual-pipeline-stage."
+        )
+    by_stage = []
+    for stage in range(chunks):
+        one: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
+        if interleaved:
+            one.is_distributed = distributed
+        by_stage.append(build_train_valid_test_datasets(one) if reads else (None, None, None))
+    of_split = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
+    for split, datasets in of_split.items():
+        _check_readable(split, datasets)
+    return {split: StockStream(datasets, interleaved, split != "train") for split, datasets in of_split.items()}
+
+
+def _check_readable(split: str, datasets: Sequence[Any]) -> None:
+    for dataset in datasets:
+        if isinstance(dataset, list):
+            raise ConfigError(f"the {split} split has several datasets, which is not supported: drop all but one.")
+        if isinstance(dataset, torch.utils.data.IterableDataset) or (
+            dataset is not None and not hasattr(dataset, "__getitem__")
+        ):
+            raise ConfigError(
+                f"the dataset {type(dataset).__name__} of the {split} split can only be read in sequence, and a "
+                "resumed run has to read from any sample: give it __getitem__ and __len__."
+            )
+
+
+def _loader(dataset: Any, consumed_samples: int) -> Any:
+    loader = build_pretraining_data_loader(dataset, consumed_samples)
+    assert loader is not None  # the dataset is not None
+    return loader

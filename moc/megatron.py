@@ -1,0 +1,39 @@
+"""Runs a script of Megatron-LM with this project's loop: ``import moc.megatron`` as the script's first import.
+
+Under ``mocrun`` no such line is needed (:mod:`moc.runtime.hook`).  This module is the only one of ``moc`` that imports
+an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+
+from megatron.pretraining.entry import cpu
+from megatron.pretraining.process.core import CoreError
+from megatron.pretraining.process.rank0 import let_first_worker_speak
+from moc.private_interfaces import UnknownReleaseError, refuse_import
+
+_LATE = ("torch._dynamo", "torch._inductor.utils", "megatron.core.tokenizers.text.models.gpt_tokenizer")
+"""Modules that torch and megatron-core import only while they work."""
+
+
+def warm_up() -> None:
+    """Imports what training imports late, for a launcher that forks its workers."""
+    for module in _LATE:
+        with contextlib.suppress(ImportError):  # a release may have other modules
+            importlib.import_module(module)
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a job downloads nothing; read when megatron-core imports transformers
+try:
+    with refuse_import():
+        cpu.install()
+        from megatron.pretraining.entry.install import install
+
+        install()
+except (CoreError, UnknownReleaseError) as error:
+    let_first_worker_speak()
+    sys.exit(f"{sys.argv[0]}: error: {error}")

@@ -1,0 +1,91 @@
+"""Lets a worker's first import of ``megatron.training`` bring this project's loop with it.
+
+Without CUDA, megatron-core has to be adapted before it is imported, so that its first import counts as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+VARIABLE = "MOC_NO_MEGATRON"
+"""Environment variable that ``mocrun --no-megatron`` sets for workers."""
+
+_WATCHED = ("megatron.core", "megatron.training")
+_ADAPTER = "megatron.pretraining.process.cpu"
+"""Module of programs that adapt megatron-core by themselves."""
+
+_used = False
+
+
+class _Finder(MetaPathFinder):
+    """Imports :mod:`moc.megatron` when one of the watched packages is first imported, then finds nothing more."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _WATCHED or (fullname == "megatron.core" and not _comes_too_late()):
+            return None
+        sys.meta_path.remove(self)
+        importlib.import_module("moc.megatron")
+        return _Loaded.spec(sys.modules[fullname])
+
+
+class _Loaded(Loader):
+    """Gives the import system a module that was loaded while it was looking for it."""
+
+    def __init__(self, module: ModuleType):
+        self._module, self._spec = module, module.__spec__
+
+    @classmethod
+    def spec(cls, module: ModuleType) -> ModuleSpec:
+        """A specification by which an import finds the module as it is."""
+        spec = ModuleSpec(module.__name__, cls(module), is_package=True)
+        spec.submodule_search_locations = list(module.__path__)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _comes_too_late() -> bool:
+    """Whether ``megatron.core`` must not be imported before it is adapted."""
+    import torch
+
+    return _ADAPTER not in sys.modules and not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Watches imports from now on, unless :data:`VARIABLE` is set."""
+    if os.environ.get(VARIABLE) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def warm_up() -> None:
+    """Imports what training by :mod:`moc.megatron` imports late; does nothing if that is not imported."""
+    if (entry := sys.modules.get("moc.megatron")) is not None:
+        entry.warm_up()
+
+
+def note_use() -> None:
+    """Notes that the entry point was called."""
+    global _used
+    _used = True
+
+
+def reminder() -> str | None:
+    """The sentence about a script that imports ``megatron.training`` and never calls ``pretrain``; None for others."""
+    if _used or "moc.megatron" not in sys.modules or "megatron.training" not in sys.modules:
+        return None
+    return (
+        f"{sys.argv[0]} did not call megatron.training.pretrain(), so nothing of it was protected by snapshots; "
+        "start it with mocrun --no-megatron if that is intended"
+    )
