@@ -61,9 +61,10 @@ def plt(case: Case, seed: int) -> dict[str, float]:
     while position < case.iterations:
         position += 1
         ledgers = {part: ledger.after(traffic[position - 1]) for part, ledger in ledgers.items()}
-        if (plan := policy.plan(position)) is not None:
+        if (plan := policy.plan_for_storage(position)) is not None:
             policy.on_snapshot(plan)
             policy.on_stored(to_storage := policy.for_storage(plan))
+            policy.on_persisted(to_storage, published=True)
             for part, slot in PARTS.items():
                 begun = ledgers[part].begun(_has(plan, slot), _has(to_storage, slot))
                 ledgers[part] = stored[part] = begun.snapshotted(position).persisted(position)

@@ -32,7 +32,8 @@ _BY_TYPE = {
     dict[Name, Amount]: "by_layer survival",
     float | None: "loss grad_norm learning_rate perplexity",
     _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
-    "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share",
+    "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
+    "storage_age storage_overdue mlt_storage",
 }
 _FIELDS = msgspec.defstruct(
     "_Fields",

@@ -175,7 +175,7 @@ def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
     """Mean age in checkpoints over a layer's experts, if K_persist of those in a snapshot are kept."""
     if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
         return sum(place // k_persist for place in range(num_experts)) / num_experts
-    return ages(num_experts, k_snapshot, k_persist).mean
+    return ages(num_experts, k_snapshot, k_persist)[1].mean
 
 
 def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iterator[_Candidate]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from moc.policy.budgets import Sizes
 from moc.policy.choice import Choice
+from moc.policy.partial import Saves
 from moc.policy.risk import Risk, lost_by_layer, of_iteration
 from moc.policy.selection import Counts, Limit
-from moc.policy.selective_state import Saves, minus
+from moc.policy.selective_state import minus
 from moc.state.detail import Detail
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from moc.policy import transfers
 from moc.policy.budgets import Sizes
+from moc.policy.partial import Saves
 from moc.policy.plan import Load
 from moc.policy.selection import Experts, Given, Limit, per_byte, places_of, proportional, scores
-from moc.policy.selective_state import Saves, minus
+from moc.policy.selective_state import minus
 from moc.policy.transfers import Chosen
 from moc.state.detail import Detail
+
+STORAGE_SHARE = 0.5
+"""Share of the limits for experts that go to storage in full, where memory has gradients of the others."""
+
+OLD = 4
+"""Cycles through all experts after which an expert is saved first, whatever its score."""
+
+STORAGE_CYCLES = OLD + 2
+"""Cycles after which storage has a new version of each expert: old experts queue for half of each snapshot."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class Choice:
         gradients: those of experts are saved in place of their state where they suffice.
         sizes: of both, by which scores count; None if unknown.
         compares: the gradients of an expert that is saved in full, though they suffice, are saved beside its state.
+        storage_max_age: as ``max_age``, for versions in storage; None for :data:`OLD` cycles at their last speed.
     """
 
     iteration: int
@@ -39,6 +50,7 @@ class Choice:
     gradients: bool = False
     sizes: Sizes | None = None
     compares: bool = False
+    storage_max_age: float | None = None
 
     def choose(
         self,
@@ -49,25 +61,37 @@ class Choice:
     ) -> Chosen:
         """The experts that fit, each at its detail.
 
-        They are chosen by what memory lacks.  If the snapshot goes to storage too, it is by what storage lacks; where
-        gradients are saved, that takes at most half of the limits, so that chains do not end there.
+        The choice depends on the tokens that memory lacks, or storage if the snapshot goes there, too.
+        Where gradients are saved, that takes at most :data:`STORAGE_SHARE` of the limits, so that chains do not end
+        there, and counts tokens times iterations, since storage has no gradients.
 
         Args:
             memory: what was saved to memory.
             limits: the budget.
             before: experts that are chosen already, which are among those returned.
-            storage: what was saved to storage; None if the snapshot does not go there.
+            storage: versions in storage, or on their way there; None if the snapshot does not go there.
         """
+        by_storage = self if storage is None else self._by_storage(storage, limits)
         if not self.gradients:
-            found = places_of(self._select(limits, storage or memory, Given(before.keys())))
+            found = places_of(by_storage._select(limits, storage or memory, Given(before.keys())))
             return dict.fromkeys(found, Detail.FULL)
         chained = transfers.continuing(transfers.chains_of(memory.bases, memory.at), self.iteration)
-        given = Given(before.keys(), [place for place in before if before[place] is Detail.GRAD], share=0.5)
+        given = Given(before.keys(), [place for place in before if before[place] is Detail.GRAD], STORAGE_SHARE)
         if storage is not None:
-            full = places_of(self._select(limits, storage, given))
+            full = places_of(by_storage._select(limits, storage, given))
         else:
             full = transfers.renewed(memory.bases, chained, self.iteration, self.max_age, limits, given)
         return transfers.choose(partial(self._select, limits, memory), before, full, chained, self.compares)
+
+    def _by_storage(self, storage: Saves, limits: Sequence[Limit]) -> Choice:
+        """The choice for storage, where the age that counts as old follows from the measured speed of storage."""
+        since_last = self.iteration - max(map(max, storage.at.values()), default=0)
+        old = OLD * cycle(sum(map(len, storage.at.values())), limits, self.gradients) * since_last
+        return replace(
+            self,
+            score="tokens-age" if self.gradients else self.score,
+            max_age=old if self.storage_max_age is None else self.storage_max_age,
+        )
 
     def _select(self, limits: Sequence[Limit], saves: Saves, given: Given) -> Experts:
         never = {layer: [0] * len(row) for layer, row in self.load.items()}
@@ -79,7 +103,12 @@ class Choice:
         return per_byte(by_cost, ages, self.max_age, limits, given)
 
 
+def cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
+    """Snapshots that go to storage until all experts have been in one, if they take turns."""
+    share = STORAGE_SHARE if gradients else 1.0
+    return -(-experts // max(1, int(share * min(limit.total() for limit in limits))))
+
+
 def oldest(experts: int, apart: int, limits: Sequence[Limit]) -> int:
-    """Iterations after which an expert is saved first by default: 4 times as many as saving all in turn would take."""
-    fitting = min(limit.total() for limit in limits)
-    return 4 * apart * -(-experts // max(1, fitting))
+    """Iterations after which an expert is saved first by default."""
+    return OLD * apart * cycle(experts, limits, gradients=False)

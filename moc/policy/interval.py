@@ -76,6 +76,11 @@ class Interval(ABC):
     def due(self, iteration: int) -> bool:
         """Whether a snapshot is to be taken after so many iterations; changes no state."""
 
+    @property
+    def apart(self) -> int:
+        """Iterations between snapshots, if known; by default 1."""
+        return 1
+
     def observe(self, seen: Observed) -> None:  # noqa: B027
         """Records one iteration; called once per iteration, before :meth:`due`."""
 
@@ -121,6 +126,11 @@ class Every(Interval):
     def __post_init__(self):
         if self.interval < 1:
             raise ValueError(f"a snapshot every {self.interval} iterations is not possible: take 1 or more")
+
+    @property
+    def apart(self) -> int:
+        """As :attr:`Interval.apart`."""
+        return self.interval
 
     def due(self, iteration: int) -> bool:
         """Whether the iteration is a positive multiple of the interval."""
@@ -251,6 +261,11 @@ class IntervalTuner(Interval):
     def settled(self) -> bool:
         """Whether enough has been measured to choose an interval."""
         return len(self._blocks) >= PROFILE_BLOCKS and len(self._known()) >= SNAPSHOTS
+
+    @property
+    def apart(self) -> int:
+        """As :attr:`Interval.apart`."""
+        return self.interval
 
     @property
     def interval(self) -> int:

@@ -7,14 +7,54 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from moc.files import decode
 from moc.files.decode import Count
 from moc.policy.plan import Load, Policy, SnapshotPlan, check_tables, experts_by_layer
+from moc.policy.selection import Place
+from moc.state.detail import Detail
 
 Table = dict[Count, list[Count]]
 """Integers by layer and expert."""
+
+
+class Saves(NamedTuple):
+    """When each expert was last saved to a tier, by layer: in tokens given to it, in iterations, and in full."""
+
+    tokens: Table
+    at: Table
+    bases: Table
+
+    def note(self, numbers: Mapping[int, int], saved: Mapping[Place, Detail], iteration: int, tokens: Load) -> None:
+        """Records that experts were saved at an iteration, when they had been given so many tokens.
+
+        Args:
+            numbers: experts of each layer.
+            saved: those saved, each at its detail: if only by their gradients, they have no new base.
+            iteration: of the snapshot.
+            tokens: by layer and expert.
+        """
+        for layer, number in numbers.items():
+            for table in self:
+                table.setdefault(layer, [0] * number)
+        for (layer, expert), detail in saved.items():
+            self.at[layer][expert] = iteration
+            if layer in tokens:
+                self.tokens[layer][expert] = tokens[layer][expert]
+            if detail is Detail.FULL:
+                self.bases[layer][expert] = iteration
+
+    def copied(self) -> Saves:
+        """A copy that later changes do not reach."""
+        return Saves(*map(_copied, self))
+
+
+class _Write(NamedTuple):
+    """A snapshot on its way to storage: its experts, and the tokens given to all experts when it was taken."""
+
+    experts: Mapping[Place, Detail]
+    tokens: Table
 
 
 @dataclass
@@ -23,13 +63,31 @@ class PartialState:
 
     Attributes:
         based: memory, or the only tier, holds every expert.
-        stored: storage holds every expert.
+        stored: storage holds every expert, or a snapshot with every expert is on its way there.
+        saved: tokens given to each expert when it was last saved to memory, or to the only tier, by layer.
+        saved_at: iteration of that save.
+        persisted: as ``saved``, for the version that is published in storage.
+        persisted_at: as ``saved_at``, for the same version.
     """
 
     of: ClassVar[str] = "partial checkpoints"
 
     based: bool = False
     stored: bool = False
+    saved: Table = field(default_factory=dict)
+    saved_at: Table = field(default_factory=dict)
+    persisted: Table = field(default_factory=dict)
+    persisted_at: Table = field(default_factory=dict)
+
+    @property
+    def in_memory(self) -> Saves:
+        """What was saved to memory, or to the only tier."""
+        return Saves(self.saved, self.saved_at, {})
+
+    @property
+    def in_storage(self) -> Saves:
+        """What is published in storage."""
+        return Saves(self.persisted, self.persisted_at, {})
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
         """The run resumes, and both tiers are without gaps or not."""
@@ -38,7 +96,7 @@ class PartialState:
     def state_dict(self) -> dict[str, Any]:
         """All fields as JSON-compatible values, which later changes do not reach."""
         tables = {name: value for name, value in vars(self).items() if isinstance(value, dict)}
-        return vars(self) | {name: {key: copy(row) for key, row in table.items()} for name, table in tables.items()}
+        return vars(self) | {name: _copied(table) for name, table in tables.items()}
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
@@ -62,11 +120,14 @@ class Partial(Policy):
 
     Attributes:
         told: what the policy was told; stored with snapshots.
+        writes: by iteration, snapshots that are on their way to storage.  They are not stored with snapshots: a run
+            that resumes looks what storage has (:meth:`on_inventory`).
     """
 
     exact: ClassVar[bool] = False
 
     told: PartialState = field(default_factory=PartialState, compare=False, kw_only=True)
+    writes: dict[int, _Write] = field(default_factory=dict, compare=False, kw_only=True, repr=False)
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.
@@ -74,23 +135,66 @@ class Partial(Policy):
         Raises:
             ValueError: the selection needs tokens, and they are not counted.
         """
-        if not self.interval.due(iteration):
-            return None
+        return self._plan(iteration, load, persists=False) if self._due(iteration) else None
+
+    def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+        """As :meth:`Policy.plan_for_storage`: the selection depends on the versions in storage."""
+        return self._plan(iteration, load, persists=True) if again or self._due(iteration) else None
+
+    def _due(self, iteration: int) -> bool:
+        """Whether a snapshot is due."""
+        return self.interval.due(iteration)
+
+    def _plan(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
         if not self.told.based or not self.num_experts:
             return self.everything(iteration)
-        return self.plan_partial(iteration, load)
+        return self.plan_partial(iteration, load, persists)
 
     @abstractmethod
-    def plan_partial(self, iteration: int, load: Load | None) -> SnapshotPlan | None:
-        """As :meth:`plan`, of the experts selected now."""
+    def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
+        """As :meth:`plan`, or as :meth:`plan_for_storage` if the snapshot ``persists``, of the experts selected now."""
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
+        self.told.in_memory.note(self.num_experts, self._experts_in(plan), plan.iteration, load or {})
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
         self.told.stored |= plan.complete
+        self.writes[plan.iteration] = _Write(self._experts_in(plan), _copied(self.told.saved))
+
+    def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:
+        """As :meth:`Policy.on_persisted`: after a failed write, storage has the versions that it had before."""
+        write = self.writes.pop(plan.iteration, None)
+        if published and write is not None:
+            self.told.in_storage.note(self.num_experts, write.experts, plan.iteration, write.tokens)
+
+    def on_inventory(self, persisted: Mapping[str, int]) -> None:
+        """As :meth:`Policy.on_inventory`.
+
+        The tokens of a version that no table has count from the newest known version before it.
+        """
+        self.writes.clear()
+        stored, memory = self.told.in_storage, self.told.in_memory
+        for saves in (stored, memory):
+            saves.note(self.num_experts, {}, 0, {})
+        for name, place in self._places_of.items():
+            if place is None:
+                continue
+            (layer, expert), at = place, persisted.get(name, 0)
+            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
+            earlier = [iteration for iteration in known if iteration <= at]
+            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
+            stored.at[layer][expert] = at
+
+    def expected_in_storage(self) -> Saves:
+        """The versions in storage if all outstanding writes succeed."""
+        found = self.told.in_storage.copied()
+        found.note(self.num_experts, {}, 0, {})
+        for iteration, write in sorted(self.writes.items()):
+            found.note(self.num_experts, write.experts, iteration, write.tokens)
+        return found
 
     def stores(self, plan: SnapshotPlan) -> bool:
         """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
@@ -111,6 +215,7 @@ class Partial(Policy):
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
+        self.writes.clear()
         self.told.resumed(in_memory, in_storage)
 
     def storage_lost(self) -> None:
@@ -124,9 +229,27 @@ class Partial(Policy):
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
         told = self.told.read(state, self.num_experts)
-        return lambda: vars(self.told).update(vars(told))
+
+        def load() -> None:
+            self.writes.clear()
+            vars(self.told).update(vars(told))
+
+        return load
+
+    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+        """The experts of a plan, each at its detail."""
+        places = {name: self._places_of[name] for name in plan.operators}
+        return {place: plan.operators[name] for name, place in places.items() if place is not None}
+
+    @cached_property
+    def _places_of(self) -> dict[str, Place | None]:
+        return {one.name: one.place for one in self.operators}
 
     @cached_property
     def num_experts(self) -> dict[int, int]:
         """Number of experts by layer, ascending, of layers with experts."""
         return experts_by_layer(self.operators)
+
+
+def _copied(table: Mapping) -> dict:
+    return {key: copy(row) for key, row in table.items()}

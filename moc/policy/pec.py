@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,22 @@ from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.partial import Partial, Table
 from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
-from moc.policy.pec_selection import Ages, ages, load_aware_experts, persist_selection, sequential_experts, turn
+from moc.policy.pec_selection import (
+    Ages,
+    ages,
+    cycle,
+    load_aware_experts,
+    next_turn,
+    persist_selection,
+    sequential_experts,
+    starves,
+)
 from moc.policy.pec_state import PecState
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.plan import Busiest, Load, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
+from moc.policy.selection import Place
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -145,34 +154,36 @@ class Pec(Partial):
         """As :meth:`Policy.on_sizes`: for every candidate K."""
         if self._tuner is not None and self.num_experts:
             self._tuner.busiest = {
-                k: busiest(self._partial(0, self._in_turn(k, 0)).operators)
+                k: busiest(self._partial(0, self._in_turn(k, 0, 0, self._never())).operators)
                 for k in candidates(min(self.num_experts.values()))
             }
 
-    def plan_partial(self, iteration: int, load: Load | None) -> SnapshotPlan:
+    def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
         """As :meth:`Partial.plan_partial`."""
-        return self._partial(iteration, self._selected(load))
+        return self._partial(iteration, self._selected(iteration, load, persists))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
         super().on_snapshot(plan, load)
         self.told.partial += not plan.complete
-        if load is not None and self.selection == "load_aware":
-            self.told.note_saved(self._in_full(plan), load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """As :meth:`Partial.for_storage`: all dense operators and K_persist experts of each layer, after a full one."""
         if not self.told.stored:
             return super().for_storage(plan)
-        persisted = self.told.persisted or self._never()
-        chosen = persist_selection(self._in_full(plan), persisted, self.k_to_persist, self.ep)
+        chosen = persist_selection(self._in_full(plan), self.expected_in_storage().at, self.k_to_persist, self.ep)
         return self._partial(plan.iteration, chosen)
 
-    def on_stored(self, plan: SnapshotPlan) -> None:
-        """As :meth:`Policy.on_stored`."""
-        super().on_stored(plan)
-        self.told.persisted = self.told.persisted or self._never()
-        self.told.note_persisted(self._in_full(plan))
+    @property
+    def storage_cycle(self) -> int | None:
+        """As :attr:`Policy.storage_cycle`: a cycle until an expert starves, and one until all that do are served.
+
+        A selection by load promises nothing.
+        """
+        if self.selection != "sequential":
+            return None
+        numbers, k, k_persist = self.num_experts.values(), self.k_to_snapshot, self.k_to_persist
+        return 2 * max((cycle(number, k, k_persist) for number in numbers), default=1)
 
     def on_recovery(self, plt: float) -> None:
         """As :meth:`Policy.on_recovery`: lost tokens may raise the number of experts saved from now on."""
@@ -230,8 +241,8 @@ class Pec(Partial):
             return None
         number, every, interval = max(self.num_experts.values()), self.persist_every, self.interval.interval
         k, k_persist = self.k_to_snapshot, self.k_to_persist
-        memory = ages(number, k, k, 1, every).times(interval)
-        return memory, ages(number, k, k_persist, every, every).times(every * interval) if persists else None
+        memory, storage = ages(number, k, k_persist, every)
+        return memory.times(interval), storage.times(every * interval) if persists else None
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
@@ -276,21 +287,30 @@ class Pec(Partial):
 
         return load
 
-    def _selected(self, load: Load | None) -> Table:
-        if self.selection == "load_aware":
-            if load is None:
-                raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
-            before = self._never() | self.told.saved
-            unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
-            return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
-        return self._in_turn(self.k_to_snapshot, self.told.partial)
+    def _selected(self, iteration: int, load: Load | None, persists: bool) -> Table:
+        """The experts of a snapshot: those that memory, or storage if the snapshot ``persists``, lacks."""
+        memory, storage = self.told.in_memory, self.expected_in_storage()
+        if self.selection == "sequential":
+            stored = storage.at if persists else None
+            return self._in_turn(self.k_to_snapshot, self.told.partial, iteration, self._never() | memory.at, stored)
+        if load is None:
+            raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
+        before = self._never() | (storage if persists else memory).tokens
+        unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
+        return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
 
-    def _in_turn(self, k: int, partial: int) -> Table:
-        selected = {}
-        for place, (layer, experts) in enumerate(self.num_experts.items()):
-            number = turn(partial, experts // math.gcd(experts, k), self.persist_every)
-            selected[layer] = sequential_experts(number, place, k, experts, self.ep)
-        return selected
+    def _in_turn(self, k: int, first: int, iteration: int, memory: Table, storage: Table | None = None) -> Table:
+        """The K experts of each layer with the oldest versions in memory, or in storage if it starves."""
+        layers, selected = list(self.num_experts), {}
+        for number in set(self.num_experts.values()):
+            places = [place for place, layer in enumerate(layers) if self.num_experts[layer] == number]
+            marks = [[memory[layers[place]] for place in places]]
+            stored = [storage[layers[place]] for place in places] if storage else []
+            if stored and starves(stored, iteration, cycle(number, k, self.k_to_persist)):
+                marks = [stored, *marks]
+            turn = next_turn(first, k, number, self.ep, places, marks)
+            selected |= {layers[place]: sequential_experts(turn, place, k, number, self.ep) for place in places}
+        return {layer: selected[layer] for layer in layers}
 
     def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
         """A plan with these experts in full, and the others at the detail that the target leaves them."""
@@ -302,12 +322,15 @@ class Pec(Partial):
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
+    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+        """The experts that a plan saves in full."""
+        return {place: detail for place, detail in super()._experts_in(plan).items() if detail is Detail.FULL}
+
     def _in_full(self, plan: SnapshotPlan) -> Table:
         """The experts that a plan saves in full, by layer."""
         found: Table = {layer: [] for layer in self.num_experts}
-        for one in self.operators:
-            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
-                found[one.place[0]].append(one.place[1])
+        for layer, expert in self._experts_in(plan):
+            found[layer].append(expert)
         return found
 
     def _never(self) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 
@@ -113,15 +113,72 @@ def persist_selection(
     return chosen
 
 
-def turn(partial: int, period: int, persist_every: int) -> int:
-    """The position in the rotation after some partial snapshots.
+Marks = Sequence[Sequence[int]]
+"""By layer and expert, a growing number that marks when the expert was last saved."""
 
-    If every ``persist_every``-th snapshot is persisted and ``persist_every`` shares a divisor with ``period``, the
-    partial snapshots after which the same experts are saved again, storage would receive the same experts for ever.  So
-    each time storage has seen its cycle, the rotation pauses for one snapshot, which shifts the cycle.
+
+def next_turn(first: int, k: int, num_experts: int, ep: int, layers: Sequence[int], marks: Sequence[Marks]) -> int:
+    """The place in the rotation whose experts have waited longest: a ``checkpoint`` of :func:`sequential_experts`.
+
+    The result is the place with the expert that has waited longest.  Ties go to the place with the expert that has
+    waited second longest, and so on, then to the next criterion, and then to the next place.
+
+    Args:
+        first: next place of the rotation.
+        k: experts of each layer in a snapshot.
+        num_experts: of each of the layers.
+        ep: expert-parallel ranks.
+        layers: indices of the layers, as in :func:`sequential_experts`.
+        marks: by criterion, of each of ``layers``.
     """
-    together = math.lcm(period, persist_every)
-    return partial - partial // together if together < period * persist_every else partial
+    places, holders = _rotation(k, num_experts, ep, tuple(layers))
+    oldest = min(map(min, marks[0]))
+    waiting = {
+        place
+        for row, held in zip(marks[0], holders, strict=True)
+        for expert, mark in enumerate(row)
+        if mark == oldest
+        for place in held[expert]
+    }
+
+    def waited(place: int) -> tuple[list[list[int]], int]:
+        rows = [zip(of_layers, places[place], strict=True) for of_layers in marks]
+        return [sorted(row[e] for row, experts in one for e in experts) for one in rows], (place - first) % len(places)
+
+    return min(waiting, key=waited)
+
+
+def cycle(num_experts: int, k: int, k_persist: int) -> int:
+    """Persisted snapshots until storage has received all experts of a layer, if each place has equally many turns."""
+    return num_experts // math.gcd(num_experts, k) * -(-k // k_persist)
+
+
+def starves(persisted: Marks, now: int, cycle: int) -> bool:
+    """Whether storage has waited too long for an expert: for one cycle, at the speed of its last write.
+
+    Storage takes snapshots at its own speed, and may see the same part of the rotation for ever.
+
+    Args:
+        persisted: iteration of the newest persisted version, by layer and expert.
+        now: iteration of the next persisted snapshot.
+        cycle: as :func:`cycle`.
+    """
+    return now - min(map(min, persisted)) >= cycle * (now - max(map(max, persisted)))
+
+
+@lru_cache(maxsize=64)
+def _rotation(
+    k: int, num_experts: int, ep: int, layers: tuple[int, ...]
+) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """The experts by place and layer, and the places by layer and expert."""
+    period = num_experts // math.gcd(num_experts, k)
+    places = [[sequential_experts(place, layer, k, num_experts, ep) for layer in layers] for place in range(period)]
+    holders: list[list[list[int]]] = [[[] for _ in range(num_experts)] for _ in layers]
+    for place, of_layers in enumerate(places):
+        for held, experts in zip(holders, of_layers, strict=True):
+            for expert in experts:
+                held[expert].append(place)
+    return places, holders
 
 
 class Ages(NamedTuple):
@@ -136,24 +193,34 @@ class Ages(NamedTuple):
 
 
 @cache
-def ages(num_experts: int, k_snapshot: int, k_kept: int, every: int = 1, persist_every: int = 1) -> Ages:
-    """Ages in checkpoints of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
+def ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int = 1) -> tuple[Ages, Ages]:
+    """Ages of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
 
     Args:
         num_experts: N.
         k_snapshot: experts of each layer in a snapshot.
-        k_kept: those of them that are kept: K_persist in storage, K_snapshot in memory.
-        every: snapshots per kept one: 1 in memory.
-        persist_every: snapshots per persisted one, which :func:`turn` compensates for.
+        k_persist: of these, the number of persisted experts.
+        persist_every: snapshots per persisted one.
+
+    Returns:
+        The ages in memory, in snapshots, and in storage, in persisted snapshots.
     """
-    period, kept = num_experts // math.gcd(num_experts, k_snapshot), [0] * num_experts
-    rounds, total, oldest = 4 * num_experts, 0, 0
-    for checkpoint in range(1, 2 * rounds + 1):
-        number = turn(checkpoint * every, period, persist_every)
-        snapshot = sequential_experts(number, 0, k_snapshot, num_experts, 1)
-        for expert in persist_selection({0: snapshot}, {0: kept}, k_kept, 1)[0]:
-            kept[expert] = checkpoint
-        if checkpoint > rounds:
-            total += sum(checkpoint - when for when in kept)
-            oldest = max(oldest, checkpoint - min(kept))
-    return Ages(total / rounds / num_experts, oldest)
+    turns = cycle(num_experts, k_snapshot, k_persist)
+    settled, ends = 2 * turns * persist_every, 4 * turns * persist_every
+    memory, storage = [1] * num_experts, [1] * num_experts  # the first snapshot is full
+    seen: tuple[list[int], list[int]] = [], []
+    for snapshot in range(2, ends + 1):
+        persists = snapshot % persist_every == 0
+        marks = [[storage], [memory]] if persists and starves([storage], snapshot, turns) else [[memory]]
+        place = next_turn(snapshot - 2, k_snapshot, num_experts, 1, [0], marks)
+        chosen = sequential_experts(place, 0, k_snapshot, num_experts, 1)
+        for expert in chosen:
+            memory[expert] = snapshot
+        if persists:
+            for expert in persist_selection({0: chosen}, {0: storage}, k_persist, 1)[0]:
+                storage[expert] = snapshot
+        if snapshot > settled:
+            seen[0].extend(snapshot - when for when in memory)
+            seen[1].extend((snapshot - when) // persist_every for when in storage if persists)
+    in_memory, in_storage = (Ages(sum(found) / len(found), max(found)) for found in seen)
+    return in_memory, in_storage

@@ -237,6 +237,11 @@ class Policy(ABC):
         return False
 
     @property
+    def iterations_apart(self) -> int:
+        """Iterations between snapshots, if known; by default :attr:`Interval.apart`."""
+        return max(1, self.interval.apart)
+
+    @property
     def window_length(self) -> int:
         """Number of snapshots in the current or last window, which together a run can resume from."""
         return 1
@@ -287,6 +292,28 @@ class Policy(ABC):
         ``load`` is None, here and below, if tokens are not counted.
         """
 
+    def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+        """Plans the snapshot after so many iterations if it goes to storage, too; changes nothing, as :meth:`plan`.
+
+        Storage takes snapshots at its own speed, and some writes fail.  Only the caller knows which snapshot storage
+        takes, so it calls this method for that one, and :meth:`plan` for all others.
+
+        Args:
+            iteration: as in :meth:`plan`.
+            load: as in :meth:`plan`.
+            again: storage lacks a snapshot that was due earlier, so one is due now, whatever the interval.
+        """
+        plan = self.plan(iteration, load)
+        return self.everything(iteration) if plan is None and again and not self.windows else plan
+
+    @property
+    def storage_cycle(self) -> int | None:
+        """Persisted snapshots (with windows: windows) until storage has a new version of every operator, at most.
+
+        None if the policy promises none, because it selects experts only by their tokens.
+        """
+        return 1
+
     def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
         """Receives the sizes of snapshots; called once, before training, on all ranks.
 
@@ -328,7 +355,17 @@ class Policy(ABC):
         return plan
 
     def on_stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
-        """Records that this plan, from :meth:`for_storage`, is persisted; called after :meth:`on_snapshot`."""
+        """Records that a plan from :meth:`for_storage` starts to be persisted; called after :meth:`on_snapshot`."""
+
+    def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:  # noqa: B027
+        """Records that the write of a plan given to :meth:`on_stored` is ``published`` in storage, or has failed."""
+
+    def on_inventory(self, persisted: Mapping[str, int]) -> None:  # noqa: B027
+        """Records what storage has when a run resumes; called after :meth:`on_resume`.
+
+        Args:
+            persisted: by operator, the iteration of its newest full save; absent operators have none.
+        """
 
     def stores(self, plan: SnapshotPlan) -> bool:
         """Whether a snapshot must be persisted even if none is due; asked before :meth:`on_snapshot`."""

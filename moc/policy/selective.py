@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from moc.policy import gradient_prices
 from moc.policy.budgets import Sizes
-from moc.policy.choice import Choice, oldest
+from moc.policy.choice import STORAGE_CYCLES, Choice, cycle, oldest
 from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.gradient_prices import OFF
@@ -52,7 +52,6 @@ class Selective(Partial):
         boost: capacity beyond their own with which experts make up lost tokens, as a fraction; 0 for none.
         boost_iterations: that they have for it.
         tier: where snapshots are safe.
-        persist_interval: iterations between snapshots that also go to storage; None if none do.
         gradients: memory has the gradients of experts in place of their state where these suffice.
         no_gradients: why it does not, though nobody has turned them off.
         fold: who applies them: ``peers``, beside training, or a ``recovery``.
@@ -77,7 +76,6 @@ class Selective(Partial):
     boost: float = 0.0
     boost_iterations: int = 200
     tier: str = "memory"
-    persist_interval: int | None = None
     gradients: bool = False
     no_gradients: str | None = None
     fold: str = "recovery"
@@ -124,8 +122,7 @@ class Selective(Partial):
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         gradients, why = gradients_of(asked, job)
-        found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
-        found |= {"gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
+        found = {"tier": asked.ckpt_tier, "gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
         found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
         if asked.selective_boost is None:
             found["boost"] = BOOST if job.drops else 0.0
@@ -212,13 +209,14 @@ class Selective(Partial):
         """As :meth:`Policy.makes_up` (section 6)."""
         return Boost(self.boost, self.boost_iterations) if self.boost else None
 
-    def plan_partial(self, iteration: int, load: Load | None) -> SnapshotPlan | None:
+    def _due(self, iteration: int) -> bool:
+        return super()._due(iteration) and not (self.told.based and iteration % self.iterations_apart)
+
+    def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
         """As :meth:`Partial.plan_partial`."""
-        if iteration % self.iterations_apart:
-            return None
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
-        chosen, copied = self._selected(iteration, load)
+        chosen, copied = self._selected(iteration, load, persists)
         compared = self._compared(chosen, iteration)
         saved, remote = self._with(chosen), None if copied is None else self._with(copied)
         complete = len(saved) == len(self.operators) and Detail.GRAD not in saved.values()
@@ -227,25 +225,20 @@ class Selective(Partial):
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         super().on_snapshot(plan, load)
-        for saves, saved in ((self.told.in_memory, plan), (self.told.in_peers, plan.copied)):
-            saves.note(self.num_experts, self._experts_in(saved), plan.iteration, load or {})
+        self.told.in_peers.note(self.num_experts, self._experts_in(plan.copied), plan.iteration, load or {})
         if load:
             self.told.note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Partial.for_storage`, without gradients: :meth:`plan` chose other experts for storage instead."""
+        """As :meth:`Partial.for_storage`, without gradients, in whose place :meth:`plan_for_storage` chose states."""
         return super().for_storage(plan).without(Detail.GRAD)
-
-    def on_stored(self, plan: SnapshotPlan) -> None:
-        """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
-        super().on_stored(plan)
-        self.told.in_storage.note(self.num_experts, self._experts_in(plan), plan.iteration, self.told.saved)
-        every = self.persist_interval or 1
-        self.told.due = (plan.iteration // every + 1) * every  # as storage itself counts
 
     @property
     def iterations_apart(self) -> int:
-        """Iterations between snapshots: more than asked for where not even the dense operators and an expert hide."""
+        """As :attr:`Policy.iterations_apart`.
+
+        They are more than asked for where not even the dense operators and an expert hide.
+        """
         seen = self.interval
         if not isinstance(seen, SelectiveTuner):
             return seen.interval if isinstance(seen, Every) else 1
@@ -347,26 +340,39 @@ class Selective(Partial):
             text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
         return text
 
-    def _selected(self, iteration: int, load: Load) -> tuple[Chosen, Chosen | None]:
+    @property
+    def storage_cycle(self) -> int | None:
+        """As :attr:`Policy.storage_cycle`; Algorithm 1 selects only by tokens, so it promises nothing."""
+        if self.rule == "proportional":
+            return None
+        limits = [limit for name, limit in self.limits().items() if name != "remote" or self.tier != "peers"]
+        return STORAGE_CYCLES * cycle(len(self._places), limits, self.gradients)
+
+    def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[Chosen, Chosen | None]:
         """The experts of a snapshot, each at its detail, and those copied to other nodes; None if that is all.
 
         Those copied come first, by what other nodes lack.
         """
-        told, limits, apart, copied = self.told, self.limits(), self.iterations_apart, None
+        told, limits, copied = self.told, self.limits(), None
 
         def choice(limits: Sequence[Limit]) -> Choice:
-            oldest = self._oldest(limits)
-            sizes = self.sizes[0] if self.sizes else None
             return Choice(
-                iteration, load, self.rule, self.score, oldest, self.gradients, sizes, compares=self.folds_beside
+                iteration,
+                load,
+                self.rule,
+                self.score,
+                self._oldest(limits),
+                self.gradients,
+                self.sizes[0] if self.sizes else None,
+                compares=self.folds_beside,
+                storage_max_age=self.max_age,
             )
 
         if self.tier == "peers" and "remote" in limits:
             budgets = list(limits.values())
             copied = choice(budgets).choose(told.in_peers, budgets)
             limits.pop("remote")
-        to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        storage, budgets = told.in_storage if to_storage else None, list(limits.values())
+        storage, budgets = self.expected_in_storage() if persists else None, list(limits.values())
         saved = choice(budgets).choose(told.in_memory, budgets, copied or {}, storage)
         return saved, None if copied == saved else copied
 
@@ -382,19 +388,11 @@ class Selective(Partial):
     def _oldest(self, limits: Sequence[Limit]) -> int:
         return self.max_age or oldest(len(self._places), self.iterations_apart, limits)
 
-    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
-        places = {name: self._places_of[name] for name in plan.operators}
-        return {place: plan.operators[name] for name, place in places.items() if place is not None}
-
     def _with(self, experts: Chosen) -> dict[str, Detail]:
         """All dense operators and these experts."""
         places = self._places_of.items()
         details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
         return {name: detail for name, detail in details.items() if detail is not None}
-
-    @cached_property
-    def _places_of(self) -> dict[str, Place | None]:
-        return {one.name: one.place for one in self.operators}
 
     @cached_property
     def _places(self) -> list[Place]:

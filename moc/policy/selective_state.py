@@ -4,42 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from moc.files import decode
 from moc.files.decode import Amount, Count
-from moc.policy.partial import PartialState, Table
+from moc.policy.partial import PartialState, Saves, Table
 from moc.policy.plan import Load
 from moc.policy.risk import lost_by_layer
-from moc.policy.selection import Place
-from moc.state.detail import Detail
-
-
-class Saves(NamedTuple):
-    """When each expert was last saved to a tier, by layer: in tokens given to it, in iterations, and in full."""
-
-    tokens: Table
-    at: Table
-    bases: Table
-
-    def note(self, numbers: Mapping[int, int], saved: Mapping[Place, Detail], iteration: int, tokens: Load) -> None:
-        """Records that experts were saved at an iteration, when they had been given so many tokens.
-
-        Args:
-            numbers: experts of each layer.
-            saved: those saved, each at its detail: if only by their gradients, they have no new base.
-            iteration: of the snapshot.
-            tokens: by layer and expert.
-        """
-        for layer, number in numbers.items():
-            for table in self:
-                table.setdefault(layer, [0] * number)
-        for (layer, expert), detail in saved.items():
-            self.at[layer][expert] = iteration
-            if layer in tokens:
-                self.tokens[layer][expert] = tokens[layer][expert]
-            if detail is Detail.FULL:
-                self.bases[layer][expert] = iteration
 
 
 @dataclass
@@ -47,15 +18,10 @@ class SelectiveState(PartialState):
     """What the policy was told.
 
     Attributes:
-        saved: tokens given to each expert when it was last saved, by layer.
-        saved_at: iteration at which it was last saved.
         copied: as ``saved``, for copies in the memory of other nodes.
         copied_at: as ``saved_at``, for copies.
         bases: iteration at which it was last saved in full, since the run was last resumed.
         copied_bases: as ``bases``, for copies.
-        persisted: as ``saved``, for storage beside a memory tier.
-        persisted_at: as ``saved_at``, for storage beside a memory tier.
-        due: iteration at which the next snapshot goes to storage beside a memory tier.
         given: tokens given to the experts of each layer until the newest snapshot.
         iteration: of the newest snapshot.
         mlt: momentary lost tokens right after it, in iterations: see :meth:`Selective.gauges`.
@@ -64,15 +30,10 @@ class SelectiveState(PartialState):
 
     of: ClassVar[str] = "selective checkpoints"
 
-    saved: Table = field(default_factory=dict)
-    saved_at: Table = field(default_factory=dict)
     copied: Table = field(default_factory=dict)
     copied_at: Table = field(default_factory=dict)
     bases: Table = field(default_factory=dict)
     copied_bases: Table = field(default_factory=dict)
-    persisted: Table = field(default_factory=dict)
-    persisted_at: Table = field(default_factory=dict)
-    due: Count = 0
     given: dict[Count, Count] = field(default_factory=dict)
     iteration: Count = 0
     mlt: Amount = 0.0
@@ -87,11 +48,6 @@ class SelectiveState(PartialState):
     def in_peers(self) -> Saves:
         """What other nodes have copies of."""
         return Saves(self.copied, self.copied_at, self.copied_bases)
-
-    @property
-    def in_storage(self) -> Saves:
-        """What was saved to storage beside a memory tier."""
-        return Saves(self.persisted, self.persisted_at, {})
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`PartialState.resumed`; no chain of gradients goes on over that."""

@@ -45,6 +45,11 @@ class SelectiveTuner(Interval):
         self._used: dict[str, float] = dict(figures or {})
         self._started = self._busy = False
 
+    @property
+    def apart(self) -> int:
+        """As :attr:`Interval.apart`."""
+        return self.every
+
     def observe(self, seen: Observed) -> None:
         """As :meth:`Interval.observe`."""
         self._seen.observe(seen)

@@ -15,6 +15,7 @@ GAUGES = (
     *("hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
     *("sparse_window", "gradient_window", "k_snapshot", "k_persist", "snapshot_interval"),
     *("selective_experts", "selective_copies", "selective_gradients", "mlt", "mlt_peers", "bubble_share"),
+    *("storage_age", "storage_overdue", "mlt_storage"),
 )
 _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
 

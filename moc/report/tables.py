@@ -270,6 +270,10 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "checkpoints": _not_written("checkpoint"),
         "logs, for a while": _not_written("log"),
     },
+    "missing from storage": {
+        "iterations: mean, most": _highest("storage_age", "{:.3g}".format),
+        "operators older than promised: mean, most": _highest("storage_overdue", "{:.3g}".format),
+    },
     "upstream logs": {
         "bytes: mean, most": _highest("upstream_log_bytes", human),
         "iterations: mean, most": _highest("upstream_log_iterations", "{:.3g}".format),
@@ -281,6 +285,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "most of them": _worst_layers,
         "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
         "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
+        "at risk with all memory: mean, most": _highest("mlt_storage", "{:.3g}".format),
         "of the newest, made up by more capacity": _made_up,
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},

@@ -98,8 +98,11 @@ class Snapshots:
         """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""
         plan, start = self._start.again, self._start
         if plan is not None:  # the policy counts it as taken
-            self._stored.begins(plan)
-            self._copy(plan, self._for_storage(plan))
+            storage = self._stored.part_of(plan, self._window_may_begin)
+            self._stored.begins(plan, storage)
+            if storage is not None:
+                self._policy.on_stored(storage)
+            self._copy(plan, storage)
             if self._settings.blocking:
                 self._wait_until_safe()
         elif start.record is not None and start.position.iteration > (start.newest or 0):
@@ -109,18 +112,20 @@ class Snapshots:
         """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered."""
         self._position, self._record = position, record
         self._stored.ask_for_base(position.iteration)
-        plan = self._policy.plan(position.iteration, self._tokens and self._tokens.load)
-        if self._memory is None and self._storage.rests:
-            plan = None  # no tier would take it
+        load = self._tokens and self._tokens.load
+        plan, storage = self._stored.plan(position.iteration, load, self._window_may_begin)
         if plan is not None:
             self._check(plan)
             with self._meter.stalling():
-                self._begin(plan, self._for_storage(plan))
+                self._begin(plan, storage)
                 self._wait_for_gradients()
                 if self._settings.blocking:
                     self._wait_until_safe()
+        else:
+            self._stored.passes(position.iteration, load)
         under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
         self._storage.passes(position.iteration, under_way)
+        self._storage.lags(self._stored.lag(position.iteration))
         # a hanging write disturbs nobody, and must not keep the interval from being measured
         busy = self._queues.not_safe(safe_in_memory=True) or (self._queues.to_storage and not self._storage.late)
         self._meter.ended(started=plan is not None, busy=bool(busy))
@@ -185,7 +190,10 @@ class Snapshots:
     @property
     def gauges(self) -> dict[str, float]:
         """Gauges of storage, and of copies in bubbles."""
-        return self._storage.gauges | self._report.gauges
+        found = self._storage.gauges | self._report.gauges
+        if "storage_age" in found and self._tokens is not None and not self._policy.exact:
+            found["mlt_storage"] = self._tokens.storage_lacks(self._stored.persisted.iteration)
+        return found
 
     @property
     def memory_is_free(self) -> bool:
@@ -216,7 +224,7 @@ class Snapshots:
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Starts a snapshot, in a buffer that training waits for; without a memory tier, it also waits for storage."""
-        self._stored.begins(plan)
+        self._stored.begins(plan, storage)
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while not self._has_room:
             self._wait_and_vote(for_storage=self._memory is None)
@@ -258,14 +266,14 @@ class Snapshots:
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
-    def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
-        """Returns the part of a new snapshot that goes to storage.
+    @property
+    def _window_may_begin(self) -> bool:
+        """Whether storage may receive another snapshot or window, if there is a memory tier.
 
-        With a memory tier, storage receives one snapshot or window at a time, which keeps its buffers until it is
-        written.
+        It receives one at a time, which keeps its buffers until it is written.
         """
         writing, outstanding = len(self._queues.writing), len(self._queues.outstanding)
-        return self._stored.part_of(plan, has_room=window_may_begin(writing > 0, outstanding - writing))
+        return window_may_begin(writing > 0, outstanding - writing)
 
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._policy.on_snapshot(plan, self._tokens and self._tokens.load)
@@ -441,7 +449,7 @@ class Snapshots:
             self._begin(everything, everything)
             return
         # memory needs the partial snapshot of this iteration, so the full one goes to storage alone
-        self._stored.begins(everything)
+        self._stored.begins(everything, everything)
         self._tell_policy(everything, everything)
         self._copy(everything, everything, in_memory=False)
 

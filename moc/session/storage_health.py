@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 from moc.errors import warning, with_code
 from moc.session.components import Components
@@ -21,11 +22,28 @@ from moc.trouble import Trouble
 _LATE_AFTER = 100
 """Iterations that a snapshot may be on its way to storage, if no ``--persist-interval`` is given."""
 
-_VOTES = 3
+VOTES = 3
 """Iterations whose votes a snapshot takes: copied, written, published."""
 
 _LISTEN_S = 0.5
 _LONG_S = 30.0
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How far storage lags behind training, in iterations.
+
+    Attributes:
+        age: that would be repeated if all memory were lost.
+        overdue: operators whose newest state in storage is older than the policy promises.
+        operators: of the model.
+        oldest: age of the oldest overdue operator; 0 if none is overdue.
+    """
+
+    age: int
+    overdue: int
+    operators: int
+    oldest: int
 
 
 def tolerable(future: Future) -> BaseException | None:
@@ -62,13 +80,14 @@ class StorageHealth:
         publishes_in: Callable[[], int] = lambda: 0,
     ):
         self._publishes_in = publishes_in
-        self._name, self._every, self._log = name, every, log
+        self._name, self.every, self._log = name, every, log
         self.newest, self._stored_at = newest, None
         self._due = every or 0
         self._late_after = every and max(every, late_after)
         self._missed: tuple[int | None, int] = None, 0
         self.failures = self.skipped = 0
-        self._failing, self._late, self._waits = Trouble(), Trouble(), Trouble()
+        self._failing, self._late, self._waits, self._lags = Trouble(), Trouble(), Trouble(), Trouble()
+        self._lag: Lag | None = None
         self._prepare, self._ready = prepare, None if prepare is None else prepare()
         self.rests = False
         """Storage has failed, and is left alone for a while."""
@@ -90,7 +109,7 @@ class StorageHealth:
 
     def is_due(self, iteration: int) -> bool:
         """Whether a snapshot of this iteration should go to storage."""
-        return self._every is not None and iteration >= self._due
+        return self.every is not None and iteration >= self._due
 
     def problem(self) -> str | None:
         """Returns why the job must end, or None."""
@@ -101,8 +120,8 @@ class StorageHealth:
 
     def begins(self, iteration: int) -> None:
         """A snapshot starts on its way to storage."""
-        if self._every is not None:
-            self._due = (iteration // self._every + 1) * self._every
+        if self.every is not None:
+            self._due = (iteration // self.every + 1) * self.every
 
     def wait(self) -> None:
         """Waits for storage to be prepared, on the worker that prepares it, or for a moment."""
@@ -139,10 +158,27 @@ class StorageHealth:
                 )
             )
 
+    def lags(self, lag: Lag | None) -> None:
+        """An iteration has completed; warns if storage lacks state that the policy promises to be there."""
+        self._lag = lag
+        if lag is None:
+            return
+        if lag.overdue and self._lags.failed():
+            self._log.message(
+                f"WARNING: {self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} "
+                f"operators is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all "
+                "memory were lost, the run would lose or repeat the updates since then: use faster storage, or save "
+                f"fewer bytes; {self._newest_there()}"
+            )
+        elif not lag.overdue and self._lags:
+            warned, seconds = self._lags.warned, self._lags.over()
+            if warned:
+                self._log.message(f"{self._name} has all state that the policy promises again, after {seconds:.0f} s")
+
     def failed(self, iteration: int, problem: str) -> None:
         """A snapshot could not be saved to storage."""
         self.failures += 1
-        if self._every is not None:
+        if self.every is not None:
             self._due = iteration + 1  # as soon as a retry is allowed
         self._late.over()
         warns = self._failing.failed()
@@ -164,8 +200,8 @@ class StorageHealth:
                 f"{self._newest_there()}: {problem}"
             )
 
-    def on_stored(self, iteration: int) -> None:
-        """A snapshot is in storage."""
+    def on_stored(self, newest: int | None) -> None:
+        """A snapshot is in storage, from where a run could resume at iteration ``newest``; None if it could not."""
         for trouble, told in (
             (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
             (self._late, f"{self._name} had been slow for {{:.0f}} s; {self.skipped} snapshots did not go there"),
@@ -173,14 +209,18 @@ class StorageHealth:
             warned, seconds = trouble.warned, trouble.over()
             if warned:
                 self._log.message(told.format(seconds))
-        self.newest, self._stored_at = iteration, time.monotonic()
+        if newest != self.newest:
+            self.newest, self._stored_at = newest, time.monotonic()
         self.rests = False
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Counts of failed and skipped saves, if above 0."""
+        """Counts of failed and skipped saves, if above 0; the lag of storage, if snapshots go there during the run."""
         counted = {"saves_failed": self.failures, "saves_skipped": self.skipped}
-        return {name: float(count) for name, count in counted.items() if count}
+        found = {name: float(count) for name, count in counted.items() if count}
+        if self._lag is not None:
+            found |= {"storage_age": float(self._lag.age), "storage_overdue": float(self._lag.overdue)}
+        return found
 
     def _is_ready(self) -> bool:
         if self._ready is None or self._prepare is None:
@@ -221,6 +261,6 @@ def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: L
         late_after=settings.persist_interval or _LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,
         log=log,
-        publishes_in=lambda: parts.policy.window_length - 1 + _VOTES,
+        publishes_in=lambda: parts.policy.window_length - 1 + VOTES,
         prepare=(lambda: parts.publisher.beside(make_ready)) if beside and parts.world.rank == 0 else None,
     )

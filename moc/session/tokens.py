@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moc.policy import Load, Policy, SnapshotPlan
 from moc.policy.debt import Debt
 from moc.policy.ledger import Ledger
+from moc.policy.risk import lost_by_layer
 from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
 from moc.state.detail import Detail
@@ -133,6 +134,16 @@ class TokenTracker:
         """Values to report with every iteration."""
         owed = sum(map(sum, self._ledger.owed.values()))
         return {"plt": self.plt} | ({"tokens_owed": owed} if owed else {})
+
+    def storage_lacks(self, resumed: int) -> float:
+        """Tokens that experts would lose if all memory were lost, in iterations: the mean over layers.
+
+        Args:
+            resumed: iteration that the run would resume from; later iterations would be repeated, not lost.
+        """
+        each = {layer: sum(row) for layer, row in self._heard[0].items()}
+        lost = lost_by_layer(self._ledger.since_persist, {layer: each.get(layer, 0) for layer in self._ledger.layers})
+        return max(0.0, sum(lost) / max(1, len(lost)) - (self._ledger.iteration - resumed))
 
     @property
     def debt(self) -> Debt | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moc.policy import SnapshotPlan
+from moc.recovery.sources import AvailableCheckpoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.state.record import Position, StepRecord
 
@@ -28,6 +29,7 @@ class ResumePoint:
         newer: like ``experts``, of an abandoned time line; they are moved aside for the snapshots of this one.
         before: like ``newer``, but moved aside already.
         again: the snapshot of this position, if it had been started and is lost.
+        stored: checkpoints in storage up to this position; empty if storage has not answered.
         begun: by iteration, the started snapshots among ``in_memory``; their parts and copies may still be lost.
     """
 
@@ -39,4 +41,5 @@ class ResumePoint:
     newer: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     again: SnapshotPlan | None = None
+    stored: tuple[AvailableCheckpoint, ...] = ()
     begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)

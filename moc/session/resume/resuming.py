@@ -7,6 +7,7 @@ import dataclasses
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.live import still_needed
+from moc.recovery.persisted import newest_full
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
@@ -96,6 +97,7 @@ def _reduce_superseded(parts: Components) -> None:
 def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:
     """Returns what the run resumes from; tells the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
+    stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
     there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
     if not there.goes_on:
         policy.begin_anew()
@@ -108,9 +110,9 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
         stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
         policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
-    return ResumePoint(
-        loaded.position, loaded.record, there.newest, there.in_memory, *stays, again=there.again, begun=begun
-    )
+        policy.on_inventory(newest_full(stored))
+    kept = (there.newest, there.in_memory, *stays)
+    return ResumePoint(loaded.position, loaded.record, *kept, again=there.again, stored=stored, begun=begun)
 
 
 def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:

@@ -11,6 +11,7 @@ from moc.policy import Every, policy_named
 from moc.policy.adaptive import Measured, TuningLimits, candidates, choose, uniform_plt
 from moc.policy.ledger import Ledger
 from moc.state.shape import ModelShape, model_operators
+from tests.unit.policy.test_pec import persist
 
 MACHINE = Measured(
     busiest={k: 100 + 50 * k for k in range(1, 9)},
@@ -130,10 +131,9 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
     ledger, losses = Ledger.of({0: 8}), []
     for iteration in range(1, 400 * interval + 1):
         ledger = ledger.after({0: [5] * 8})
-        if (plan := policy.plan(iteration)) is None:
+        if policy.plan(iteration) is None:
             continue
-        policy.on_snapshot(plan)
-        policy.on_stored(part := policy.for_storage(plan))
+        plan, part = persist(policy, iteration)
         saved = [[e for e in range(8) if f"layers.0.expert.{e}" in one.operators] for one in (plan, part)]
         ledger = ledger.begun({0: saved[0]}, {0: saved[1]}).snapshotted(iteration).persisted(iteration)
         if iteration > 200 * interval:

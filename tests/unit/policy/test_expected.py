@@ -5,6 +5,7 @@ import pytest
 from moc.policy import Every, policy_named
 from moc.policy.interval import IntervalTuner
 from moc.state.shape import ModelShape, model_operators
+from tests.unit.policy.test_pec import persist, take
 
 
 def made(experts, k, k_persist, every=1, interval=1, **settings):
@@ -22,12 +23,11 @@ def test_ages_are_those_of_the_policy(experts, k, k_persist, every, interval):
     policy, memory, storage, seen = made(experts, k, k_persist, every, interval), {}, {}, ([], [])
     for snapshot in range(1, 80 * every + 1):
         iteration = snapshot * interval
-        plan = policy.plan(iteration)
-        policy.on_snapshot(plan)
+        persists = snapshot == 1 or snapshot % every == 0
+        plan, part = persist(policy, iteration) if persists else (take(policy, iteration), None)
         chosen = [name for name in plan.operators if ".expert." in name]
         memory |= dict.fromkeys(chosen, iteration)
-        if plan.complete or snapshot % every == 0:
-            policy.on_stored(part := policy.for_storage(plan))
+        if part is not None:
             storage |= dict.fromkeys((name for name in part.operators if ".expert." in name), iteration)
         if snapshot > 40 * every:
             seen[0].append([iteration - when for when in memory.values()])

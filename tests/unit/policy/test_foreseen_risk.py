@@ -6,8 +6,7 @@ from moc.policy import Every
 from moc.policy.selective import Selective
 from moc.simulate.live_costs import Running, Saved, flags_of_candidate, priced
 from moc.simulate.policies import Options
-from tests.unit.policy.test_pec import operators, take
-from tests.unit.policy.test_selective import based
+from tests.unit.policy.test_pec import operators, persist, take
 from tests.unit.policy.test_transfers import Told
 
 LAYERS, EXPERTS = 24, 32
@@ -37,16 +36,14 @@ def happened(found, trace):
     every, experts = flags["persist_interval"], flags["selective_experts"]
     assert flags["snapshot_interval"] == "1"
     model = operators((1,) * LAYERS, experts=EXPERTS)
-    policy = Selective(model, Every(1), experts=experts, persist_interval=every, **settings)
+    policy = Selective(model, Every(1), experts=experts, **settings)
     policy.on_sizes(Told())
     load = {layer: [0] * EXPERTS for layer in range(LAYERS)}
-    based(policy, load=load).on_stored(policy.everything(1))
+    persist(policy, 1, load)
     risks = []
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
-        plan = take(policy, iteration, load)
-        if iteration % every == 0:
-            policy.on_stored(policy.for_storage(plan))
+        persist(policy, iteration, load) if iteration % every == 0 else take(policy, iteration, load)
         risks.append(policy.told.mlt)
     return sum(risks[SKIPPED:]) / len(risks[SKIPPED:])
 

@@ -35,6 +35,16 @@ def take(policy, iteration, load=None):
     return plan
 
 
+def persist(policy, iteration, load=None, published=True):
+    """Takes a snapshot that goes to storage, too; returns its plan and the part in storage."""
+    plan = policy.plan_for_storage(iteration, load)
+    policy.on_snapshot(plan, load)
+    part = policy.for_storage(plan)
+    policy.on_stored(part)
+    policy.on_persisted(part, published)
+    return plan, part
+
+
 def test_the_first_snapshot_saves_everything_and_the_others_one_expert_of_each_layer_in_turn():
     policy = policy_named("pec")(operators(), Every(5))
     first, second, third = (take(policy, iteration) for iteration in (5, 10, 15))
@@ -123,11 +133,12 @@ def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
     waits = 2 * period * every * -(-experts // k_persist)  # snapshots, generously
     in_memory, in_storage = (dict.fromkeys(((at, e) for at in (0, 1) for e in range(experts)), 0) for _ in range(2))
     for number in range(2 * waits):
-        plan = take(policy, number + 1)
-        in_memory |= {(layer, expert): number for layer, numbers in saved(plan).items() for expert in numbers}
         if number % every == 0:
-            part = policy.for_storage(plan)
-            policy.on_stored(part)
+            plan, part = persist(policy, number + 1)
+        else:
+            plan, part = take(policy, number + 1), None
+        in_memory |= {(layer, expert): number for layer, numbers in saved(plan).items() for expert in numbers}
+        if part is not None:
             if number:
                 assert part.operators.items() <= plan.operators.items()
                 assert all(len(numbers) == k_persist for numbers in saved(part).values())
@@ -203,9 +214,7 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, d
     def go_on(policy, first, loads):
         done = []
         for iteration, load in enumerate(loads, start=first):
-            done.append(take(policy, iteration, load))
-            done.append(policy.for_storage(done[-1]))
-            policy.on_stored(done[-1])
+            done.extend(persist(policy, iteration, load))
         return done
 
     rows = st.lists(st.integers(0, 99), min_size=5, max_size=5)

@@ -53,13 +53,14 @@ class Trainer:
     def _step(self) -> None:
         self.iteration += 1
         self.policy.interval.observe(self._seen)
-        plan, at = self.policy.plan(self.iteration), self.at
+        plan, at = self.policy.plan_for_storage(self.iteration), self.at
         stall_s, copied, written = 0.0, Transfer(), Transfer()
         if plan is not None:
             assert self._left_s <= 0, "a snapshot starts while one is on its way to storage"
             self.policy.on_snapshot(plan)
             part = self.policy.for_storage(plan)
             self.policy.on_stored(part)
+            self.policy.on_persisted(part, published=True)
             k = self.sizes[self.iteration] = sum(".expert." in name for name in plan.operators)
             stall_s, copied = at.save_s(k), Transfer(at.busiest[k], at.snapshot_s(k))
             to_storage = sum(".expert." in name for name in part.operators)

@@ -17,7 +17,7 @@ from moc.policy.prices import Sizes as SnapshotSizes
 from moc.policy.selective import FLAGS, Selective
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
-from tests.unit.policy.test_pec import operators, saved, take
+from tests.unit.policy.test_pec import operators, persist, saved, take
 
 OPERATORS = operators((1, 1), experts=4)
 DENSE = [one.name for one in OPERATORS if one.expert is None]
@@ -279,21 +279,59 @@ def test_limits_stay_the_same_while_measurements_do():
 
 
 def test_storage_gets_the_experts_that_it_lacks():
-    policy = Selective(OPERATORS, Every(1), experts=1, persist_interval=4)
-    first = policy.everything(1)
-    assert policy.stores(first)
-    policy.on_snapshot(first, ZEROS)
-    policy.on_stored(policy.for_storage(first))
+    policy = Selective(OPERATORS, Every(1), experts=1)
+    assert policy.stores(policy.everything(1))
+    persist(policy, 1, ZEROS)
     load = {0: [9, 5, 0, 0], 1: [0] * 4}
     assert saved(take(policy, 2, load)) == {0: [0, 1]}
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
     assert saved(take(policy, 3, load)) == {0: [2, 3]}
     load = {0: [9, 5, 3, 2], 1: [1, 0, 0, 0]}
-    plan = take(policy, 4, load)  # goes to storage, which lacks nine tokens of the first
-    assert saved(plan) == {0: [0, 1]} and policy.for_storage(plan) == plan
-    policy.on_stored(plan)
+    assert saved(policy.plan(4, load)) == {0: [3], 1: [0]}
+    plan, part = persist(policy, 4, load)  # storage lacks nine tokens of the first
+    assert saved(plan) == {0: [0, 1]} and part == plan
     assert saved(policy.plan(5, load)) == {0: [3], 1: [0]}
-    assert saved(policy.plan(8, load)) == {0: [2, 3]}
+    assert saved(policy.plan_for_storage(5, load)) == {0: [2, 3]}
+
+
+def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
+    policy = Selective(OPERATORS, Every(1), experts=1)
+    persist(policy, 1, ZEROS)
+    load = {0: [9, 5, 3, 1], 1: [0] * 4}
+    _, part = persist(policy, 2, load, published=False)
+    assert saved(part) == {0: [0, 1]} == saved(policy.plan_for_storage(3, load))
+    persist(policy, 3, load)
+    assert saved(policy.plan_for_storage(4, load)) == {0: [2, 3]}
+
+
+def test_what_is_on_its_way_to_storage_is_not_written_twice():
+    policy = Selective(OPERATORS, Every(1), experts=1)
+    persist(policy, 1, ZEROS)
+    load = {0: [9, 5, 3, 1], 1: [0] * 4}
+    first = policy.plan_for_storage(2, load)
+    policy.on_snapshot(first, load)
+    policy.on_stored(first)
+    assert saved(policy.plan_for_storage(3, load)) == {0: [2, 3]}
+    policy.on_persisted(first, published=False)
+    assert saved(policy.plan_for_storage(3, load)) == {0: [0, 1]}
+
+
+def test_a_resumed_run_counts_what_storage_has():
+    policy = Selective(OPERATORS, Every(1), experts=1)
+    persist(policy, 1, ZEROS)
+    load = {0: [9, 5, 3, 1], 1: [0] * 4}
+    first = policy.plan_for_storage(2, load)
+    policy.on_snapshot(first, load)
+    policy.on_stored(first)
+    state = policy.state_dict()  # stored with the snapshot, before anybody knows whether it is published
+    for published, expected in ((2, {0: [2, 3]}), (1, {0: [0, 1]})):
+        again = Selective(OPERATORS, Every(1), experts=1)
+        again.load_state_dict(state)
+        again.on_resume(in_memory=True, in_storage=True)
+        names = [name for name in first.operators if ".expert." in name]
+        everything = dict.fromkeys((one.name for one in OPERATORS), 1)
+        again.on_inventory(everything | dict.fromkeys(names, published))
+        assert saved(again.plan_for_storage(3, load)) == expected
 
 
 def test_partial_checkpoints_are_of_no_use_in_empty_storage():
@@ -364,7 +402,7 @@ def test_flags_that_contradict_each_other(flags, sentence):
 def test_settings_from_flags():
     flags = asked(selective_experts=2, persist_interval=8)
     policy = Selective(OPERATORS, Every(2), **Selective.settings(flags, JobShape()))
-    assert (policy.experts, policy.tier, policy.persist_interval, policy.interval) == (2, "peers", 8, Every(2))
+    assert (policy.experts, policy.tier, policy.interval) == (2, "peers", Every(2))
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
 

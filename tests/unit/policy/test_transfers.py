@@ -133,13 +133,14 @@ def test_a_state_saved_before_there_were_gradients_is_known():
 
 
 def test_storage_gets_states_alone_and_chains_go_on():
-    one = policy(experts=2, persist_interval=4)
+    one = policy(experts=2)
     one.on_stored(one.everything(1))
+    one.on_persisted(one.everything(1), published=True)
     load = ZEROS
     for iteration in (2, 3):
         load = loads(9, 5, 3, 1, before=load)
         assert not details(take(one, iteration, load))[FULL]
-    plan = one.plan(4, loads(9, 5, 3, 1, before=load))  # goes to storage, on half of the budget
+    plan = one.plan_for_storage(4, loads(9, 5, 3, 1, before=load))  # goes to storage, on half of the budget
     assert details(plan) == {FULL: {(0, 0), (1, 0)}, GRAD: {(layer, e) for layer in (0, 1) for e in (1, 2, 3)}}
     stored = one.for_storage(plan)
     assert set(stored.operators.values()) == {FULL} and stored.operators.items() < plan.operators.items()

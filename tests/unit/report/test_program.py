@@ -260,6 +260,17 @@ def test_what_selective_snapshots_hold_and_leave_at_risk():
     assert not any("gradients" in name or "(S)" in name or "at risk" in name or "folded" in name for name in plain)
 
 
+def test_what_is_missing_from_storage():
+    story = Story().start().usual(1)
+    for age in (2.0, 6.0):
+        story.usual(1, storage_age=age, storage_overdue=age - 2, mlt_storage=age / 2)
+    told = {name: cells[0] for name, cells in lines(story.report).items()}
+    assert told["missing from storage/iterations: mean, most"] == "4, 6"
+    assert told["missing from storage/operators older than promised: mean, most"] == "2, 4"
+    assert told["experts/at risk with all memory: mean, most"] == "2, 3"
+    assert not any("missing from storage" in name for name in lines(saved().report))
+
+
 def test_what_is_made_up_when_a_boost_has_ended():
     story = saved().tell("boost", iteration=11, boosted=False, tokens=2000, made_up=1900, left=0)
     assert story.usual(1).report.made_up == (1900, 2000)

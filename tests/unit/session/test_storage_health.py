@@ -7,7 +7,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.events import EventLog
-from moc.session.storage_health import StorageHealth, tolerable
+from moc.session.storage_health import Lag, StorageHealth, tolerable
 from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
 
@@ -118,3 +118,20 @@ def test_what_is_under_way_or_well_has_not_failed():
     assert tolerable(well) is None
     well.set_result(None)
     assert tolerable(well) is None
+
+
+def test_state_that_is_missing_is_a_gauge_and_a_warning_that_is_not_repeated():
+    log = Log()
+    disk = storage(log)
+    disk.lags(None)
+    assert disk.gauges == {} and not log.said
+    disk.lags(Lag(age=9, overdue=0, operators=40, oldest=0))
+    assert disk.gauges == {"storage_age": 9.0, "storage_overdue": 0.0} and not log.said
+    for age in range(30, 60):
+        disk.lags(Lag(age, overdue=3, operators=40, oldest=age))
+    assert disk.gauges == {"storage_age": 59.0, "storage_overdue": 3.0}
+    assert len(log.said) == 1 and "3 of 40 operators" in log.said[0] and "30 iterations" in log.said[0]
+    disk.lags(Lag(age=9, overdue=0, operators=40, oldest=0))
+    assert len(log.said) == 2
+    disk.lags(Lag(age=31, overdue=3, operators=40, oldest=31))
+    assert len(log.said) == 2  # within a minute of the first warning

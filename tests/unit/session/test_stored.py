@@ -11,15 +11,27 @@ from moc.session.storage_health import StorageHealth
 from moc.session.stored import Stored
 from moc.state.detail import Detail
 from moc.state.record import Position
+from moc.state.shape import ModelShape, model_operators
 
 
 class Policy:
     """One whose snapshots may be partial; storage needs a full one first."""
 
-    exact = False
+    exact, name, windows = False, "test", False
+    operators = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 
     def __init__(self, based=True):
         self.based, self.asked, self.anew = based, 0, 0
+        self.told, self.given = [], None
+
+    def plan(self, iteration, load=None):
+        return self.given
+
+    def plan_for_storage(self, iteration, load=None, again=False):
+        return plan(iteration) if self.given or again else None
+
+    def on_persisted(self, plan, published):
+        self.told.append((plan.iteration, published))
 
     def everything(self, iteration):
         return plan(iteration)
@@ -38,7 +50,8 @@ class Policy:
 
 
 def plan(iteration, complete=True, since=None):
-    return SnapshotPlan(iteration, "test", {"output": Detail.FULL}, complete, since)
+    operators = {one.name: Detail.FULL for one in Policy.operators if complete or one.expert != 0}
+    return SnapshotPlan(iteration, "test", operators, complete, since)
 
 
 def taken(plan, in_memory=True):
@@ -53,23 +66,78 @@ def stored(every=5, beside=True, policy=None):
 
 
 def test_without_memory_every_snapshot_goes_to_storage():
-    assert stored(None, beside=False).part_of(plan(3), has_room=False) == plan(3)
+    policy = Policy()
+    there = stored(None, beside=False, policy=policy)
+    assert there.part_of(plan(3), has_room=False) == plan(3)
+    assert there.plan(3, None, has_room=False) == (None, None)  # none is due
+    policy.given = plan(3)
+    assert there.plan(3, None, has_room=False) == (plan(3), plan(3))
 
 
 def test_beside_memory_a_window_goes_there_from_its_first_snapshot_on_or_not_at_all():
     there = stored(every=5)
-    assert there.part_of(plan(4, since=4), True) is None  # none is due yet
-    assert there.part_of(plan(5, since=4), True) is None  # its window has begun without
-    assert there.part_of(plan(6, since=6), False) is None  # all buffers are in use
-    assert there.part_of(plan(8, since=8), True) == plan(8, since=8)
-    assert there.part_of(plan(9, since=8), False) == plan(9, since=8)
+
+    def part_of(plan, has_room):
+        storage = there.part_of(plan, has_room)
+        there.begins(plan, storage)
+        return storage
+
+    assert part_of(plan(4, since=4), True) is None  # none is due yet
+    assert part_of(plan(5, since=4), True) is None  # its window has begun without
+    assert part_of(plan(6, since=6), False) is None  # all buffers are in use
+    assert part_of(plan(8, since=8), True) == plan(8, since=8)
+    assert part_of(plan(9, since=8), False) == plan(9, since=8)
+
+
+def test_the_policy_plans_for_storage_only_what_goes_there():
+    policy = Policy()
+    policy.given = plan(4, complete=False)
+    there = stored(every=5, policy=policy)
+    assert there.plan(4, None, True) == (policy.given, None)  # none is due yet
+    policy.given = plan(5, complete=False)
+    assert there.plan(5, None, False) == (policy.given, None)  # storage is busy
+    policy.given = plan(7, complete=False)
+    assert there.plan(7, None, True) == (plan(7), plan(7))  # it stays due until storage takes it
+    assert there.plan(7, None, True) == (plan(7), plan(7))  # asking changes nothing
+    there.begins(plan(7), plan(7))
+    policy.given = plan(8, complete=False)
+    assert there.plan(8, None, True) == (policy.given, None)
+
+
+def test_without_memory_what_was_due_while_storage_failed_is_taken_as_soon_as_it_may():
+    policy = Policy()
+    there = stored(None, beside=False, policy=policy)
+    there.begins(plan(4), plan(4))
+    there.failed(taken(plan(4)))
+    there._health.on_vote({"storage_rests": 1.0, "storage_closed": 0.0})
+    assert there.plan(5, None, True) == (None, None)
+    there._health.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
+    assert there.plan(6, None, True) == (plan(6), plan(6))  # no interval is due
+    there.begins(plan(6), plan(6))
+    assert there.plan(7, None, True) == (None, None)
+    there._health.on_vote({"storage_rests": 1.0, "storage_closed": 0.0})
+    policy.given = plan(8)
+    there.passes(8, None)
+    policy.given = None
+    there._health.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
+    assert there.plan(9, None, True) == (plan(9), plan(9))
+
+
+def test_the_policy_knows_what_was_published():
+    policy = Policy()
+    there = stored(policy=policy)
+    there.published(taken(plan(5)))
+    there.failed(taken(plan(6)))
+    assert policy.told == [(5, True), (6, False)]
 
 
 def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete():
     there = stored()
     assert there.has(0)
+    there.begins(plan(4), plan(4))
+    there.published(taken(plan(4)))
     for complete in (False, True):
-        there.begins(plan(5, complete))
+        there.begins(plan(5, complete), plan(5, complete))
         there.published(taken(plan(5, complete)))
         assert there.newest == 5 and there.has(5) == complete
 
@@ -78,7 +146,7 @@ def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete()
 def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(beside):
     policy = Policy()
     there, lost = stored(5 if beside else None, beside, policy), plan(6, False, since=5)
-    there.begins(lost)
+    there.begins(lost, lost)
     there.problem = "no room"
     there.failed(taken(lost))
     assert there.is_broken(plan(7, since=5)) and not there.is_broken(plan(8))
@@ -91,16 +159,16 @@ def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(besid
 def test_partial_snapshots_count_only_on_top_of_a_full_one_which_is_asked_for_once():
     policy = Policy()
     there = stored(policy=policy)
-    there.published(taken(plan(2)))
     there.failed(taken(plan(5)))
     there.ask_for_base(5)
     assert policy.asked == 0  # storage rests after its failure
     there.published(taken(plan(7, complete=False)))
-    assert there.newest == 2
+    assert there.newest is None
     for _ in range(2):
         there.ask_for_base(7)
     assert policy.asked == 1
     assert there.part_of(plan(8, complete=False), True) is None  # partial ones wait for it
     assert there.part_of(plan(9), True) == plan(9)
+    there.begins(plan(9), plan(9))
     there.published(taken(plan(9)))
     assert there.newest == 9
