@@ -14,6 +14,7 @@ import sys
 from megatron.pretraining.entry import cpu
 from megatron.pretraining.process.core import CoreError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
+from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 
 _LATE = ("torch._dynamo", "torch._inductor.utils", "megatron.core.tokenizers.text.models.gpt_tokenizer")
@@ -36,4 +37,4 @@ try:
         install()
 except (CoreError, UnknownReleaseError) as error:
     let_first_worker_speak()
-    sys.exit(f"{sys.argv[0]}: error: {error}")
+    sys.exit(f"{sys.argv[0]}: error: {with_code(error)}")
