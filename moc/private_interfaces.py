@@ -415,6 +415,8 @@ _MEGATRON = (
             preprocess_common_state_dict_fn"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.training:preprocess_common_state_dict", Parameters(("common_state_dict",)), "passes",
          f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.training:pretrain", Refers(_words("initialize_megatron set_jit_fusion_options")),
+         "replaces functions inside", f"{_ENTRY}/cpu.py"),
         (f"{_CORE}.timers:Timers", Members(("_timers",)), "resets the timers of", f"{_ENTRY}/program.py"),
         (f"{_CORE}.timers:Timer", Members(("_started",)), "resets", f"{_ENTRY}/program.py"),
     ),

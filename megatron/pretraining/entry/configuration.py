@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretraining.config import Config, ConfigError, composed
+from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.flag import Flag, FlagGroup, flags_of, refuse
 from megatron.pretraining.config.groups import group_classes
@@ -23,8 +23,15 @@ from megatron.pretraining.config.together import check_own_flags
 
 OWN_GROUPS = ("snapshot", "faults", "elastic")
 """Groups whose flags are all ours."""
-OWN_FLAGS = {"logging": ("log_dir",), "checkpoint": ("save_failure",), "training": ("allow_nondeterministic",)}
+OWN_FLAGS = {
+    "logging": ("log_dir",),
+    "checkpoint": ("save_failure",),
+    "training": ("allow_nondeterministic",),
+    "regularization": ("grad_norm",),
+}
 """Our flags in groups that otherwise have flags of Megatron-LM."""
+_DEFAULTS = {"grad_norm": "stock"}
+"""Defaults of our flags that differ from those of our program: the same bits as Megatron-LM's loop."""
 _RENAMED = {"fp8_format": "fp8"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -116,7 +123,7 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
 
 def _value(arguments: Namespace, flag: Flag) -> object:
     if flag.name in {name for names in OWN_FLAGS.values() for name in names}:
-        return flag.default
+        return _DEFAULTS.get(flag.name, flag.default)
     return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
 
 
@@ -135,6 +142,3 @@ def _checked(config: MegatronConfig) -> MegatronConfig:
     )
     check_own_flags(config)
     return config
-
-
-__all__ = ["ConfigError", "MegatronConfig", "config_of", "described", "own_flags"]

@@ -251,3 +251,12 @@ def _load_sharded_state() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     optimizer._set_main_param_and_optimizer_states = set_states
+
+
+def let_stock_loop_run() -> None:
+    """Lets Megatron-LM's own loop start without CUDA, for comparisons with ours; does nothing with CUDA."""
+    if torch.cuda.is_available():
+        return
+    training: Any = import_module("megatron.training.training")
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    training.set_jit_fusion_options = lambda **_: None

@@ -1,0 +1,146 @@
+"""Scripts of Megatron-LM under mocrun: the same losses after kills, and the same bits as Megatron-LM's own loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.integration.entry_jobs import (
+    EP2,
+    FULL,
+    MOE,
+    SCRIPTS,
+    USER_SCRIPT,
+    ZERO1,
+    needs_scripts,
+    run,
+    run_stock_loop,
+)
+
+pytestmark = pytest.mark.recovery
+
+MLA = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8"
+PP2 = "--pipeline-model-parallel-size 2"
+STOCK_CASES = {
+    "dense ZeRO-1": (ZERO1, FULL),
+    "EP2": (EP2, FULL),
+    "EP2 ZeRO-1": (f"{EP2} {ZERO1}", FULL),
+    "EP2 bf16": (f"{EP2} {ZERO1} --bf16", FULL),
+    "MLA": (f"{EP2} {ZERO1} {MLA} --v-head-dim 16", FULL),
+    "MTP": (f"{EP2} {ZERO1} --mtp-num-layers 1", FULL),
+    "PP2": (f"{MOE} {PP2}", FULL),
+    "interleaved": (f"{MOE} {PP2} --num-layers-per-virtual-pipeline-stage 1", FULL),
+    "TP2 SP": (f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel", FULL),
+    "CP2": (f"{MOE} {ZERO1} --context-parallel-size 2 --calculate-per-token-loss", FULL),
+    "ramp": (f"{EP2} --rampup-batch-size 4 4 16 --train-samples 56 --train-iters 0", FULL),
+    "gradient": (EP2, "--ckpt-policy gradient --gradient-window 3"),
+    "sparse": (f"{MOE} {PP2}", "--ckpt-policy sparse --sparse-window 2 --upstream-logging"),
+}
+USER_CASES = {
+    "EP2 ZeRO-1": (f"{EP2} {ZERO1} --user-gate", FULL),
+    "PP2": (f"{MOE} {PP2} --user-gate", FULL),
+}
+
+
+def recovers(directory, script, flags, policy):
+    """Runs a job without a fault, with a worker that is killed, and with all workers killed and started again."""
+    snapshots = f"{policy} --ckpt-tier memory --ckpt-dir snapshots"
+    whole = run(directory / "whole", script, 2, f"{flags} {snapshots}")
+    assert whole.code == 0, whole.output[-4000:]
+    assert len(whole.losses) >= 7
+
+    kill = "--inject", "kill rank=1 iteration=5 point=forward_backward"
+    one = run(directory / "one", script, 2, f"{flags} {snapshots}", *kill)
+    assert one.code == 0, one.output[-4000:]
+    assert one.losses == whole.losses
+    assert max(one.resumed_at()) == 4, one.resumed_at()  # and not from the start
+
+    disk = f"{flags} {policy} --ckpt-dir snapshots"
+    kill = "--inject", "kill ranks=0,1 iteration=7"
+    first = run(directory / "all", script, 2, disk, *kill, launcher="--max-restarts 0")
+    assert first.code != 0 and 7 not in first.losses
+    assert list((directory / "all/snapshots").rglob("manifest.json")), "no snapshot is complete at the kill"
+    second = run(directory / "all", script, 2, disk)
+    assert second.code == 0, second.output[-4000:]
+    assert second.losses == whole.losses
+    assert second.resumed_at()[-1] > 0
+
+
+@pytest.mark.parametrize("case", USER_CASES)
+def test_a_users_script_recovers(case, tmp_path):
+    recovers(tmp_path, USER_SCRIPT, *USER_CASES[case])
+
+
+@needs_scripts
+@pytest.mark.parametrize("case", STOCK_CASES)
+def test_pretrain_gpt_recovers(case, tmp_path):
+    recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", *STOCK_CASES[case])
+
+
+def tensors(checkpoint) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint in torch_dist format, weights and optimizer state."""
+    reader = dcp.FileSystemReader(str(checkpoint))
+    described = reader.read_metadata().state_dict_metadata.items()
+    found = {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in described if hasattr(one, "size")}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def differing(one, other) -> list[str]:
+    """The names of tensors that two checkpoints do not have in the same bits."""
+    mine, theirs = tensors(one), tensors(other)
+    return [key for key in sorted({*mine, *theirs}) if not torch.equal(mine.get(key, NONE), theirs.get(key, NONE))]
+
+
+NONE = torch.empty(0)
+
+
+@pytest.mark.parametrize("flags", [f"{EP2} {ZERO1}", f"{MOE} {PP2}", f"{EP2} --bf16"])
+def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
+    flags += " --save saved --save-interval 4"
+    code, output = run_stock_loop(tmp_path / "stock", USER_SCRIPT, 2, flags)
+    assert code == 0, output[-4000:]
+    ended = run(tmp_path / "ours", USER_SCRIPT, 2, flags)
+    assert ended.code == 0, ended.output[-4000:]
+    for iteration in ("iter_0000004", "iter_0000008"):
+        assert not differing(tmp_path / "stock/saved" / iteration, tmp_path / "ours/saved" / iteration)
+
+
+def test_each_loop_continues_the_others_checkpoint(tmp_path):
+    flags = f"{EP2} --save saved --save-interval 4"
+    code, output = run_stock_loop(tmp_path / "stock", USER_SCRIPT, 2, flags)
+    assert code == 0, output[-4000:]
+    whole = tmp_path / "stock/saved/iter_0000008"
+    four = f"{flags} --exit-interval 4"
+
+    code, output = run_stock_loop(tmp_path / "theirs", USER_SCRIPT, 2, four)
+    assert code == 0, output[-4000:]
+    ended = run(tmp_path / "theirs", USER_SCRIPT, 2, f"{flags} --load saved")
+    assert ended.code == 0 and min(ended.losses) == 5, ended.output[-4000:]
+    assert not differing(whole, tmp_path / "theirs/saved/iter_0000008")
+
+    ended = run(tmp_path / "ours", USER_SCRIPT, 2, four)
+    assert ended.code == 0, ended.output[-4000:]
+    code, output = run_stock_loop(tmp_path / "ours", USER_SCRIPT, 2, f"{flags} --load saved")
+    assert code == 0, output[-4000:]
+    assert not differing(whole, tmp_path / "ours/saved/iter_0000008")
+
+
+def test_refusals_are_in_one_message(tmp_path):
+    refused = "--profile --log-energy --ckpt-policy full --ckpt-dir snapshots"
+    ended = run(tmp_path, USER_SCRIPT, 1, refused)
+    assert ended.code == 2
+    line = next(line for line in ended.output.splitlines() if "error" in line and "--profile" in line)
+    assert "--log-energy" in line
+    assert "Traceback" not in ended.output
+
+
+def test_the_entry_point_can_be_disabled(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import megatron.training as t\nprint('loop of', t.pretrain.__module__)\n")
+    ours = run(tmp_path / "ours", script, 1, "")
+    assert "loop of megatron.pretraining.entry.pretrain" in ours.output and ours.code == 0
+    assert "--no-megatron" in ours.output  # it never calls pretrain()
+    disabled = run(tmp_path / "disabled", script, 1, "", launcher="--no-megatron")
+    assert "megatron.pretraining.entry" not in disabled.output and "--no-megatron" not in disabled.output
