@@ -43,12 +43,14 @@ class Slot:
         iteration: of the snapshot that it holds.
         persisting: it is being written to storage, by this rank or another.
         supersedes: once all ranks have it, snapshots before this iteration are not needed; None if they are.
+        superseded_by: iteration of the snapshot for which a retiring one is given up.
     """
 
     use: Use = Use.FREE
     iteration: int | None = None
     persisting: bool = False
     supersedes: int | None = None
+    superseded_by: int | None = None
 
     @property
     def free(self) -> bool:
@@ -62,8 +64,8 @@ class Rotation:
 
     Attributes:
         slots: the buffers; their number grows on demand.
-        spare: buffers that may be in use beyond those that recovery needs; all retiring ones count as one, and with
-            ``keep`` so do all that only storage still needs.
+        spare: buffers that may be in use beyond those that recovery needs; all that retire for one snapshot count as
+            one, and with ``keep`` so do all that only storage still needs.
         keep: memory keeps what recovery needs; otherwise storage does.
     """
 
@@ -79,7 +81,8 @@ class Rotation:
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        retiring = any(slot.use is Use.RETIRING for slot in self.slots)
+        # one vote can complete several snapshots, each of which may supersede others
+        retiring = len({slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING})
         if filling + retiring + self._held >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
@@ -116,7 +119,9 @@ class Rotation:
 
     def voted(self) -> Rotation:
         """A vote has passed: every rank has done its earlier work, publishing included."""
-        return self._each(lambda slot: replace(slot, use=Use.FREE) if slot.use is Use.RETIRING else slot)
+        return self._each(
+            lambda slot: replace(slot, use=Use.FREE, superseded_by=None) if slot.use is Use.RETIRING else slot
+        )
 
     def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
         """A snapshot is being copied into the buffer that :meth:`free` returns."""
@@ -133,7 +138,7 @@ class Rotation:
 
         def retired(slot: Slot) -> Slot:
             if slot.use is Use.RECOVERY and first is not None and slot.iteration is not None and slot.iteration < first:
-                return replace(slot, use=Use.RETIRING)
+                return replace(slot, use=Use.RETIRING, superseded_by=iteration)
             return slot
 
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))

@@ -112,6 +112,14 @@ class ForgetsWindows(Rotation):
         return super().begin(iteration, persisting, iteration)
 
 
+class CountsRetiringOnce(Rotation):
+    """Takes a buffer too many when one vote completes two snapshots."""
+
+    def complete(self, iteration):
+        after = super().complete(iteration)
+        return after._each(lambda slot: replace(slot, superseded_by=None))
+
+
 class NeverComplete(Rotation):
     """Does not hear that all have copied a snapshot."""
 
@@ -123,7 +131,14 @@ CARRIES = dict(nodes=TWO_NODES, carries=True)
 NOT_CARRIED = "what is to be carried is (given up|written over)"
 NOT_WHOLE, NOT_STORED = "no published snapshot is whole", "storage gets what is not whole"
 BROKEN = {
-    "a buffer is free before the newer snapshot is published": (Setting(machine=WithoutRetiring), NOT_WHOLE),
+    "a buffer is free before the newer snapshot is published": (
+        Setting(machine=WithoutRetiring),
+        "what is published is written over",
+    ),
+    "what retires in one vote counts as one": (
+        Setting(machine=CountsRetiringOnce),
+        "more buffers than are ever needed",
+    ),
     "the buffer to recover from is written over": (Setting(machine=ReusesRecovery), NOT_WHOLE),
     "what storage still reads is written over": (Setting(machine=ForgetsWriting, stores=True), NOT_STORED),
     "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False), NOT_STORED),
@@ -216,6 +231,14 @@ def test_a_window_stays_until_another_one_is_whole():
     assert uses(rotation) == dict.fromkeys((2, 3, 4, 5), Use.RECOVERY)
     everything = rotation.begin(6, False, 6).complete(6).voted()
     assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
+
+
+def test_one_vote_can_complete_two_snapshots():
+    rotation = Rotation.of(2, keep=True).begin(9, False, 9).voted().complete(9).voted()
+    rotation = rotation.begin(10, False, 10).voted().begin(11, False, 11)
+    rotation = rotation.voted().complete(10).complete(11)
+    assert len(rotation.slots) == rotation.most(1) and rotation.free() is None
+    assert rotation.voted().free() == 0
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
