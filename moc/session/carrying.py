@@ -70,6 +70,16 @@ class Carrying:
             self._newest = iteration
             self._published.notify_all()
 
+    def abandoned(self, iteration: int) -> None:
+        """A snapshot will not be published: what was carried for it may lack what the next one needs.
+
+        Raises:
+            CheckpointError, OSError: a manifest cannot be written.
+        """
+        if self._carrier is not None:
+            self._carrier.delete()
+        self.published(iteration)
+
     def give_up_before(self, iteration: int) -> None:
         """A snapshot is safe: older ones are needed only for the experts carried out of them.
 

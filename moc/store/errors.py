@@ -1,8 +1,17 @@
 """Errors of checkpoints and storage."""
 
+import errno
+
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+"""Error numbers of too little memory."""
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete, damaged or incompatible; the message names the cause and the remedy."""
+
+
+class NoRoomError(CheckpointError):
+    """Memory does not suffice: the message names the remedy, and a later attempt may succeed."""
 
 
 class TakenError(CheckpointError):
