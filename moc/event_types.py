@@ -175,6 +175,7 @@ EVENTS = {
             "own": "bytes of the buffers of its workers",
             "copies": "bytes for copies of other nodes' snapshots",
             "small": "bytes for manifests and reports",
+            "logs": "bytes of upstream logs",
         },
     ),
     "placement": EventType(

@@ -52,6 +52,22 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
     return Window(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
 
 
+class RankMemory(NamedTuple):
+    """Bytes that a rank needs.
+
+    Attributes:
+        own: of each of its buffers.
+        copies: of each copy that another node keeps of its snapshots.
+        small: for manifests and reports.
+        logs: of upstream logs.
+    """
+
+    own: Sequence[int]
+    copies: Sequence[int]
+    small: int
+    logs: int
+
+
 @dataclass(frozen=True)
 class ReservedMemory:
     """Bytes of the node that needs most.
@@ -60,39 +76,45 @@ class ReservedMemory:
         own: of the buffers of its workers.
         copies: for copies of other nodes' snapshots.
         small: for manifests and reports.
+        logs: of upstream logs.
     """
 
     own: int
     copies: int
     small: int
+    logs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.own + self.copies + self.small + self.logs
 
     @classmethod
-    def of(
-        cls, sizes: Sequence[tuple[list[int], list[int], int]], nodes: Sequence[str], kept: Sequence[Sequence[str]]
-    ) -> ReservedMemory:
-        """Adds up what ranks reserve.
+    def of(cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]) -> ReservedMemory:
+        """Adds up what ranks need.
 
         Args:
-            sizes: by rank, bytes of each buffer, of each copy that another node keeps, and for manifests.
+            sizes: by rank.
             nodes: by rank, the name of its node.
             kept: by rank, the nodes that its node keeps copies of; empty without peers.
         """
-        own, copies, small = (dict.fromkeys(nodes, 0) for _ in range(3))
-        for node, (buffers, of_others, manifests) in zip(nodes, sizes, strict=True):
-            own[node] += sum(buffers)
-            copies[node] += sum(of_others)
-            small[node] += manifests
-        of_node = dict(zip(nodes, kept, strict=True)) if kept else {}
+        by_node: dict[str, list[RankMemory]] = {node: [] for node in nodes}
+        for node, one in zip(nodes, sizes, strict=True):
+            by_node[node].append(one)
+        kept_by = dict(zip(nodes, kept, strict=True)) if kept else {}
         found = []
-        for node in own:
-            others = of_node.get(node, ())
-            found.append(cls(own[node], sum(copies[other] for other in others), small[node] * (1 + len(others))))
-        return max(found, key=lambda one: one.own + one.copies + one.small)
+        for node, its in by_node.items():
+            others = kept_by.get(node, ())
+            own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
+            copies = sum(sum(one.copies) for other in others for one in by_node[other])
+            found.append(cls(own, copies, small * (1 + len(others)), sum(one.logs for one in its)))
+        return max(found, key=lambda one: one.total)
 
     def describe(self) -> str:
         """Returns a sentence for people."""
         parts = [f"{self.own / 1e9:.3g} GB for its own snapshots"]
         if self.copies:
             parts.append(f"{self.copies / 1e9:.3g} GB for copies of other nodes' snapshots")
-        total = self.own + self.copies + self.small
-        return f"snapshots take {total / 1e9:.3g} GB of a node's memory: {' and '.join(parts)}"
+        if self.logs:
+            parts.append(f"{self.logs / 1e9:.3g} GB for upstream logs")
+        return f"snapshots take {self.total / 1e9:.3g} GB of a node's memory: {', '.join(parts)}"

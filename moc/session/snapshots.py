@@ -28,7 +28,7 @@ from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
-from moc.session.memory import ReservedMemory, Window, next_window
+from moc.session.memory import RankMemory, ReservedMemory, Window, next_window
 from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
@@ -105,15 +105,18 @@ class Snapshots:
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        told = gather((own, kept, _SMALL * full.header_bytes if rotation.keep else 0))
-        small = sum(told[rank][2] for rank in self._tiers.node)
+        logged = 2 * window.length  # of a whole window, and of the one under way
+        mine = RankMemory(own, kept, _SMALL * full.header_bytes * rotation.keep, self._tap.bytes_for(logged))
+        told = [RankMemory(*one) for one in gather(mine)]
+        small = sum(told[rank].small for rank in self._tiers.node)
         recovered = len(rotation.slots)
 
         def allocate() -> None:
             for number, nbytes in enumerate(own[recovered:], recovered):
                 self._saver.reserve(number, nbytes)
+            self._tap.reserve(logged)
             if self._peers is not None:
-                sizes, turn = [kept for _, kept, _ in told], self._tiers.node.index(self._world.rank)
+                sizes, turn = [one.copies for one in told], self._tiers.node.index(self._world.rank)
                 self._peers.reserve(sizes, small, turn, len(self._tiers.node))
             self._fill_spare(small)
 

@@ -48,6 +48,10 @@ def used(memory: str) -> int:
     return max((one.bytes for one in leftovers(memory)), default=0)
 
 
+def total(predicted: dict) -> int:
+    return sum(predicted[of] for of in ("own", "copies", "small", "logs"))
+
+
 def files(memory: str) -> list[Path]:
     return [path for path in Path(memory).rglob("*") if path.is_file() and ".sockets" not in path.parts]
 
@@ -63,7 +67,7 @@ def test_as_much_memory_is_used_as_is_predicted(policy, tier, data, tmp_path):
         (predicted,) = running.events("memory")
         assert running.wait() == 0, running.console[-4000:]
         assert not running.events("abandoned") and not files(memory)
-    assert max(measured) == pytest.approx(predicted["own"] + predicted["copies"] + predicted["small"], rel=0.05)
+    assert max(measured) == pytest.approx(total(predicted), rel=0.05)
 
 
 @pytest.mark.parametrize("tier", ["memory", "peers"])
@@ -72,7 +76,7 @@ def test_a_start_with_too_little_memory_is_refused_and_leaves_nothing(tier, data
         running.reach(1)
         predicted = running.events("memory")[0]
         assert running.wait() == 0
-    needed = (predicted["own"] + predicted["copies"] + predicted["small"]) * (1 + (tier == "peers"))
+    needed = total(predicted) * (1 + (tier == "peers"))
     with memory_of_bytes(int(0.8 * needed), tmp_path / "small") as memory:
         with job("DP2", data | POLICIES["full"], tmp_path / "refused", tier, memory) as running:
             assert running.wait() not in (0, None)
