@@ -67,7 +67,7 @@ class Price:
         snapshots: bytes of the busiest rank by snapshot; several form a window, one per iteration.
         k: experts of each layer that a checkpoint saves, the others being older; None for all.
         length: snapshots in the longest window of any stage.
-        kept: snapshots that memory keeps for recovery, at most, if they are those of windows; None for one full state.
+        kept: maximum number of snapshots that recovery needs in memory, if the policy has windows; None otherwise.
         at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
             saved in turn.
         every: iterations between snapshots that this price is for; None for any.

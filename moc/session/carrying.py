@@ -71,7 +71,7 @@ class Carrying:
             self._published.notify_all()
 
     def abandoned(self, iteration: int) -> None:
-        """A snapshot will not be published: what was carried for it may lack what the next one needs.
+        """A snapshot will not be published: the experts carried for it may not suffice for the next one.
 
         Raises:
             CheckpointError, OSError: a manifest cannot be written.

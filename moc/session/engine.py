@@ -83,11 +83,11 @@ class PipelineTap(VoteParticipant):
         """
 
     def bytes_for(self, iterations: int) -> int:
-        """Returns the bytes that :meth:`reserve` allocates, those that :meth:`open` has allocated included."""
+        """Returns the bytes of the logs after :meth:`reserve`."""
         return 0
 
     def reserve(self, iterations: int) -> None:
-        """Allocates the logs of so many iterations, as far as their limit allows; no collective call.
+        """Allocates the logs of so many iterations, or of as many as their limit allows; no collective call.
 
         Raises:
             CheckpointError: the node has too little memory.

@@ -412,7 +412,7 @@ class Snapshots:
             reach("replicating")
 
     def _abandon(self, taken: Taken) -> None:
-        """Abandons a snapshot for which a worker lacks memory: training continues with what was safe before.
+        """Abandons a snapshot for which a worker lacks memory: the snapshots that were safe before stay.
 
         Where a state is spread over several snapshots, the others of its window are abandoned, too, and so are those
         begun since then, which may need it.

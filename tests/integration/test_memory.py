@@ -13,7 +13,7 @@ from tests.integration.snapshot_files import node_memory
 
 pytestmark = pytest.mark.timeout(300)
 
-LONG = dict(train_iters=13)
+LONG = dict(train_iters=20)
 POLICIES = {
     "full": dict(ckpt_policy="full", snapshot_interval=1),
     "sparse": dict(ckpt_policy="sparse", sparse_window=3),
