@@ -93,7 +93,7 @@ class LogWriter:
         return self._slots_for(iterations) * self.slot_bytes
 
     def reserve(self, iterations: int) -> None:
-        """Allocates memory for the logs of so many iterations, or of as many as the limit allows.
+        """Allocates memory for the logs of so many iterations, up to the limit.
 
         Raises:
             CheckpointError: the node has too little memory.

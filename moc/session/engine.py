@@ -87,7 +87,7 @@ class PipelineTap(VoteParticipant):
         return 0
 
     def reserve(self, iterations: int) -> None:
-        """Allocates the logs of so many iterations, or of as many as their limit allows; no collective call.
+        """Allocates the logs of so many iterations, up to their limit; no collective call.
 
         Raises:
             CheckpointError: the node has too little memory.

@@ -227,7 +227,7 @@ class Peers:
         """Allocates the memory of this node's copies; of several workers, each does so for some of the ranks.
 
         Args:
-            sizes: by rank, bytes of each of its snapshots that this node may have to keep at once.
+            sizes: by rank, bytes of each snapshot that this node reserves memory for.
             small: bytes for manifests.
             turn: number of this worker on its node.
             turns: workers of the node.

@@ -7,7 +7,7 @@
                     gradients: wait until they are copied, since the next iteration clears them
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
     given up        a snapshot that cannot be saved to storage: remove its files
-    abandoned       a snapshot for which a worker lacks memory: the one before it stays
+    abandoned       a worker lacks memory for a snapshot: the one before it stays
     flush           take what is not saved yet, and write it to storage
 
 Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
@@ -76,7 +76,7 @@ class Snapshots:
         keeps, stores = self._memory is not None, parts.tiers.persist_interval is not None
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
         self._window = Window()
-        self._length = 0  # of the window for which it was asked
+        self._length = 0  # the policy's window length when it was asked
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
@@ -105,7 +105,7 @@ class Snapshots:
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        logged = 2 * window.length  # of a whole window, and of the one under way
+        logged = 2 * window.length  # of a complete window, and the current one
         mine = RankMemory(own, kept, _SMALL * full.header_bytes * rotation.keep, self._tap.bytes_for(logged))
         told = [RankMemory(*one) for one in gather(mine)]
         small = sum(told[rank].small for rank in self._tiers.node)
@@ -412,7 +412,7 @@ class Snapshots:
             reach("replicating")
 
     def _abandon(self, taken: Taken) -> None:
-        """Abandons a snapshot for which a worker lacks memory: the snapshots that were safe before stay.
+        """Abandons a snapshot because a worker lacks memory: the snapshots that were safe before stay.
 
         Where a state is spread over several snapshots, the others of its window are abandoned, too, and so are those
         begun since then, which may need it.

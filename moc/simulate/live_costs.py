@@ -192,7 +192,7 @@ def saved_by_rules(
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price | None = None) -> float:
-    """Bytes of a node's memory that are allocated for snapshots, and for copies of those of other nodes.
+    """Bytes of a node's memory that are allocated for snapshots, and for copies of other nodes' snapshots.
 
     Args:
         tier: where snapshots are safe.

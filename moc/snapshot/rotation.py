@@ -46,7 +46,7 @@ class Slot:
         iteration: of the snapshot that it holds.
         persisting: it is being written to storage, by this rank or another.
         supersedes: once all ranks have it, snapshots before this iteration are not needed; None if they are.
-        superseded_by: iteration of the snapshot for which a retiring one is given up.
+        superseded_by: iteration of the snapshot that made a retiring one obsolete.
     """
 
     use: Use = Use.FREE
@@ -67,8 +67,8 @@ class Rotation:
 
     Attributes:
         slots: the buffers; their number grows on demand.
-        spare: buffers that may be in use beyond those that recovery needs; all that retire for one snapshot count as
-            one, and with ``keep`` so do all that only storage still needs.
+        spare: buffers that may be in use beyond those that recovery needs; all buffers that one snapshot makes obsolete
+            count as one, and with ``keep`` so do all that only storage still needs.
         keep: memory keeps what recovery needs; otherwise storage does.
         stores: with ``keep``, snapshots also go to storage.
     """
@@ -87,7 +87,7 @@ class Rotation:
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        # one vote can complete several snapshots, each of which may supersede others
+        # one vote can complete several snapshots, and each may supersede others
         retiring = len({slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING})
         if filling + retiring + self._held >= self.spare:
             return None
@@ -155,7 +155,7 @@ class Rotation:
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
 
     def abandon(self, iteration: int) -> Rotation:
-        """Some rank could not copy a snapshot: it retires, and so do those of a window that cannot be complete now."""
+        """Some rank could not copy a snapshot: it retires, and so do the others of its incomplete window."""
         number, ended = self.holding(iteration), self.newest_end(iteration)
 
         def retired(slot: Slot) -> Slot:
