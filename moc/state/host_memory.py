@@ -1,4 +1,4 @@
-"""How many snapshots host memory holds at once: for the buffers that are allocated, and for predictions of their size.
+"""Numbers of snapshots in host memory: for the buffers that are allocated, and for predictions of their size.
 
 A policy with windows resumes from several snapshots together.  Memory then holds the newest complete window and the one
 under way, and storage may read another one.  Every other policy has windows of one snapshot.
@@ -28,7 +28,7 @@ def most_buffers(kept: int, window: int, spare: int, stores: bool) -> int:
 
 
 def most_copies(kept: int, spare: int) -> int:
-    """Maximum number of a rank's snapshots that another node keeps copies of at once; arguments as above."""
+    """Maximum number of a rank's snapshots in the memory of a node that keeps copies; arguments as above."""
     return kept + spare
 
 

@@ -48,7 +48,7 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
 
 
 def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:
-    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; keeps those that exist.
+    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; existing files stay.
 
     Raises:
         OSError: memory is insufficient.

@@ -25,7 +25,7 @@ class SpareRoom:
         self._path = path
 
     def fill(self, nbytes: int) -> None:
-        """Allocates so many bytes, less those that are allocated already.
+        """Extends the allocation to so many bytes.
 
         Raises:
             OSError: the file system has too little room.
