@@ -134,7 +134,10 @@ class Snapshots:
         """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
         length = self._policy.window_length
         if self._policy.windows and self._rotation.keep and length != self._length:
-            self._length, self._window = length, next_window(self._policy, self._contents, iteration)
+            window = next_window(self._policy, self._contents, iteration)
+            # of the busiest rank: operators may be saved in another order later
+            largest = max(filter(None, gather(window.snapshot)), default=None)
+            self._length, self._window = length, window._replace(snapshot=largest)
 
     def _fill_spare(self, nbytes: int) -> None:
         """Allocates room for the manifests in this node's memory.

@@ -32,7 +32,7 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     """A free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
     A slot is in use while a second hard link publishes its contents, and free again once that link is removed.  The
-    smallest free one that fits is used; if all are too small, they are removed.
+    smallest free one that fits is used; if all are too small, the largest is removed.
 
     Raises:
         OSError: memory is insufficient.
@@ -42,9 +42,11 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     fitting = min((path for path, size in free.items() if size >= nbytes), key=lambda path: free[path], default=None)
     if fitting is not None:
         return fitting
-    for path in free:  # too small: they make room
-        remove_own(path)
-    return _new_slot(directory, name, there.keys() - free, nbytes)
+    largest = max(free, key=lambda path: free[path], default=None)
+    if largest is not None:  # too small: it makes room
+        remove_own(largest)
+        del there[largest]
+    return _new_slot(directory, name, there, nbytes)
 
 
 def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:

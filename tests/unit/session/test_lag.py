@@ -163,6 +163,7 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     with (
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
+        patch.object(snapshots, "gather", lambda mine: [mine]),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         train(policy, tier, model, rests, most_behind=lag)
@@ -187,6 +188,7 @@ def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds,
     with (
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
+        patch.object(snapshots, "gather", lambda mine: [mine]),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         taking = train(policy, tier, model, [False])
