@@ -164,6 +164,23 @@ EVENTS = {
             "seconds": "that all folders took",
         },
     ),
+    "abandoned": EventType(
+        "A worker lacked memory for a snapshot. The snapshot before it stays, and training continues.",
+        {"iteration": "of the snapshot", "reason": "what the worker reported"},
+    ),
+    "copy_missing": EventType(
+        "A node lacked memory for its copy of another node's snapshot, which has a copy less.",
+        {"iteration": "of the snapshot", "reason": "what the node reported"},
+    ),
+    "memory": EventType(
+        "Host memory for snapshots is allocated, at the start; of the node that needs most.",
+        {
+            "own": "bytes of the buffers of its workers",
+            "copies": "bytes for copies of other nodes' snapshots",
+            "small": "bytes for manifests and reports",
+            "logs": "bytes of upstream logs",
+        },
+    ),
     "placement": EventType(
         "Replica nodes are assigned, at the start with --ckpt-tier peers.",
         {

@@ -84,7 +84,7 @@ class Ours:
             for e, target in zip(entries, self._targets, strict=True)
         ]
         self._saver = Saver(self._rank, torch.device("cpu"), None, self._store)
-        self._saver.reserve(0, self._share)
+        self._saver.reserve(0, self._share.layout.nbytes)
 
     @property
     def path(self) -> Path:

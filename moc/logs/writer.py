@@ -90,6 +90,22 @@ class LogWriter:
         """Host memory in use."""
         return self._slots * self.slot_bytes
 
+    def bytes_for(self, iterations: int) -> int:
+        """Host memory that :meth:`reserve` allocates in all."""
+        return self._slots_for(iterations) * self.slot_bytes
+
+    def reserve(self, iterations: int) -> None:
+        """Allocates memory for the logs of so many iterations, up to the limit.
+
+        Raises:
+            CheckpointError: the node has too little memory.
+        """
+        while self._slots < self._slots_for(iterations):
+            self._free.append(self._slot())
+
+    def _slots_for(self, iterations: int) -> int:
+        return min(self._most, iterations + _FEWEST)
+
     @property
     def iterations(self) -> list[int]:
         """Iterations with a log that is, or soon will be, whole; ascending."""

@@ -140,9 +140,9 @@ class Gradient(Policy):
         full, part, window = machine.everything, machine.gradient, settings.get("window") or _hiding(machine)
         share = 1 / window + part * (1 - 1 / window)
         waits = part * (1 - 1 / window) * full.busiest
-        chained = (window - 1) * part * full.total
         size = Sizes(share * full.busiest, share * full.total)
-        return Price(size, every=1, waits=waits, folded=(window - 1) / 2, chained=chained)
+        snapshots = (size.busiest,) * window
+        return Price(size, snapshots, length=window, kept=window, every=1, waits=waits, folded=(window - 1) / 2)
 
     @property
     def saves_gradients(self) -> bool:

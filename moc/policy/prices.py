@@ -67,6 +67,7 @@ class Price:
         snapshots: bytes of the busiest rank by snapshot; several form a window, one per iteration.
         k: experts of each layer that a checkpoint saves, the others being older; None for all.
         length: snapshots in the longest window of any stage.
+        kept: maximum number of snapshots that recovery needs in memory, if the policy has windows; None otherwise.
         at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
             saved in turn.
         every: iterations between snapshots that this price is for; None for any.
@@ -79,6 +80,7 @@ class Price:
     snapshots: Sequence[float] = ()
     k: int | None = None
     length: int = 1
+    kept: int | None = None
     at_risk: float | None = None
     every: int | None = None
     waits: float = 0.0

@@ -29,6 +29,7 @@ from moc.policy.window import (
     stage_of,
 )
 from moc.state.detail import Detail
+from moc.state.host_memory import kept_of_windows
 from moc.state.operators import Operator
 
 ORDERS = ("popularity", "soft", "decayed", "capacity", "index")
@@ -199,7 +200,8 @@ class Sparse(Policy):
             windows.append(snapshot_bytes(stage, active))
         snapshots = max(windows, key=sum)
         size = Sizes(sum(snapshots), machine.ranks * sum(snapshots))
-        return Price(size, snapshots, length=max(map(len, windows)))
+        length = max(map(len, windows))
+        return Price(size, snapshots, length=length, kept=kept_of_windows(length))
 
     @property
     def window_length(self) -> int:

@@ -34,12 +34,12 @@ from moc.state.operators import operator_of
 from moc.store import manifest as manifests
 from moc.store.boxes import StoredBox
 from moc.store.digest import digest_of
-from moc.store.errors import CheckpointError, DamagedRegionError
+from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
 from moc.store.layout import extract
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.slots import free_slot
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, part_of_file
+from moc.store.store import Store, directory_of, file_of, is_by_rank, part_of_file, rank_of
 
 CHUNK = 4 << 20
 """Bytes per request, and at most those requested ahead of it."""
@@ -125,7 +125,8 @@ async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None
     Raises:
         AbsentError: the holder does not have it.
         PeerGoneError: the holder does not answer.
-        DamagedRegionError, CheckpointError: its contents contradict its manifest, or this node lacks room.
+        NoRoomError: this node lacks memory for it.
+        DamagedRegionError, CheckpointError: its contents contradict its manifest, or it cannot be written.
     """
     async with _Remote(wanted, await wire.open(wanted.address, token)) as remote:
         size = await remote.size(manifests.NAME)
@@ -203,7 +204,8 @@ def _some(
 
 
 async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> None:
-    slot, entry = _slot(into, piece.name, piece.entry, remote.wanted), piece.entry
+    name = file_of(rank_of(piece.name)) if is_by_rank(piece.name) else piece.name  # parts use the slots of their rank
+    slot, entry = _slot(into, name, piece.entry, remote.wanted), piece.entry
     descriptor = open_single(slot, os.O_RDWR)
     try:
         os.pwrite(descriptor, piece.header, 0)
@@ -235,7 +237,7 @@ def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
     try:
         return free_slot(into / "slots", file, entry.bytes)
     except OSError as error:
-        raise CheckpointError(
+        raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
             f"{into} has no room for the copy of {file} of node {wanted.of}, of {entry.bytes:,} bytes "
             f"({error.strerror}): enlarge it (Docker: --shm-size), name another memory file system with "
             "--ckpt-memory-dir, or keep fewer copies with --replicas"

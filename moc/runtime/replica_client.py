@@ -11,7 +11,7 @@ from moc.runtime.connections import Connection, connect, patiently
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import Pulled, Wanted
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, NoRoomError
 
 
 class ReplicaClient:
@@ -45,13 +45,14 @@ class ReplicaClient:
         """Has a snapshot copied here; returns what that has cost, and the seconds it took.
 
         Raises:
+            NoRoomError: this node lacks memory for the copy.
             CheckpointError: the copy failed.
             PeerGoneError: the replica server is gone, or this client was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(wanted)}))
         answer = self._connection.recv().header
         if answer["kind"] == "failed":
-            raise CheckpointError(answer["why"])
+            raise (NoRoomError if answer["no_room"] else CheckpointError)(answer["why"])
         return Pulled(*(answer[name] for name in Pulled._fields)), answer["seconds"]
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
 from moc.runtime.wire import WireError
-from moc.store.errors import CheckpointError, DamagedRegionError
+from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
 
 _AGAIN_S = 0.02
 _TELL_S = 5.0
@@ -87,7 +87,8 @@ class ReplicaServer:
                 pulled = await self._pull(node, wanted)
                 answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
             except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
-                answer = {"kind": "failed", "why": str(error)}
+                no_room = isinstance(error, NoRoomError) or isinstance(error, OSError) and error.errno in NO_ROOM
+                answer = {"kind": "failed", "why": str(error), "no_room": no_room}
         with contextlib.suppress(WireError):
             connection.post(Message(answer))
 

@@ -71,6 +71,16 @@ class Carrying:
             self._newest = iteration
             self._published.notify_all()
 
+    def abandoned(self, iteration: int) -> None:
+        """A snapshot will not be published: the experts carried for it may not suffice for the next one.
+
+        Raises:
+            CheckpointError, OSError: a manifest cannot be written.
+        """
+        if self._carrier is not None:
+            self._carrier.delete()
+        self.published(iteration)
+
     def give_up_before(self, iteration: int) -> None:
         """A snapshot is safe: older ones are needed only for the experts carried out of them.
 

@@ -82,6 +82,17 @@ class PipelineTap(VoteParticipant):
             CheckpointError: the node has too little memory.
         """
 
+    def bytes_for(self, iterations: int) -> int:
+        """Returns the bytes of the logs after :meth:`reserve`."""
+        return 0
+
+    def reserve(self, iterations: int) -> None:
+        """Allocates the logs of so many iterations, up to their limit; no collective call.
+
+        Raises:
+            CheckpointError: the node has too little memory.
+        """
+
     def on_stored(self, plan: SnapshotPlan) -> None:
         """A snapshot is safe, and so are all earlier ones."""
 

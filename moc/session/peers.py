@@ -38,10 +38,11 @@ from moc.session.folds import Folds
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
-from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.errors import CheckpointError, MissingRegionError, NoRoomError
 from moc.store.regions import RegionReader
+from moc.store.slots import reserve_slots
 from moc.store.storage import LocalPlace
-from moc.store.store import Store
+from moc.store.store import Store, file_of
 
 DEFAULT_REPLICAS = 2
 _NAMED = 3  # operators in a message
@@ -55,12 +56,14 @@ class Copied(NamedTuple):
         seconds: that it took.
         alike: bytes that were not sent, since this node holds them alike.
         trouble: what is wrong with those, one sentence for each other node; they were sent instead.
+        missing: why this node lacks memory for copies, one sentence for each other node.
     """
 
     bytes: int = 0
     seconds: float = 0.0
     alike: int = 0
     trouble: Sequence[str] = ()
+    missing: Sequence[str] = ()
 
 
 def join_peers(
@@ -192,8 +195,8 @@ class Peers:
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None
         """Folds chains of gradients in copies, if that is wanted."""
-        self._node = tiers.nodes[tiers.node[0]]
-        self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
+        self._node, self._nodes = tiers.nodes[tiers.node[0]], tiers.nodes
+        self.kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate, self.replicas = None if rate is None else rate * 1e9, placement.replicas
         self._client: ReplicaClient | None = None
         self._addresses: dict[str, str] = {}
@@ -225,6 +228,24 @@ class Peers:
         done.set_result(Copied())
         return done
 
+    def reserve(self, sizes: Sequence[Sequence[int]], small: int, turn: int, turns: int) -> None:
+        """Allocates the memory of this node's copies; of several workers, each does so for some of the ranks.
+
+        Args:
+            sizes: by rank, bytes of each snapshot that this node reserves memory for.
+            small: bytes for manifests.
+            turn: number of this worker on its node.
+            turns: workers of the node.
+
+        Raises:
+            OSError: memory is insufficient.
+        """
+        ranks = [(node, rank) for node in self.kept for rank, of in enumerate(self._nodes) if of == node]
+        for node, rank in ranks[turn::turns]:
+            into = part_of(self._root, self._node, node)
+            reserve_slots(into / "slots", file_of(rank), sizes[rank])
+            LocalPlace(into, in_memory=True).spare.fill(small)
+
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
         """Fetches parts of snapshots on the worker that leads a node; returns what was wrong."""
         problems = []
@@ -241,6 +262,11 @@ class Peers:
         for copies in self._carriers.values():
             copies.retire(iteration)
         self._safe = iteration
+
+    def remove(self, iteration: int) -> None:
+        """Removes this node's copies of a snapshot that all nodes abandon."""
+        for copies in self._copies().values():
+            copies.remove(iteration)
 
     def restore(self, log: Listener) -> None:
         """Restores to nodes their lost parts of the newest window that all nodes together hold, and of newer snapshots.
@@ -282,7 +308,7 @@ class Peers:
         some = bool(self._names) and partly_copied(nodes)
         others = {*experts, *(copies_of_use(nodes, self._names, upto) if some else ())} - {*resumed}
         needed, problems = sorted({*resumed, *others}), []
-        for node in self._kept if self._leads else ():
+        for node in self.kept if self._leads else ():
             missing: dict[int, dict[str, str] | None] = dict.fromkeys(needed)
             if some:
                 own = [part for part in nodes[node].own if part.iteration in needed]
@@ -311,7 +337,7 @@ class Peers:
         if not self._leads:
             return
         for name in self._memory.place.names():
-            if name.startswith("of_") and name[len("of_") :] not in self._kept:
+            if name.startswith("of_") and name[len("of_") :] not in self.kept:
                 self._memory.place.remove(name)
         for copies in self._copies().values():
             for other in copies.iterations():
@@ -354,15 +380,20 @@ class Peers:
                 client.close()
 
     def _replicate(self, iteration: int, operators: Mapping[str, str] | None) -> Copied:
-        amount, alike, seconds, trouble = 0, 0, 0.0, []
-        for node in self._kept:
-            pulled, took = self._pull(self._wanted(node, iteration, operators, patient=True))
+        amount, alike, seconds, trouble, missing = 0, 0, 0.0, [], []
+        for node in self.kept:
+            try:
+                pulled, took = self._pull(self._wanted(node, iteration, operators, patient=True))
+            except NoRoomError as error:
+                missing.append(str(error))
+                self._copies()[node].give_up(iteration)
+                continue
             amount, alike, seconds = amount + pulled.bytes, alike + pulled.alike, seconds + took
             trouble += self._trouble(node, iteration, pulled)
             if self._experts:
                 carry(self._carriers[node], self._safe, self.folds)
         reach("peers_published")
-        return Copied(amount, seconds, alike, trouble)
+        return Copied(amount, seconds, alike, trouble, missing)
 
     def _trouble(self, node: str, iteration: int, pulled: Pulled) -> list[str]:
         """Describes what is wrong with state that this node should hold as another node does."""
@@ -426,7 +457,7 @@ class Peers:
             copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
-        parts = {node: part_of(self._root, self._node, node) for node in self._kept}
+        parts = {node: part_of(self._root, self._node, node) for node in self.kept}
         return {node: Store(LocalPlace(path, in_memory=True), slack=True) for node, path in parts.items()}
 
     @property

@@ -14,6 +14,7 @@ from moc.recovery.inventory import COPIED
 from moc.session.peers import Copied
 from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
+from moc.store.errors import NoRoomError
 
 PER_VOTE = 2
 """Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
@@ -142,7 +143,7 @@ class Queues:
 
     def failure(self) -> str | None:
         """Returns the error on this worker that must end the run, if any."""
-        futures: list[Future] = [taken.snapshot.sealed for taken in self.copying]
+        futures: list[Future] = [taken.snapshot.sealed for taken in self.copying if no_room(taken) is None]
         futures += [started(taken.copied) for taken in self.replicating]
         to_storage: list[Future] = [started(taken.snapshot.persisted) for taken in self.writing]
         to_storage += [started(taken.published) for taken in (*self.publishing, *self.removing)]
@@ -154,6 +155,13 @@ class Queues:
 def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
     """Returns what a vote reports of the snapshots at a place of their queues when it started."""
     return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
+
+
+def no_room(taken: Taken) -> NoRoomError | None:
+    """Returns the error if this worker lacked memory for its part of a snapshot, so that it is to be abandoned."""
+    sealed = taken.snapshot.sealed
+    error = sealed.exception() if sealed.done() and not sealed.cancelled() else None
+    return error if isinstance(error, NoRoomError) else None
 
 
 def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> list[Taken]:
@@ -172,6 +180,7 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
     copies = Copied() if copied_by is None or copied_by.exception() else copied_by.result()
     return {
         "snapshot_copied": float(copied is not None),
+        "snapshot_no_room": float(copied is not None and no_room(copied) is not None),
         "snapshot_bytes": float(copied.snapshot.layout.nbytes if copied else 0),
         "snapshot_copy_s": copied.snapshot.capture.seconds if copied and not _failed(copied) else 0.0,
         "snapshot_bubble_bytes": float(copied.snapshot.capture.bubble_bytes if copied and not _failed(copied) else 0),
@@ -180,6 +189,7 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
         "snapshot_replicated_bytes": float(copies.bytes),
         "snapshot_alike_bytes": float(copies.alike),
         "snapshot_not_alike": float(bool(copies.trouble)),
+        "snapshot_copies_missing": float(len(copies.missing)),
         "snapshot_replicate_s": copies.seconds,
         "snapshot_written": float(written is not None),
         "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),

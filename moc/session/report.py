@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from moc.policy import Policy
 from moc.policy.debt import Debt
 from moc.session.engine import Listener
+from moc.session.memory import ReservedMemory
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
-from moc.trouble import Harmless
+from moc.trouble import Harmless, Trouble
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
 
@@ -41,6 +43,7 @@ class SnapshotReport:
         self.gauges: dict[str, float] = {}
         """Of copies in the pipeline's bubbles; empty without."""
         self._boosted = False
+        self._no_room, self._no_copies = Trouble(), Trouble()
 
     @_harmless
     def trained(self, seconds: float, bubble_s: float) -> None:
@@ -66,6 +69,12 @@ class SnapshotReport:
         text, fields = said
         self._log.message(text)
         self._log.events.write("expected", **fields)
+
+    @_harmless
+    def reserved(self, memory: ReservedMemory) -> None:
+        """Reports once, before training, how much host memory snapshots take."""
+        self._log.message(memory.describe())
+        self._log.events.write("memory", **dataclasses.asdict(memory))
 
     @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
@@ -120,6 +129,16 @@ class SnapshotReport:
         )
 
     @_harmless
+    def abandoned(self, iteration: int, reason: str) -> None:
+        """Reports that a worker lacked memory for a snapshot; warns once a minute at most."""
+        self._log.events.write("abandoned", iteration=iteration, reason=reason)
+        if self._no_room.failed():
+            self._log.message(
+                f"WARNING: the snapshot of iteration {iteration} is abandoned ({reason}). The one before it stays, and "
+                "training continues"
+            )
+
+    @_harmless
     def replicated(self, iteration: int, amount: int, alike: int, seconds: float) -> None:
         """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node.
 
@@ -127,6 +146,16 @@ class SnapshotReport:
         """
         not_sent = {"not_sent_bytes": alike} if alike else {}
         self._log.events.write("replicate", iteration=iteration, bytes=amount, **not_sent, replicate_s=seconds)
+
+    @_harmless
+    def copies_missing(self, iteration: int, reasons: Sequence[str]) -> None:
+        """Reports that nodes lack memory for copies; warns once a minute at most."""
+        for reason in reasons:
+            self._log.events.write("copy_missing", iteration=iteration, reason=reason)
+        if self._no_copies.failed():
+            self._log.message(
+                f"WARNING: the snapshot of iteration {iteration} has {len(reasons)} copies less ({reasons[0]})"
+            )
 
     @_harmless
     def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:

@@ -21,10 +21,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from moc.errors import code_of
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.recovery.folds import RULES
+from moc.runtime.agreement import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, holdings_of, may_replay
@@ -39,8 +41,10 @@ from moc.session.settings import Settings, SettingsError
 from moc.session.sizes import SnapshotSizes
 from moc.session.snapshots import Describer, Snapshots
 from moc.session.storage_health import storage_of
-from moc.session.tiers import nodes_of, tiers_of
+from moc.session.tiers import memory_of, nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
+from moc.store.errors import CheckpointError
+from moc.store.leftovers import give_back_unused
 
 _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""
@@ -73,6 +77,7 @@ class Session(VoteParticipant):
         self.remains = LocalRemains() if remains is None else remains
         self.position, self.record = Position(), None
         self._running: tuple[Components, Snapshots] | None = None  # None without a policy, and before resume()
+        self._memory: Path | None = None  # this node's memory, if the job uses it
         self._whole = True  # False while the update changes the state
 
     def resume(self) -> Position:
@@ -85,9 +90,15 @@ class Session(VoteParticipant):
             SettingsError: the settings do not fit the model or the job.
         """
         if self._settings.policy is not None or self._chooser is not None:
-            with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all resume again
-                self._resume(undo)
-                undo.pop_all()
+            try:
+                with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all resume again
+                    self._resume(undo)
+                    undo.pop_all()
+            except (CheckpointError, SettingsError):  # on all workers: the job ends
+                self.remains.buffers.trim(0)
+                if self._memory is not None:
+                    give_back_unused(self._memory)
+                raise
         elif self.remains.trained:
             raise NoRecoveryPoint
         else:
@@ -105,6 +116,8 @@ class Session(VoteParticipant):
         policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, mine, log)
         tiers = tiers_of(settings, engine.world, nodes, claim)
+        if tiers.memory is not None or settings.upstream_logging:
+            self._memory = memory_of(settings, engine.world, nodes, claim).root
         beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if chooser is not None:
             settings = chooser.in_force(engine, tiers, mine)
@@ -132,7 +145,7 @@ class Session(VoteParticipant):
             parts.report.boost(start.position.iteration, parts.tokens.debt)
         snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
         undo.callback(snapshots.close)
-        snapshots.reserve()
+        snapshots.reserve(first=not any(gather(mine is not None)))
         snapshots.take_again()
         self._running = parts, snapshots
 

@@ -7,6 +7,7 @@
                     gradients: wait until they are copied, since the next iteration clears them
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
     given up        a snapshot that cannot be saved to storage: remove its files
+    abandoned       a worker lacks memory for a snapshot: the one before it stays
     flush           take what is not saved yet, and write it to storage
 
 Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
@@ -20,6 +21,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 from moc.errors import code_of, with_code
 from moc.faults import reach
@@ -27,7 +29,8 @@ from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
-from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, started, told_of, window_may_begin
+from moc.session.memory import RankMemory, ReservedMemory, Window, next_window
+from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
@@ -37,11 +40,14 @@ from moc.session.to_storage import copy_to_storage
 from moc.snapshot.aside import Aside, share_interpreter
 from moc.snapshot.rotation import Rotation
 from moc.state.detail import Detail
+from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
+from moc.store.spare import NAME as SPARE_NAME
+from moc.store.spare import SpareRoom
 
-SPARE = 2
-"""Buffers beyond those of recovery: one to copy into, one being written to storage (MoC-System, section 5.2)."""
+_SMALL = 8
+"""Spare memory for manifests and reports, relative to the headers of the files that they describe."""
 
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses, in seconds, between attempts to save the last state to storage."""
@@ -67,32 +73,82 @@ class Snapshots:
         self._folds, self._hasher, self._aside = parts.folds, parts.hasher, Aside(len(parts.tiers.node))
         share_interpreter()
         self._carrying, self._queues = Carrying(parts.tiers, parts.policy, parts.carriers, parts.folds), Queues()
-        spare = SPARE + (parts.peers is not None)  # peers copy from one more
-        self._rotation = Rotation.of(spare, keep=self._memory is not None, recovered=start.in_memory)
+        spare = spare_buffers("peers" if parts.peers is not None else settings.tier)
+        keeps, stores = self._memory is not None, parts.tiers.persist_interval is not None
+        self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
+        self._window = Window()
+        self._length = 0  # the policy's window length when it was asked
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
+        self._spare_bytes = 0
+        self._dependent: set[int] = set()  # iterations of snapshots that need one that was abandoned
         self._in_memory: Taken | None = None  # the newest snapshot that is safe there
         self._superseded: int | None = None  # memory supersedes snapshots before this iteration
         self._position, self._record = start.position, start.record  # of the last completed iteration
 
-    def reserve(self) -> None:
-        """Allocates the buffers that are certainly needed, before training needs them.
+    def reserve(self, first: bool) -> None:
+        """Allocates the memory of this node's snapshots and of its copies of others, before training needs it.
 
-        Each holds a full snapshot.  For a memory tier with windows, only one is allocated, for the first and the last
-        snapshot of a run; the number and size of the others become known as snapshots are taken.
+        Windows may become longer later; their buffers are then allocated when they are first used.
+
+        Args:
+            first: this is the first generation of the job.  Later, too little memory does not end it.
+
+        Raises:
+            CheckpointError: on all workers, in the first generation: a node has too little memory.
         """
-        share = self._contents.share(self._policy.everything(0).operators)
         self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
-        recovered, keeps = len(self._rotation.slots), self._rotation.keep
-        count = 1 if self._policy.windows and keeps else self._rotation.spare + (keeps and not recovered)
+        self._look_ahead(self._start.position.iteration)
+        full = self._contents.share(self._policy.everything(0).operators).layout
+        window, rotation = self._window, self._rotation
+        own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
+        count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
+        kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
+        logged = 2 * window.length  # of a complete window, and the current one
+        mine = RankMemory(own, kept, _SMALL * full.header_bytes * rotation.keep, self._tap.bytes_for(logged))
+        told = [RankMemory(*one) for one in gather(mine)]
+        small = sum(told[rank].small for rank in self._tiers.node)
+        recovered = len(rotation.slots)
 
         def allocate() -> None:
-            for number in range(recovered, recovered + count):
-                self._saver.reserve(number, share)
+            for number, nbytes in enumerate(own[recovered:], recovered):
+                self._saver.reserve(number, nbytes)
+            self._tap.reserve(logged)
+            if self._peers is not None:
+                sizes, turn = [one.copies for one in told], self._tiers.node.index(self._world.rank)
+                self._peers.reserve(sizes, small, turn, len(self._tiers.node))
+            self._fill_spare(small)
 
-        run_on_all(allocate, "cannot allocate memory for snapshots")
+        needed = ReservedMemory.of(told, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
+        try:
+            run_on_all(allocate, "cannot allocate memory for snapshots")
+        except CheckpointError as error:
+            if first:
+                raise CheckpointError(f"{error} ({needed.describe()})", code=code_of(error)) from None
+            self._report.abandoned(self._position.iteration, str(error))
+        if first:
+            self._report.reserved(needed)
+
+    def _look_ahead(self, iteration: int) -> None:
+        """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
+        length = self._policy.window_length
+        if self._policy.windows and self._rotation.keep and length != self._length:
+            window = next_window(self._policy, self._contents, iteration)
+            # of the busiest rank: operators may be saved in another order later
+            largest = max(filter(None, gather(window.snapshot)), default=None)
+            self._length, self._window = length, window._replace(snapshot=largest)
+
+    def _fill_spare(self, nbytes: int) -> None:
+        """Allocates room for the manifests in this node's memory.
+
+        Raises:
+            OSError: memory is insufficient.
+        """
+        if self._memory is not None and self._tiers.leads_node:
+            self._spare_bytes = nbytes
+            SpareRoom(Path(self._memory.place.name) / SPARE_NAME).fill(nbytes)
 
     def take_again(self) -> None:
         """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""
@@ -228,9 +284,10 @@ class Snapshots:
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while not self._has_room:
             self._wait_and_vote(for_storage=self._memory is None)
-        window = self._policy.window_length
-        self._rotation = self._rotation.trimmed(window)
-        self._saver.trim(max(len(self._rotation.slots), self._rotation.needs(window)))
+        self._look_ahead(plan.iteration)
+        most = self._rotation.most(self._window.length, self._window.kept)
+        self._rotation = self._rotation.trimmed(most)
+        self._saver.trim(max(len(self._rotation.slots), most))
         self._copy(plan, storage)
 
     @property
@@ -250,7 +307,8 @@ class Snapshots:
             carried = self._carrying.begin(plan) if in_memory else None
             self._aside.move(self._carrying.processes + self._hasher.processes)
             state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
-            snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
+            nbytes = None if plan.complete else self._window.snapshot
+            snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes)
         except CheckpointError as error:
             self._failure = with_code(error)  # the next vote sends it to the others
             return
@@ -336,6 +394,8 @@ class Snapshots:
                 self._carrying.give_up_before(self._superseded)
                 if self._peers is not None:
                     self._peers.give_up_older(self._superseded)
+            with contextlib.suppress(OSError):  # another process has the memory: a later call tries again
+                self._fill_spare(self._spare_bytes)
         self._superseded = None
 
     def _all_have(self, done: str, told: dict[str, float]) -> bool:
@@ -343,6 +403,9 @@ class Snapshots:
 
     def _all_copied(self, taken: Taken, told: dict[str, float]) -> None:
         iteration = taken.plan.iteration
+        if told["snapshot_no_room"] or iteration in self._dependent:
+            self._abandon(taken)
+            return
         self._meter.copied(told)
         self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
@@ -360,16 +423,51 @@ class Snapshots:
             self._queues.replicating.append(dataclasses.replace(taken, copied=copies))
             reach("replicating")
 
+    def _abandon(self, taken: Taken) -> None:
+        """Abandons a snapshot because a worker lacks memory: the snapshots that were safe before stay.
+
+        Where a state is spread over several snapshots, the others of its window are abandoned, too, and so are those
+        begun since then, which may need it.
+        """
+        iteration, before = taken.plan.iteration, self._rotation
+        if error := first_reported(str(no_room(taken) or "") or None):
+            self._report.abandoned(iteration, error)
+        self._stored.abandoned(taken.plan)
+        if iteration in self._dependent:
+            self._dependent.remove(iteration)
+        else:
+            self._policy.begin_anew()
+            if self._policy.windows:
+                ended, waiting = before.newest_end(iteration), (*self._queues.replicating, *self._queues.copying)
+                self._dependent = {one.plan.iteration for one in waiting if one.plan.iteration > ended}
+        self.begun.pop(iteration, None)
+        if not taken.snapshot.in_memory:
+            return
+        self._rotation = before.abandon(iteration)
+        if self._memory is not None and self._tiers.leads_node:
+            with self._remembering_failure():
+                for one in before.held() - self._rotation.held():
+                    self._memory.remove(one)
+                    if self._peers is not None:
+                        self._peers.remove(one)
+                self._carrying.abandoned(iteration)
+
     def _all_replicated(self, taken: Taken, told: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))
         amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
         alike = int(told["snapshot_alike_bytes"])
         self._report.replicated(taken.plan.iteration, amount, alike, seconds)
         self._meter.replicated(amount + alike, seconds, nodes)  # budgets are of what is copied, however it comes
+        if told["snapshot_copies_missing"]:
+            missing = [reason for reasons in gather(list(started(taken.copied).result().missing)) for reason in reasons]
+            self._report.copies_missing(taken.plan.iteration, missing)
         if told["snapshot_not_alike"]:
             mine = started(taken.copied).result().trouble
             self._report.not_alike(taken.plan.iteration, [one for told in gather(mine) for one in told])
-        self._is_safe(taken)
+        if taken.plan.iteration in self._dependent:
+            self._abandon(taken)
+        else:
+            self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:
         """The snapshot is safe on all workers: older ones are no longer needed."""
@@ -429,8 +527,9 @@ class Snapshots:
         if iteration != 0 and (iteration != stored.begun or not stored.complete):
             self._begin_everything()
             self.finish()
-        if self._in_memory is not None and self._in_memory.plan.iteration != stored.newest:
-            self._bring_to_storage(self._in_memory)
+        safe = self._in_memory
+        if safe is not None and safe.plan.iteration != stored.newest and self._rotation.holds(safe.plan.iteration):
+            self._bring_to_storage(safe)
             self.finish()
         elif self._in_memory is None and stored.begun != stored.newest and self._memory is not None:
             # nothing was computed since the recovery

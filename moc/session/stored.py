@@ -147,6 +147,11 @@ class Stored:
         if not self._beside:
             self._policy.begin_anew()
 
+    def abandoned(self, plan: SnapshotPlan) -> None:
+        """Some rank lacked memory for a snapshot, so that no tier has it."""
+        if plan.iteration == self.begun:
+            self.complete = False
+
     def is_broken(self, plan: SnapshotPlan) -> bool:
         """Whether storage lacks an earlier snapshot of the same window."""
         return plan.since == self._broken_since

@@ -30,11 +30,10 @@ from moc.simulate.policies import Options, Weighed, sparse_replay
 from moc.simulate.policy_costs import PolicyCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.simulate.stages import split_stages
+from moc.state.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Operator
 
-_BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
-_COPIES = 3
-"""Copies on a node of each node that it replicates: the newest safe one, one in transfer, one about to be dropped."""
+_TIERS = ("disk", "memory", "peers")
 
 _HEADROOM = 1.25
 """Time between two writes to storage, relative to the mean time of one: with less, every other one would be late."""
@@ -101,8 +100,8 @@ class Running:
     loads: Load | None = None
 
     def __post_init__(self):
-        if self.tier not in _BUFFERS:
-            raise ValueError(f"there is no tier {self.tier!r}: choose one of {', '.join(_BUFFERS)}")
+        if self.tier not in _TIERS:
+            raise ValueError(f"there is no tier {self.tier!r}: choose one of {', '.join(_TIERS)}")
         for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved", "loads")):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -170,8 +169,7 @@ class Running:
         every = _persist_interval(self, saving, price)
         options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
         saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
-        window = _of_rank(self, saving) if POLICIES[name].replays else None
-        host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, window)
+        host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, price)
         host += (1 + options.replicas) * (self.ranks * _carried(self, price) + price.chained / self.nodes)
         return Weighed(options, saving, plt, host)
 
@@ -193,15 +191,24 @@ def saved_by_rules(
     return Saved(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
 
 
-def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float | None = None) -> float:
-    """Bytes of a node's memory that snapshots take.
+def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price | None = None) -> float:
+    """Bytes of a node's memory that are allocated for snapshots, and for copies of other nodes' snapshots.
 
-    Buffers are sized for a full snapshot.  With windows, memory holds one such buffer, the newest complete window and
-    the current one.  ``full`` and ``window`` are bytes of a rank's full snapshot, and of all snapshots of its window.
+    Args:
+        tier: where snapshots are safe.
+        ranks: ranks per node.
+        full: bytes of a rank's full snapshot.
+        replicas: other nodes that keep copies.
+        price: of the policy; None for full snapshots.
     """
-    if window is not None and tier != "disk":
-        return ranks * (full + (2 + _COPIES * replicas) * window)
-    return ranks * full * (_BUFFERS[tier] + _COPIES * replicas)
+    spare = spare_buffers(tier)
+    if tier == "disk":
+        return ranks * full * spare
+    kept, window, snapshot = 1, 1, None
+    if price is not None and price.kept is not None and price.length > 1:
+        kept, window, snapshot = price.kept, price.length, max(price.snapshots)
+    own = reserved_bytes(most_buffers(kept, window, spare, stores=True), full, snapshot)
+    return ranks * (own + replicas * reserved_bytes(most_copies(kept, spare), full, snapshot))
 
 
 def flags_of_candidate(found: Candidate) -> dict[str, object]:

@@ -352,13 +352,16 @@ def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
     """Costs with checkpoints in the memory of the node and its peers, as Gemini's, with buffers for the full state."""
     sizes = price.size
+    held = _VERSIONS * setup.full.total + price.chained
+    if price.kept is not None:  # and one in progress
+        held = (price.kept + 1) * sizes.total
     stall_s = setup.stall_s(sizes.busiest, price.waits)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
-        host_bytes=(1 + options.replicas) * (_VERSIONS * setup.full.total + price.chained),
+        host_bytes=(1 + options.replicas) * held,
         restart_s=saving.restart_s + price.folded * setup.timing.update_s,
         exact=price.k in (None, setup.num_experts),
         at_risk=at_risk(price, setup.num_experts),

@@ -5,7 +5,8 @@ iteration carries what only one rank knows; so all agree on whether a buffer is 
 
     FREE -> FILLING -> RECOVERY -> RETIRING -> FREE
 
-* FILLING: being copied into; no rank knows yet whether all have the snapshot.
+* FILLING: being copied into; no rank knows yet whether all have the snapshot.  If a rank lacks memory for its part, all
+  abandon the snapshot, and it retires.
 * RECOVERY: all ranks have this snapshot, and no newer one supersedes it.
 * RETIRING: a newer one supersedes it, but may not be published yet; after the next vote it is.
 
@@ -23,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from moc.state.host_memory import kept_of_windows, most_buffers
 
 
 class Use(Enum):
@@ -43,12 +46,14 @@ class Slot:
         iteration: of the snapshot that it holds.
         persisting: it is being written to storage, by this rank or another.
         supersedes: once all ranks have it, snapshots before this iteration are not needed; None if they are.
+        superseded_by: iteration of the snapshot that made a retiring one obsolete.
     """
 
     use: Use = Use.FREE
     iteration: int | None = None
     persisting: bool = False
     supersedes: int | None = None
+    superseded_by: int | None = None
 
     @property
     def free(self) -> bool:
@@ -62,24 +67,28 @@ class Rotation:
 
     Attributes:
         slots: the buffers; their number grows on demand.
-        spare: buffers that may be in use beyond those that recovery needs; all retiring ones count as one, and with
-            ``keep`` so do all that only storage still needs.
+        spare: buffers that may be in use beyond those that recovery needs; all buffers that one snapshot makes obsolete
+            count as one, and with ``keep`` so do all that only storage still needs.
         keep: memory keeps what recovery needs; otherwise storage does.
+        stores: with ``keep``, snapshots also go to storage.
     """
 
     slots: tuple[Slot, ...]
     spare: int
     keep: bool
+    stores: bool = True
 
     @classmethod
-    def of(cls, spare: int, keep: bool, recovered: Iterable[int] = ()) -> Rotation:
+    def of(cls, spare: int, keep: bool, recovered: Iterable[int] = (), stores: bool = True) -> Rotation:
         """Starts with the buffers of snapshots that an earlier job left in memory, and no others."""
-        return cls(tuple(Slot(Use.RECOVERY, iteration) for iteration in recovered) if keep else (), spare, keep)
+        slots = tuple(Slot(Use.RECOVERY, one, supersedes=one) for one in recovered) if keep else ()
+        return cls(slots, spare, keep, stores)
 
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        retiring = any(slot.use is Use.RETIRING for slot in self.slots)
+        # one vote can complete several snapshots, and each may supersede others
+        retiring = len({slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING})
         if filling + retiring + self._held >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
@@ -87,6 +96,11 @@ class Rotation:
     def all_free(self) -> tuple[int, ...]:
         """Returns all existing free buffers."""
         return tuple(number for number, slot in enumerate(self.slots) if slot.free)
+
+    def held(self) -> set[int]:
+        """Iterations of the snapshots that are being copied or that recovery needs."""
+        in_use = (slot.iteration for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
+        return {iteration for iteration in in_use if iteration is not None}
 
     def holds(self, iteration: int) -> bool:
         """Whether a buffer holds the snapshot of an iteration, not given up."""
@@ -116,7 +130,9 @@ class Rotation:
 
     def voted(self) -> Rotation:
         """A vote has passed: every rank has done its earlier work, publishing included."""
-        return self._each(lambda slot: replace(slot, use=Use.FREE) if slot.use is Use.RETIRING else slot)
+        return self._each(
+            lambda slot: replace(slot, use=Use.FREE, superseded_by=None) if slot.use is Use.RETIRING else slot
+        )
 
     def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
         """A snapshot is being copied into the buffer that :meth:`free` returns."""
@@ -133,10 +149,28 @@ class Rotation:
 
         def retired(slot: Slot) -> Slot:
             if slot.use is Use.RECOVERY and first is not None and slot.iteration is not None and slot.iteration < first:
-                return replace(slot, use=Use.RETIRING)
+                return replace(slot, use=Use.RETIRING, superseded_by=iteration)
             return slot
 
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
+
+    def abandon(self, iteration: int) -> Rotation:
+        """Some rank could not copy a snapshot: it retires, and so do the others of its incomplete window."""
+        number, ended = self.holding(iteration), self.newest_end(iteration)
+
+        def retired(slot: Slot) -> Slot:
+            if slot.use is Use.RECOVERY and slot.iteration is not None and ended < slot.iteration < iteration:
+                return replace(slot, use=Use.RETIRING, superseded_by=iteration)
+            return slot
+
+        changed = replace(self.slots[number], use=Use.RETIRING, superseded_by=iteration)
+        return self._each(retired)._set(number, changed)
+
+    def newest_end(self, before: int) -> int:
+        """Iteration of the newest snapshot before another one that ends a window, and is not given up; -1 for none."""
+        in_use = (slot for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
+        ends = (slot.iteration for slot in in_use if slot.supersedes is not None and slot.iteration is not None)
+        return max((one for one in ends if one < before), default=-1)
 
     def persist(self, iteration: int) -> Rotation:
         """Every rank starts to write its part of a snapshot to storage."""
@@ -154,18 +188,15 @@ class Rotation:
         held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
         return min(held, 1) if self.keep else held
 
-    def most(self, window: int) -> int:
-        """Maximum number of buffers for windows of this length, one of which storage may hold."""
-        return 3 * window + self.spare - 2 if self.keep else self.spare
+    def most(self, window: int = 1, kept: int | None = None) -> int:
+        """Maximum number of buffers for windows of this length, of which recovery needs ``kept`` snapshots at most."""
+        kept = kept_of_windows(window) if kept is None else kept
+        return most_buffers(kept, window, self.spare, self.stores) if self.keep else self.spare
 
-    def needs(self, window: int) -> int:
-        """Number of buffers of use now: those for a window in storage only while storage holds it."""
-        return self.most(window) - (window - 1 if self.keep and not self._held else 0)
-
-    def trimmed(self, window: int) -> Rotation:
-        """Drops free buffers at the end that windows of this length do not need now."""
+    def trimmed(self, most: int) -> Rotation:
+        """Drops free buffers at the end until there are ``most``."""
         slots = self.slots
-        while len(slots) > self.needs(window) and slots[-1].free:
+        while len(slots) > most and slots[-1].free:
             slots = slots[:-1]
         return replace(self, slots=slots)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -23,7 +25,7 @@ from moc.snapshot.kept import KeptBuffers
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
-from moc.store.errors import CheckpointError
+from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport
 from moc.store.regions import Entry, FileLayout, digest_of
 from moc.store.storage import LocalPlace
@@ -119,17 +121,17 @@ class Saver:
         self._buffers: dict[int, Buffer] = {}
         self._copies: dict[Buffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
 
-    def reserve(self, slot: int, share: Share) -> None:
-        """Makes the buffer of a slot large enough for a share; keeps an existing one that is.
+    def reserve(self, slot: int, nbytes: int, most: float = math.inf) -> None:
+        """Gives a slot a buffer of ``nbytes`` bytes; keeps an existing one of at least that and at most ``most`` bytes.
 
         Raises:
-            CheckpointError: there is too little memory.
+            NoRoomError: there is too little memory.
         """
         buffer = self._buffers.get(slot)
-        if buffer is not None and buffer.nbytes >= share.layout.nbytes:
+        if buffer is not None and nbytes <= buffer.nbytes <= most:
             return
         self._give_back(slot)
-        nbytes, directory = share.layout.nbytes, self._directory
+        directory = self._directory
         buffer = self._kept.take(nbytes, directory)
         self._buffers[slot] = buffer or Buffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
 
@@ -175,6 +177,7 @@ class Saver:
         others: Iterable[int] = (),
         in_memory: bool = True,
         after: Future | None = None,
+        nbytes: int | None = None,
     ) -> Snapshot:
         """Starts to copy a share into a slot's buffer, and to seal it; returns at once.
 
@@ -186,15 +189,28 @@ class Saver:
             iteration: iterations completed.
             share: what this rank saves.
             operators: what it holds of each operator.
-            others: further free slots: the smallest of all their buffers that fits becomes this slot's.
+            others: further free slots: the smallest of all their buffers that fits becomes this slot's; if memory is
+                short, their buffers make room.
             in_memory: as in :class:`Snapshot`.
             after: as in :class:`Snapshot`.
+            nbytes: bytes of a buffer for every snapshot of the window, if it is one of several: then a larger buffer is
+                replaced.
 
-        Raises:
-            CheckpointError: there is too little memory.
+        Returns:
+            The snapshot; if there is too little memory, ``sealed`` raises NoRoomError.
         """
-        self._swap(slot, others, share.layout.nbytes)
-        self.reserve(slot, share)
+        others, least = [other for other in others if other != slot], share.layout.nbytes
+        size = max(least, nbytes or 0)
+        most = math.inf if nbytes is None else size
+        self._swap(slot, others, least, most)
+        try:
+            self._reserve_or_make_room(slot, others, least, size, most)
+        except NoRoomError as error:
+            snapshot = Snapshot(
+                iteration, share.layout, Buffer(0), operators, Captures([]), None, in_memory, after, share.stored
+            )
+            snapshot.sealed = self._sealing.submit(_fail, after, error)
+            return snapshot
         buffer = self._buffers[slot]
         buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
         captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
@@ -204,8 +220,19 @@ class Saver:
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
-    def _swap(self, slot: int, others: Iterable[int], nbytes: int) -> None:
-        fitting = [s for s in (slot, *others) if s in self._buffers and self._buffers[s].nbytes >= nbytes]
+    def _reserve_or_make_room(self, slot: int, others: Iterable[int], least: int, size: int, most: float) -> None:
+        buffer = self._buffers.get(slot)
+        if buffer is not None and least <= buffer.nbytes <= most:
+            return
+        try:
+            self.reserve(slot, size, most)
+        except NoRoomError:
+            for other in others:
+                self._give_back(other)
+            self.reserve(slot, size, most)
+
+    def _swap(self, slot: int, others: Iterable[int], nbytes: int, most: float) -> None:
+        fitting = [s for s in (slot, *others) if s in self._buffers and nbytes <= self._buffers[s].nbytes <= most]
         best = min(fitting, key=lambda s: self._buffers[s].nbytes, default=slot)
         if best != slot:
             found, mine = self._buffers.pop(best), self._buffers.pop(slot, None)
@@ -271,7 +298,10 @@ class Saver:
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
         part = RankReport(file_of(self._rank), entry, snapshot.operators)
         if self._memory is not None and snapshot.in_memory:
-            part = self._name_in_memory(snapshot, part)
+            try:
+                part = self._name_in_memory(snapshot, part)
+            except NoRoomError as error:
+                _fail(snapshot.after, error)
         snapshot.seal_s = time.perf_counter() - begun
         if snapshot.after is not None:
             snapshot.after.result()
@@ -353,7 +383,7 @@ class Saver:
             self._link(snapshot)
             return memory.report(snapshot.iteration, self._rank, part)
         except OSError as error:
-            raise CheckpointError(
+            raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
                 f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.place.name} "
                 f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
                 "again",
@@ -391,6 +421,13 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
+
+
+def _fail(after: Future | None, error: NoRoomError) -> NoReturn:
+    """Raises an error once what must be done before the snapshot counts as sealed is done."""
+    if after is not None:
+        after.result()
+    raise error
 
 
 def hashed(buffer: Buffer, spans: Iterable[tuple[int, int]]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from moc.files.tree import remove_own
-from moc.store.errors import CheckpointError
+from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
 from moc.store.slots import reserve
 
 
@@ -29,7 +29,8 @@ class Buffer:
         otherwise: the remedy without a buffer, in the error message.
 
     Raises:
-        CheckpointError: memory is insufficient, or CUDA cannot lock it.
+        NoRoomError: memory is insufficient.
+        CheckpointError: the file cannot be made, or CUDA cannot lock the memory.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Buffer:
             self._map = _allocate(nbytes, path)
         except OSError as error:
             where = path.parent if path else "host memory"
-            raise CheckpointError(
+            raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
                 f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}). Fix: free memory, "
                 "enlarge the file system (Docker: --shm-size), name another one with --ckpt-memory-dir, or "
                 f"{otherwise}",

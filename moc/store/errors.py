@@ -1,10 +1,21 @@
 """Errors of checkpoints and storage."""
 
+import errno
+
 from moc.errors import UserError
+
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+"""Error numbers of too little memory."""
 
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged or incompatible; the message names the cause and the remedy."""
+
+
+class NoRoomError(CheckpointError):
+    """Memory does not suffice: the message names the remedy, and a later attempt may succeed."""
+
+    code = "memory-full"
 
 
 class TakenError(CheckpointError):

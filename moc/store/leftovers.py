@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -9,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.files.tree import Tree
+from moc.files.tree import Tree, remove_own
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
 from moc.store.leases import lease_left_s
 from moc.store.locate import place_of
 from moc.store.runs import run_of
+from moc.store.spare import NAME
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import SOCKETS, is_memory_of_run, memory_homes, memory_of_node, memory_of_run
@@ -122,6 +124,21 @@ def give_back(run: Path, node: str) -> None:
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
             _remove(path)
+
+
+def give_back_unused(memory: Path) -> None:
+    """Removes unused buffers from a run's memory on this node, and the memory itself if nothing else is in it.
+
+    The job of this process must be about to end.  Snapshots and logs stay, and so does what cannot be removed.
+    """
+    with contextlib.suppress(OSError):
+        for slot in memory.rglob("slots/*"):
+            if slot.lstat().st_nlink == 1:
+                remove_own(slot)
+        for spare in memory.rglob(NAME):
+            remove_own(spare)
+        if not any(path.is_file() and not path.name.startswith(".") for path in memory.rglob("*")):
+            _remove(memory)
 
 
 def _remove(path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from moc.files.tree import remove_own
@@ -30,20 +32,53 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     """A free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
     A slot is in use while a second hard link publishes its contents, and free again once that link is removed.  The
-    slots of one name in a directory are used in turn.
+    smallest free one that fits is used; if all are too small, the largest is removed.
 
     Raises:
         OSError: memory is insufficient.
     """
-    taken = set()
+    there = _slots(directory, name)
+    free = {path: size for path, size in there.items() if path.lstat().st_nlink == 1}
+    fitting = min((path for path, size in free.items() if size >= nbytes), key=lambda path: free[path], default=None)
+    if fitting is not None:
+        return fitting
+    largest = max(free, key=lambda path: free[path], default=None)
+    if largest is not None:  # too small: it makes room
+        remove_own(largest)
+        del there[largest]
+    return _new_slot(directory, name, there, nbytes)
+
+
+def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:
+    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; existing files stay.
+
+    Raises:
+        OSError: memory is insufficient.
+    """
+    there = _slots(directory, name)
+    left = dict(there)
+    for nbytes in sorted(sizes, reverse=True):
+        largest = max(left, key=lambda path: left[path], default=None)
+        if largest is not None and left[largest] >= nbytes:
+            del left[largest]
+        else:
+            path = _new_slot(directory, name, there, nbytes)
+            there[path] = nbytes
+
+
+def _slots(directory: Path, name: str) -> dict[Path, int]:
+    """Returns the sizes of the slots of a name; removes what is not a regular file."""
+    found = {}
     for path in sorted(directory.glob(f"{name}.*")):
         status = path.lstat()
-        if status.st_nlink > 1:
-            taken.add(path)
-        elif status.st_size >= nbytes and stat.S_ISREG(status.st_mode):
-            return path
+        if stat.S_ISREG(status.st_mode):
+            found[path] = status.st_size
         else:
             remove_own(path)
-    number = next(number for number in range(len(taken) + 1) if directory / f"{name}.{number}" not in taken)
-    os.close(reserve(path := directory / f"{name}.{number}", nbytes))
+    return found
+
+
+def _new_slot(directory: Path, name: str, taken: Collection[Path], nbytes: int) -> Path:
+    path = next(one for number in itertools.count() if (one := directory / f"{name}.{number}") not in taken)
+    os.close(reserve(path, nbytes))
     return path

@@ -12,7 +12,9 @@ from moc.files import tree
 from moc.files.tree import Tree
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.claims import Claim
+from moc.store.errors import NO_ROOM
 from moc.store.fence import Fence
+from moc.store.spare import NAME, SpareRoom
 
 
 class Storage(ABC):
@@ -129,7 +131,10 @@ class LocalPlace(Storage):
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
         with self._noticing_losses():
-            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+            if self._in_memory:
+                self._write_in_memory(path, list(parts), final)
+            else:
+                self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
         if final and "/" in path:
             self._tree.sync()  # the directory may be new there
 
@@ -197,6 +202,19 @@ class LocalPlace(Storage):
         """See :class:`Storage`."""
         if self._fence is not None:
             self._fence.check()
+
+    @property
+    def spare(self) -> SpareRoom:
+        """Of a place in memory: room for small files when the file system is full."""
+        return SpareRoom(self.root / NAME)
+
+    def _write_in_memory(self, path: str, parts: list, final: bool) -> None:
+        try:
+            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self.spare.spend(sum(memoryview(part).nbytes for part in parts)):
+                raise
+            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
 
     @property
     def _tag(self) -> str:

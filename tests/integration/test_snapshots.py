@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moc.session.queues import BEYOND
-from moc.session.snapshots import SPARE
+from moc.state.host_memory import SPARE
 from moc.store.store import directory_of, file_of
 from tests.integration.snapshot_files import (
     EVERY,

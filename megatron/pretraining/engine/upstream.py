@@ -111,6 +111,14 @@ class UpstreamLog(UpstreamTap):
             otherwise="drop --upstream-logging",
         )
 
+    def bytes_for(self, iterations: int) -> int:
+        """See :class:`UpstreamTap`."""
+        return self._log.bytes_for(iterations)
+
+    def reserve(self, iterations: int) -> None:
+        """See :class:`UpstreamTap`."""
+        self._log.reserve(iterations)
+
     @property
     def feeds(self) -> dict[int, frozenset[int]]:
         """See :class:`UpstreamTap`."""

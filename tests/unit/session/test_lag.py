@@ -5,6 +5,7 @@ each of its threads does one thing after the other, as slowly as the test draws.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -24,9 +25,10 @@ from moc.session.queues import BEYOND, Queues, may_begin, window_may_begin
 from moc.session.resume.point import ResumePoint
 from moc.session.settings import TIERS, Settings
 from moc.session.storage_health import StorageHealth
+from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, NoRoomError
 
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
 OPTIONS = {"sparse": dict(window=3), "gradient": dict(window=3), "selective": dict(experts=1)}
@@ -39,8 +41,8 @@ Speed = st.sampled_from([FASTER, SLOWER, HANGS]).flatmap(lambda speeds: st.lists
 class Thread:
     """Runs operations one after the other: as many as it is let to."""
 
-    def __init__(self, speed: list[int], fails: list[bool]):
-        self._speed, self._fails, self._turn = speed, fails, 0
+    def __init__(self, speed: list[int], fails: list[bool], error: type[CheckpointError] = CheckpointError):
+        self._speed, self._fails, self._turn, self._error = speed, fails, 0, error
         self._waiting: deque[tuple[Future, object]] = deque()
 
     def begin(self, result=None) -> Future:
@@ -54,23 +56,25 @@ class Thread:
             if self._waiting:
                 done, result = self._waiting.popleft()
                 failed = self._fails[self._turn % len(self._fails)]
-                done.set_exception(CheckpointError("no room")) if failed else done.set_result(result)
+                done.set_exception(self._error("no room")) if failed else done.set_result(result)
         self._turn += 1
 
 
 class Model:
     """A worker's copies and its storage."""
 
-    def __init__(self, speeds: list[list[int]], fails: list[bool]):
-        self._copying, self._writing, self._publishing = (
-            Thread(speed, failed) for speed, failed in zip(speeds, ([False], fails, fails), strict=True)
-        )
+    def __init__(self, speeds: list[list[int]], fails: list[bool], lacks: Sequence[bool] = (False,)):
+        copying, writing, publishing = speeds
+        self._copying, self._replicating = Thread(copying, [*lacks], NoRoomError), Thread(copying, [False])
+        self._writing, self._publishing = Thread(writing, fails), Thread(publishing, fails)
+        self.slots = 0
         self._begun: dict[int, Future | None] = {}  # by iteration, what publishes or removes the snapshot
         self.most, self.was_waited_for = 0, False
         self.trim = lambda slots: None
 
-    def take(self, slot, iteration, share, entries, others, in_memory, after) -> SimpleNamespace:
+    def take(self, slot, iteration, share, entries, others, in_memory, after, nbytes) -> SimpleNamespace:
         """Starts to copy a snapshot."""
+        self.slots = max(self.slots, slot + 1)
         figures = dict(seal_s=0.0, persist_s=0.0, persisted_bytes=0, layout=SimpleNamespace(nbytes=1), gradients=None)
         capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
         sealed = self._copying.begin()
@@ -94,20 +98,21 @@ class Model:
 
     def replicate(self) -> Future:
         """Starts to copy a snapshot to another node."""
-        return self._copying.begin(Copied())
+        return self._replicating.begin(Copied())
 
     def in_memory(self, plan, state, report) -> None:
         """Publishes a snapshot in memory."""
 
     def vote(self, ballot: dict, world) -> dict:
         """All workers do as this one; time passes."""
-        for thread in (self._copying, self._writing, self._publishing):
+        for thread in (self._copying, self._replicating, self._writing, self._publishing):
             thread.turn()
         return ballot
 
     def wait(self, queues: Queues, for_storage: bool) -> None:
         """Something that is waited for ends, however slow it is."""
         self._copying.turn(least=1)
+        self._replicating.turn(least=1)
         if for_storage:
             self.was_waited_for = True
             self._writing.turn(least=1)
@@ -118,13 +123,14 @@ class Model:
         self.most = max(self.most, len(there))
 
 
-def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> None:
+def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> snapshots.Snapshots:
     """Trains, and takes the snapshots that a policy plans."""
     world, nothing = SimpleNamespace(size=1, rank=0), Mock()
     nothing.ballot.return_value, nothing.on_vote.return_value = {}, {}
+    nothing.with_gradients.return_value.layout.nbytes = 1
     nothing.processes, nothing.replicate = [], lambda *_: model.replicate()
     memory = None if tier == "disk" else Mock()
-    tiers = SimpleNamespace(memory=memory, leads_node=False, node=(0,), nodes=("0",), before=None)
+    tiers = SimpleNamespace(memory=memory, leads_node=False, node=(0,), nodes=("0",), before=None, persist_interval=1)
     log = Mock(spec=Listener)
     health = StorageHealth("there", None if tier == "disk" else 1, 100, None, log)
     turns = iter(range(10**9))
@@ -140,6 +146,7 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
         taking.on_vote(snapshots.sum_over_workers(taking.ballot(), world))
         taking.wait_for_copies()
         taking.take(Position(iteration), None)
+    return taking
 
 
 @settings(deadline=None, max_examples=60)
@@ -156,15 +163,39 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     with (
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
+        patch.object(snapshots, "gather", lambda mine: [mine]),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         train(policy, tier, model, rests, most_behind=lag)
     assert model.most > 0
     if tier == "disk":
-        assert model.most <= snapshots.SPARE + BEYOND
+        assert model.most <= SPARE + BEYOND
     else:
         assert model.most <= policy.window_length + 1
         assert not model.was_waited_for
+
+
+@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("tier", TIERS[1:])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(
+    speeds=st.lists(Speed, min_size=3, max_size=3),
+    fails=st.lists(st.booleans(), min_size=1, max_size=9),
+    lacks=st.lists(st.booleans(), min_size=1, max_size=9),
+)
+def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds, fails, lacks):
+    model, policy = Model(speeds, fails, lacks), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
+    with (
+        patch.object(snapshots, "sum_over_workers", model.vote),
+        patch.object(snapshots, "first_reported", lambda reason: reason),
+        patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
+    ):
+        taking = train(policy, tier, model, [False])
+    window = taking._window
+    assert 0 < model.slots <= taking._rotation.most(window.length, window.kept)
+    if not any(lacks):
+        assert taking._rotation.recovery is not None
 
 
 class Remover:

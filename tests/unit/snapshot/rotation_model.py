@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
+from moc.session.queues import PER_VOTE
 from moc.snapshot.rotation import Rotation, Slot
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
@@ -130,7 +131,7 @@ class Rank(NamedTuple):
     written: int = 0  # of those, by this rank
     then: str = "go on"  # what to do after the vote; or "take", "take, to storage too", "store" the newest, or "end"
     waiting: bool = False  # a snapshot is due and there was no buffer
-    publishes: Taken | None = None
+    publishes: tuple[Taken, ...] = ()
     removes: int | None = None  # what is older than this
     superseded: int | None = None  # the same, after the next vote: what supersedes it is safe
     carrying: tuple[int, ...] = ()  # for these is still to be carried what they lack
@@ -254,7 +255,7 @@ def _lacks_before(state: State, setting: Setting, number: int, coming: int) -> b
         if any(state.ranks[other].buffers[slot] != (before, WHOLE) for other, slot in files):
             raise Violation("what is to be carried is written over")
         return False
-    if any(taken.number == before for taken in (*rank.copying, *filter(None, [rank.publishes]))):
+    if any(taken.number == before for taken in (*rank.copying, *rank.publishes)):
         return True
     if state.begun:
         raise Violation("what is to be carried is given up")
@@ -274,10 +275,9 @@ def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, St
         yield f"node {node} copies", after._replace(begun=after.begun or is_safe(after))
 
 
-def _has_copies(state: State, setting: Setting) -> bool:
-    """Whether all nodes have their copies of the oldest snapshot that waits for them."""
-    wanted = state.ranks[0].replicating[:1]
-    return bool(wanted) and all(wanted[0].number in kept for kept in state.copies)
+def _told(queue: tuple[Taken, ...], done: Callable[[Taken], bool]) -> int:
+    """How many snapshots at the head of a queue a vote tells to be done."""
+    return len(list(itertools.takewhile(done, queue[:PER_VOTE])))
 
 
 def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
@@ -288,9 +288,9 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     first = state.ranks[0]
     if any(rank.rotation != first.rotation for rank in state.ranks):
         raise Violation("the ranks disagree")
-    copied = bool(first.copying) and all(_sealed(rank, rank.copying[0]) for rank in state.ranks)
-    written = all(rank.written for rank in state.ranks)
-    replicated = _has_copies(state, setting)
+    copied = min(_told(rank.copying, partial(_sealed, rank)) for rank in state.ranks)
+    written = min(PER_VOTE, *(rank.written for rank in state.ranks))
+    replicated = _told(first.replicating, lambda taken: all(taken.number in kept for kept in state.copies))
     taking = ["take"] + ["take, to storage too"] * (setting.stores and not first.rotation.persisting)
     if first.place < setting.window:
         taking = ["take, to storage too" if first.stores else "take"]
@@ -303,8 +303,9 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
             choices += ["end"] * (state.stored == first.newest)
             own = first.rotation.recovery == first.newest and (first.newest, WHOLE) in first.buffers[: setting.slots]
             choices += ["store"] * (own and setting.stores and setting.window == 1)
-    for says_copied in {copied, copied and (first.waiting or not written)}:
-        to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
+    for says_copied in {copied, copied if first.waiting or not written else 0}:
+        to_publish = tuple(taken.number for taken in first.writing[:written])  # others come before it
+        to_publish = to_publish or state.to_publish
         kept = {to_publish} | ({state.to_publish} if written and setting.fails else set())
         for to_publish, then in itertools.product(kept, choices):
             ranks = tuple(
@@ -316,31 +317,22 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
             yield what, state._replace(ranks=ranks, to_publish=to_publish)
 
 
-def _heard(rank: Rank, copied: bool, replicated: bool, written: bool, leads: bool, setting: Setting) -> Rank:
-    rotation, copying, writing, publishes = rank.rotation.voted(), rank.copying, rank.writing, None
-    replicating, safe = rank.replicating, []
-    if copied:
-        (taken, *copying) = copying
-        publishes = taken if leads else None
-        if setting.peers:
-            replicating = (*replicating, taken)
-        if not setting.peers or setting.impatient:
-            safe.append(taken)
-    if replicated:
-        (taken, *replicating) = replicating
-        safe += [taken] * (not setting.impatient)
+def _heard(rank: Rank, copied: int, replicated: int, written: int, leads: bool, setting: Setting) -> Rank:
+    rotation, ready = rank.rotation.voted(), rank.copying[:copied]
+    at_once = not setting.peers or setting.impatient
+    safe = [*(ready if at_once else ()), *(() if setting.impatient else rank.replicating[:replicated])]
     for taken in safe:
         rotation = rotation.complete(taken.number)
-    if written:
-        (taken, *writing) = writing
+    for taken in rank.writing[:written]:
         rotation = rotation.persisted(taken.number)
+    publishes = ready if leads else ()
     return rank._replace(
-        at="remove" if rank.superseded is not None else _act(rank) if publishes is None else "publish",
+        at="remove" if rank.superseded is not None else "publish" if publishes else _act(rank),
         rotation=rotation,
-        copying=tuple(copying),
-        writing=tuple(writing),
+        copying=rank.copying[copied:],
+        writing=rank.writing[written:],
         written=rank.written - written,
-        replicating=tuple(replicating),
+        replicating=(*rank.replicating[replicated:], *(ready if setting.peers else ())),
         publishes=publishes,
         removes=rank.superseded,
         superseded=max((taken.ends for taken in safe if taken.ends is not None), default=None) if leads else None,
@@ -356,13 +348,13 @@ def _led(state: State, setting: Setting, number: int) -> State:
     if rank.at == "remove":
         manifests = tuple(one for one in manifests if one.number >= rank.removes)
         copies = _each(copies, which, lambda kept: tuple(number for number in kept if number >= rank.removes))
-        rank = rank._replace(removes=None, at=_act(rank) if rank.publishes is None else "publish")
+        rank = rank._replace(removes=None, at="publish" if rank.publishes else _act(rank))
     else:
-        taken = rank.publishes
+        taken, *others = rank.publishes
         files = tuple((other, _slot_of(state.ranks[other], taken.number)) for other in setting.nodes[which])
         manifests = (*manifests, Published(taken.number, taken.ends, files))
-        rank = rank._replace(publishes=None, at=_act(rank))
-        if setting.removes_at_once and rank.superseded is not None:
+        rank = rank._replace(publishes=tuple(others), at="publish" if others else _act(rank))
+        if setting.removes_at_once and rank.superseded is not None and not others:
             rank = rank._replace(at="remove", removes=rank.superseded, superseded=None)
     all_manifests = _each(state.manifests, which, lambda _: manifests)
     after = _with(state, number, rank)._replace(manifests=all_manifests, copies=copies)
@@ -455,7 +447,8 @@ def canonical(state: State, setting: Setting) -> State:
     alive = {one.number for node in state.manifests for one in node}
     alive |= {number for kept in state.copies for number in kept}
     for rank in state.ranks:
-        alive |= {rank.newest, *(taken.number for taken in (*rank.copying, *rank.replicating, *rank.writing))}
+        taken = (*rank.copying, *rank.replicating, *rank.writing, *rank.publishes)
+        alive |= {rank.newest, *(one.number for one in taken)}
         alive |= {slot.iteration for slot in rank.rotation.slots if not slot.free}
         alive |= {number for coming in rank.carrying for number in (coming - 1, coming)}
     numbers = {old: new for new, old in enumerate(sorted(alive))}
@@ -481,7 +474,9 @@ def canonical(state: State, setting: Setting) -> State:
 def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
     numbers = dict(renumbering)
     slots = (
-        Slot() if s.free else Slot(s.use, numbers[s.iteration], s.persisting, numbers.get(s.supersedes))
+        Slot()
+        if s.free
+        else Slot(s.use, numbers[s.iteration], s.persisting, numbers.get(s.supersedes), numbers.get(s.superseded_by))
         for s in rank.rotation.slots
     )
 
@@ -495,7 +490,7 @@ def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
         copying=tuple(map(renumbered, rank.copying)),
         writing=tuple(map(renumbered, rank.writing)),
         replicating=tuple(map(renumbered, rank.replicating)),
-        publishes=rank.publishes and renumbered(rank.publishes),
+        publishes=tuple(map(renumbered, rank.publishes)),
         removes=numbers.get(rank.removes),
         superseded=numbers.get(rank.superseded),
         carrying=tuple(numbers[coming] for coming in rank.carrying),

@@ -39,7 +39,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     state = state_of(6, 2)
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
-    before.reserve(1, share(state))
+    before.reserve(1, share(state).layout.nbytes)
     taken = before.take(0, 7, share(state), OPERATORS)
     part, held = taken.sealed.result(), inode(taken.buffer)
     before.close()
@@ -48,7 +48,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     with no_new_buffer:
         after = Saver(0, CPU, memory, None, kept=kept)
         after.adopt([7])
-        after.reserve(1, share(state))  # as if recovery had to have more than what is published
+        after.reserve(1, share(state).layout.nbytes)  # as if recovery had to have more than what is published
         for one in state:
             one.view.add_(1)
         assert inode(after.take(1, 8, share(state), OPERATORS).buffer) != held
@@ -95,10 +95,10 @@ def test_without_a_memory_tier_buffers_are_kept_too(storage, kept, no_new_buffer
     state = state_of(6, 2)
     Saver(0, CPU, None, storage, kept=kept).close()
     before = Saver(0, CPU, None, storage, kept=kept)
-    before.reserve(0, share(state))
+    before.reserve(0, share(state).layout.nbytes)
     before.close()
     with no_new_buffer:
-        Saver(0, CPU, None, storage, kept=kept).reserve(0, share(state))
+        Saver(0, CPU, None, storage, kept=kept).reserve(0, share(state).layout.nbytes)
 
 
 def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, kept):
@@ -114,11 +114,11 @@ def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, 
 
 def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
     state, slots = state_of(6, 2), memory.place.root / "slots"
-    Saver(1, CPU, memory, None, kept=KeptBuffers()).reserve(0, share(state))  # alive, of another rank
-    Saver(7, CPU, memory, None).reserve(0, share(state))  # not on this node any more
-    Saver(0, CPU, memory, None).reserve(0, share(state))  # this rank's dead process
+    Saver(1, CPU, memory, None, kept=KeptBuffers()).reserve(0, share(state).layout.nbytes)  # alive, of another rank
+    Saver(7, CPU, memory, None).reserve(0, share(state).layout.nbytes)  # not on this node any more
+    Saver(0, CPU, memory, None).reserve(0, share(state).layout.nbytes)  # this rank's dead process
     before = Saver(0, CPU, memory, None, kept=kept)
-    before.reserve(0, share(state))
+    before.reserve(0, share(state).layout.nbytes)
     (mine,) = {path.name for path in slots.iterdir()} & {"rank_00000.0"}  # the dead one's name is taken over
     before.close()
     (slots / "rank_00000.5").touch()
@@ -143,13 +143,13 @@ def test_a_worker_with_another_rank_than_before_leaves_the_names_of_that_rank_to
     state, slots = state_of(6, 2), memory.place.root / "slots"
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
-    before.reserve(1, share(state))
+    before.reserve(1, share(state).layout.nbytes)
     part = before.take(0, 7, share(state), OPERATORS).sealed.result()
     before.close()
     after, other = Saver(3, CPU, memory, None, kept=kept), Saver(0, CPU, memory, None, kept=KeptBuffers())
     assert not kept.paths and not [*slots.iterdir()]
     for saver in (after, other):
-        saver.reserve(0, share(state))
+        saver.reserve(0, share(state).layout.nbytes)
         saver.remove_leftovers(True, (0, 3))
     assert {path.name for path in slots.iterdir()} == {"rank_00000.0", "rank_00003.0"}
     assert_holds(memory.place.root / "iter_0000007" / part.name, part, state, expected)

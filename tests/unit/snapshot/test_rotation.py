@@ -112,6 +112,14 @@ class ForgetsWindows(Rotation):
         return super().begin(iteration, persisting, iteration)
 
 
+class CountsRetiringOnce(Rotation):
+    """Takes a buffer too many when one vote completes two snapshots."""
+
+    def complete(self, iteration):
+        after = super().complete(iteration)
+        return after._each(lambda slot: replace(slot, superseded_by=None))
+
+
 class NeverComplete(Rotation):
     """Does not hear that all have copied a snapshot."""
 
@@ -123,7 +131,14 @@ CARRIES = dict(nodes=TWO_NODES, carries=True)
 NOT_CARRIED = "what is to be carried is (given up|written over)"
 NOT_WHOLE, NOT_STORED = "no published snapshot is whole", "storage gets what is not whole"
 BROKEN = {
-    "a buffer is free before the newer snapshot is published": (Setting(machine=WithoutRetiring), NOT_WHOLE),
+    "a buffer is free before the newer snapshot is published": (
+        Setting(machine=WithoutRetiring),
+        "what is published is written over",
+    ),
+    "what retires in one vote counts as one": (
+        Setting(machine=CountsRetiringOnce),
+        "more buffers than are ever needed",
+    ),
     "the buffer to recover from is written over": (Setting(machine=ReusesRecovery), NOT_WHOLE),
     "what storage still reads is written over": (Setting(machine=ForgetsWriting, stores=True), NOT_STORED),
     "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False), NOT_STORED),
@@ -196,7 +211,7 @@ def test_what_goes_to_storage_is_kept_until_it_is_there():
 
 def test_what_an_earlier_job_left_in_memory_counts():
     rotation = Rotation.of(2, keep=True, recovered=[7, 8])
-    assert rotation.slots == (Slot(Use.RECOVERY, 7), Slot(Use.RECOVERY, 8))
+    assert rotation.slots == (Slot(Use.RECOVERY, 7, supersedes=7), Slot(Use.RECOVERY, 8, supersedes=8))
     assert (rotation.free(), rotation.recovery, rotation.holds(8), rotation.holds(9)) == (2, 8, True, False)
     assert Rotation.of(2, keep=False, recovered=[7]).free() == 0
 
@@ -218,19 +233,27 @@ def test_a_window_stays_until_another_one_is_whole():
     assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
 
 
+def test_one_vote_can_complete_two_snapshots():
+    rotation = Rotation.of(2, keep=True).begin(9, False, 9).voted().complete(9).voted()
+    rotation = rotation.begin(10, False, 10).voted().begin(11, False, 11)
+    rotation = rotation.voted().complete(10).complete(11)
+    assert len(rotation.slots) == rotation.most(1) and rotation.free() is None
+    assert rotation.voted().free() == 0
+
+
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_free_buffers_go_until_those_are_left_that_are_needed(number):
     rotation = Rotation((Slot(),) * number, spare=2, keep=False)
-    assert len(rotation.trimmed(1).slots) == rotation.needs(1) == 2
+    assert len(rotation.trimmed(rotation.most()).slots) == 2
 
 
 def test_buffers_that_shorter_windows_do_not_need_go():
     rotation = Rotation.of(2, keep=True)
-    assert rotation.needs(4) == rotation.most(4) - 3  # storage holds no window yet
+    assert Rotation.of(2, keep=True, stores=False).most(4) == rotation.most(4) - 3  # storage holds no window
     for iteration in range(1, 5):
         rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).voted()
     rotation = rotation.begin(5, False, 5).complete(5).voted()
-    assert len(rotation.slots) == 5 and rotation.trimmed(4).slots == rotation.slots
-    assert rotation.trimmed(2) == rotation.trimmed(1)  # what is needed stays
+    assert len(rotation.slots) == 5 and rotation.trimmed(9).slots == rotation.slots
+    assert rotation.trimmed(5) == rotation.trimmed(3)  # what is needed stays
     rotation = rotation.begin(6, False, 6).complete(6).voted()
-    assert len(rotation.trimmed(1).slots) == 3 and rotation.trimmed(1).free() == 1
+    assert len(rotation.trimmed(3).slots) == 3 and rotation.trimmed(3).free() == 1

@@ -153,7 +153,7 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
 
 def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(storage, memory):
     saver = Saver(0, CPU, memory, storage)
-    saver.reserve(0, share(state_of(6, 2)))
+    saver.reserve(0, share(state_of(6, 2)).layout.nbytes)
     slot = memory.place.root / "slots" / "rank_00000.0"
     reserved = slot.stat().st_ino
 
@@ -224,7 +224,7 @@ def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
 def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
     saver, fragments = Saver(0, CPU, None, storage), [state_of(2) for _ in range(18)]
     turns = [share(some) for some in fragments]
-    saver.reserve(0, turns[0])
+    saver.reserve(0, turns[0].layout.nbytes)
     for iteration, (some, its) in enumerate([*zip(fragments, turns, strict=True)] * 2):
         snapshot = saver.take(0, iteration, its, OPERATORS)
         snapshot.sealed.result()

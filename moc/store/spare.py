@@ -1,0 +1,55 @@
+"""Memory that stays allocated for small files, so that a full memory file system does not stop their writers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+NAME = ".spare"
+"""Name of the file in a directory of a node's memory."""
+
+_PAGE = 4096
+
+
+class SpareRoom:
+    """A file whose pages are given up for small files when the file system is full; all processes of a node share it.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def fill(self, nbytes: int) -> None:
+        """Extends the allocation to so many bytes.
+
+        Raises:
+            OSError: the file system has too little room.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._opened(os.O_CREAT) as file:
+            if os.fstat(file).st_size < nbytes:
+                os.posix_fallocate(file, 0, nbytes)
+
+    def spend(self, nbytes: int) -> bool:
+        """Gives up pages for a file of so many bytes; returns False, and gives up nothing, if there are too few."""
+        pages = (-(-nbytes // _PAGE) + 1) * _PAGE
+        with contextlib.suppress(OSError), self._opened() as file:
+            left = os.fstat(file).st_size - pages
+            if left >= 0:
+                os.ftruncate(file, left)
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int = 0) -> Iterator[int]:
+        file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)

@@ -1,0 +1,100 @@
+"""Host memory of snapshots: what is predicted, reserved and used, and what happens where it is short."""
+
+import contextlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moc.store.leftovers import leftovers
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import node_memory
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = dict(train_iters=20)
+POLICIES = {
+    "full": dict(ckpt_policy="full", snapshot_interval=1),
+    "sparse": dict(ckpt_policy="sparse", sparse_window=3),
+    "sparse, to storage": dict(ckpt_policy="sparse", sparse_window=3, persist_interval=5),
+    "gradient": dict(ckpt_policy="gradient", gradient_window=3),
+    "pec": dict(ckpt_policy="pec", pec_k=1, snapshot_interval=1),
+    "selective": dict(ckpt_policy="selective", selective_experts=1),
+    "auto": dict(ckpt_policy="auto"),
+}
+
+
+@contextlib.contextmanager
+def memory_of_bytes(nbytes: int, directory: Path):
+    """A memory file system of a size; skips the test where none can be mounted."""
+    directory.mkdir()
+    size = f"size={nbytes // 4096 * 4096}"
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", directory]).returncode:
+        pytest.skip("mounting a memory file system needs root")
+    try:
+        yield str(directory)
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
+
+
+def job(layout: str, flags: dict, directory: Path, tier: str, memory: str) -> Launched:
+    places = dict(ckpt_dir=str(directory / "snapshots"), ckpt_memory_dir=memory, ckpt_tier=tier)
+    return Launched(layout, flags | places, directory / "job", nodes=1 + (tier == "peers"))
+
+
+def used(memory: str) -> int:
+    """Bytes of the memory of the node that has most."""
+    return max((one.bytes for one in leftovers(memory)), default=0)
+
+
+def total(predicted: dict) -> int:
+    return sum(predicted[of] for of in ("own", "copies", "small", "logs"))
+
+
+def files(memory: str) -> list[Path]:
+    return [path for path in Path(memory).rglob("*") if path.is_file() and ".sockets" not in path.parts]
+
+
+@pytest.mark.parametrize("tier", ["memory", "peers"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_as_much_memory_is_used_as_is_predicted(policy, tier, data, tmp_path):
+    with node_memory() as memory, job("DP2", data | POLICIES[policy] | LONG, tmp_path, tier, memory) as running:
+        measured = []
+        for iteration in range(2, 13, 2):
+            running.reach(iteration)
+            measured.append(used(memory))
+        (predicted,) = running.events("memory")
+        assert running.wait() == 0, running.console[-4000:]
+        assert not running.events("abandoned") and not files(memory)
+    assert max(measured) == pytest.approx(total(predicted), rel=0.05)
+
+
+@pytest.mark.parametrize("tier", ["memory", "peers"])
+def test_a_start_with_too_little_memory_is_refused_and_leaves_nothing(tier, data, tmp_path):
+    with node_memory() as memory, job("DP2", data | POLICIES["full"], tmp_path / "fits", tier, memory) as running:
+        running.reach(1)
+        predicted = running.events("memory")[0]
+        assert running.wait() == 0
+    needed = total(predicted) * (1 + (tier == "peers"))
+    with memory_of_bytes(int(0.8 * needed), tmp_path / "small") as memory:
+        with job("DP2", data | POLICIES["full"], tmp_path / "refused", tier, memory) as running:
+            assert running.wait() not in (0, None)
+            assert not running.events("iteration") and not files(memory)
+        assert "--ckpt-memory-dir" in running.console and "Traceback" not in running.console
+
+
+@pytest.mark.parametrize("policy", ["full", "sparse", "gradient", "pec"])
+def test_memory_that_others_take_later_ends_nothing(policy, data, tmp_path):
+    flags = data | POLICIES[policy] | dict(train_iters=14)
+    with memory_of_bytes(64 << 20, tmp_path / "memory") as memory:
+        with job("DP2", flags, tmp_path / "job", "peers", memory) as running:
+            running.reach(4)
+            with contextlib.suppress(OSError), open(Path(memory) / "another", "wb", buffering=0) as other:
+                while True:
+                    other.write(bytes(1 << 16))
+            running.reach(12)
+            (Path(memory) / "another").unlink()
+            assert running.wait() == 0, running.console[-4000:]
+        assert [event["iteration"] for event in running.events("iteration")] == [*range(1, 15)]
+        assert not files(memory)
