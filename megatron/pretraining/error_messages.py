@@ -14,8 +14,8 @@ FIX = " Fix: "
 def messages(sources: list[Path]) -> dict[str, list[str]]:
     """By code, the messages that carry it; values in a message are replaced by their names in angle brackets.
 
-    A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.  A sentence that
-    quotes another error and takes its code is not listed.
+    A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.
+    A sentence that quotes another error and takes its code is not listed.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
     of_class = _codes_of_classes(trees)
