@@ -137,7 +137,7 @@ class Folds:
         if not self._over:
             self._over = True
             print_lines(
-                "WARNING: gradients of experts are not folded beside training any more, and a recovery repeats their "
+                "WARNING: gradients of experts are no longer folded during training, and a recovery repeats their "
                 f"updates: {with_code(error)}",
                 error=True,
                 flush=True,
