@@ -207,8 +207,8 @@ class SnapshotLoader:
             place = self._storage.place.name
             self._log.message(
                 warning(
-                    f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has no "
-                    "complete one yet. Fix: save to storage earlier (--persist-interval), or keep copies on other nodes "
+                    f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has "
+                    "no complete one yet. Fix: save to storage earlier (--persist-interval), or keep copies on other nodes "
                     "(--ckpt-tier peers)",
                     code="nothing-stored-yet",
                 )
@@ -245,7 +245,7 @@ class SnapshotLoader:
         raise CheckpointError(
             f"no snapshot is complete ({cause_of(self._damage or nothing)}). Fix: restore one, or start in another "
             "directory with --ckpt-dir",
-            code="no-whole-snapshot",
+            code="no-complete-snapshot",
         )
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
