@@ -208,8 +208,8 @@ class SnapshotLoader:
             self._log.message(
                 warning(
                     f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has "
-                    "no complete one yet. Fix: save to storage earlier (--persist-interval), or keep copies on other nodes "
-                    "(--ckpt-tier peers)",
+                    "no complete one yet. Fix: save to storage earlier (--persist-interval), or keep copies on other "
+                    "nodes (--ckpt-tier peers)",
                     code="nothing-stored-yet",
                 )
             )
