@@ -15,6 +15,7 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     """By code, the messages that carry it; values in a message are replaced by their names in angle brackets.
 
     A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.
+    A sentence that quotes another error and takes its code is not listed.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
     of_class = _codes_of_classes(trees)
@@ -24,7 +25,7 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     for tree in trees:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-            for code in _stated(call) or [of_class.get(name)]:
+            for code in _stated(call) if _has_code(call) else [of_class.get(name)]:
                 if code is not None:
                     found[code].update(filter(None, map(_text, call.args)))
     return {code: sorted(texts) for code, texts in sorted(found.items())}
@@ -52,6 +53,10 @@ def _codes_of_classes(trees: list[ast.Module]) -> dict[str, str]:
 
     of_class = {name: code(name) for name in classes if name != "UserError"}
     return {name: found for name, found in of_class.items() if found is not None}
+
+
+def _has_code(call: ast.Call) -> bool:
+    return any(keyword.arg == "code" for keyword in call.keywords)
 
 
 def _stated(call: ast.Call) -> list[str]:

@@ -105,7 +105,7 @@ def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tup
 
 
 def _refused(problem: str) -> CheckpointError:
-    return CheckpointError(f"{problem}. Fix: remove it, or replace it by what it leads to", code="file-refused")
+    return CheckpointError(f"{problem}. Fix: remove it, or replace it by a directory", code="file-refused")
 
 
 def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:

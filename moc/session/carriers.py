@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from moc.errors import code_of
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import AvailableCheckpoint
@@ -133,5 +132,5 @@ def _as_checkpoint_error():
         raise CheckpointError(
             f"the process that carries experts {error}. Fix: read its output above; it starts again with the next "
             "snapshot",
-            code=code_of(error),
+            code="helper-lost",
         ) from None

@@ -134,8 +134,8 @@ def carry(
             _warned.add(carrier.name)
             print_lines(
                 warning(
-                    f"experts of older snapshots cannot be kept in {carrier.name} ({cause_of(error)}), and come from "
-                    "--ckpt-dir after a failure. Fix: make room, or name another memory with --ckpt-memory-dir",
+                    f"experts of older snapshots cannot be kept in {carrier.name} ({cause_of(error)}), and are read "
+                    "from --ckpt-dir after a failure. Fix: make room, or name another memory with --ckpt-memory-dir",
                     code=code_of(error),
                 ),
                 error=True,

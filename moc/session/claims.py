@@ -66,7 +66,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
 
     run_on_all(take, "cannot use a directory for snapshots")
     if problem := first_reported(problem):
-        log.message(f"WARNING: snapshots are in memory alone until storage works: {problem}")
+        log.message(f"WARNING: snapshots are only in memory until storage works: {problem}")
     if begins and tiers.memory is not None:
         _tell_of_other_runs(settings, tiers, log)
     return tiers.memory is not None and (not begins or problem is not None)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from moc.errors import code_of, with_code
+from moc.errors import with_code
 from moc.output import print_lines
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
@@ -122,7 +122,7 @@ class Folds:
             raise CheckpointError(
                 f"the process that folds gradients {error}. Fix: read its output above; it starts again with the next "
                 "snapshot",
-                code=code_of(error),
+                code="helper-lost",
             ) from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
@@ -137,7 +137,7 @@ class Folds:
         if not self._over:
             self._over = True
             print_lines(
-                "WARNING: gradients of experts are not folded beside training any more, and a recovery repeats their "
+                "WARNING: gradients of experts are no longer folded during training, and a recovery repeats their "
                 f"updates: {with_code(error)}",
                 error=True,
                 flush=True,

@@ -151,7 +151,7 @@ def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> 
     if wanted > nodes - 1:
         raise SettingsError(
             f"--replicas {wanted} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
-            f"leave it out for as many as there are, up to {DEFAULT_REPLICAS}",
+            f"leave it out for the default, {DEFAULT_REPLICAS} or fewer",
             code="too-many-replicas",
         )
     return wanted

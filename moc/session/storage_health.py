@@ -152,7 +152,7 @@ class StorageHealth:
             self._log.message(
                 warning(
                     f"{self._name} is slow: the snapshot of iteration {under_way} is still being written there, and "
-                    f"later ones are in memory alone; {self._newest_there()}. Fix: repair it, or raise "
+                    f"later ones are only in memory; {self._newest_there()}. Fix: repair it, or raise "
                     "--persist-interval",
                     code="storage-slow",
                 )

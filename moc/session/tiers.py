@@ -119,7 +119,7 @@ def check_nodes(slices: Sequence[int], tiers: Tiers, tier: str) -> None:
     """
     if not set(tiers.node).issuperset(slices):
         raise CheckpointError(
-            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
-            "alike. Fix: keep tensor parallelism inside of a node, or take --ckpt-tier disk",
+            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes "
+            "share. Fix: keep tensor parallelism inside of a node, or take --ckpt-tier disk",
             code="tensor-parallel-across-nodes",
         )

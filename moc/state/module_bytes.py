@@ -40,6 +40,8 @@ class _Header:
 class ModuleStateError(UserError, ValueError):
     """Module state cannot be serialized, or its bytes are not valid."""
 
+    code = "module-state-invalid"
+
 
 def size_of(values: Mapping[str, Any]) -> int:
     """Bytes that :func:`pack` writes of the values that it can write."""

@@ -15,6 +15,7 @@ import torch
 
 from examples.pure_torch import BATCH, SEQUENCE, Engine, Log
 from moc import CheckpointError, Session, Settings, StepRecord, join_job, sum_over_workers
+from moc.errors import with_code
 from moc.store.digest import digest_of
 
 _SETTINGS = dict(
@@ -45,7 +46,7 @@ def train(flags: dict) -> dict:
         told["start"] = _train(engine, session, log, told["records"], flags)
         session.close()
     except CheckpointError as error:
-        print(f"plain.py: error (worker {job.rank}): {error}", file=sys.stderr, flush=True)
+        print(f"plain.py: error (worker {job.rank}): {with_code(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
     told["weights"] = {name: digest_of(p.detach().numpy().tobytes()) for name, p in engine.model.named_parameters()}
     job.leave()

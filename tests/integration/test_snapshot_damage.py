@@ -160,7 +160,7 @@ def test_nothing_begins_where_no_snapshot_is_whole(flags):
     for result in start("plain DP2", flags).wait():
         assert result.exit == 1, result.output
         (said,) = (line for line in result.output.splitlines() if "plain.py: error" in line)
-        assert only_code(said) == "no-whole-snapshot" and str(Path(directory_of(2), file_of(1))) in said, said
+        assert only_code(said) == "no-complete-snapshot" and str(Path(directory_of(2), file_of(1))) in said, said
         assert "Traceback" not in result.output
     assert len(events(flags, "start")) == 1  # nothing was trained
     assert stores(flags)["storage"].iterations() == [1, 2]

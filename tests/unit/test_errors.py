@@ -62,6 +62,7 @@ def test_messages_are_read_from_the_source(tmp_path):
         "raise Worse('worse')\n"
         "refuse(a < b, 'too small', code='too-small')\n"
         "raise Broken(sentence)\n"
+        "raise Broken(f'--flag: {error}', code=code_of(error))\n"
     )
     found = messages([tmp_path / "module.py"])
     assert found == {"broken": ["<path> is bad. Fix: repair <name>", "worse"], "too-small": ["too small"]}

@@ -207,9 +207,9 @@ class SnapshotLoader:
             place = self._storage.place.name
             self._log.message(
                 warning(
-                    f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has none yet "
-                    "that is whole. Fix: save to storage earlier (--persist-interval), or keep copies on other nodes "
-                    "(--ckpt-tier peers)",
+                    f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has "
+                    "no complete one yet. Fix: save to storage earlier (--persist-interval), or keep copies on other "
+                    "nodes (--ckpt-tier peers)",
                     code="nothing-stored-yet",
                 )
             )
@@ -243,9 +243,9 @@ class SnapshotLoader:
             path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
         raise CheckpointError(
-            f"no snapshot is whole ({cause_of(self._damage or nothing)}). Fix: restore one, or start anew in another "
+            f"no snapshot is complete ({cause_of(self._damage or nothing)}). Fix: restore one, or start in another "
             "directory with --ckpt-dir",
-            code="no-whole-snapshot",
+            code="no-complete-snapshot",
         )
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
