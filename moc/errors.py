@@ -10,6 +10,9 @@ import re
 
 _WITH_CODE = re.compile(r"(?s)(.+) \[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 
+FIX = ". Fix: "
+"""Separates what failed and its cause from the remedy."""
+
 _OF_SYSTEM = {
     errno.ENOSPC: "disk-full",
     errno.EDQUOT: "disk-full",
@@ -54,6 +57,22 @@ def code_of(error: BaseException) -> str:
 def with_code(error: BaseException) -> str:
     """The sentence of an error and its code in brackets, as programs print them and send them to each other."""
     return f"{error} [{code_of(error)}]"
+
+
+def warning(sentence: str, *, code: str) -> str:
+    """The line that reports an error that does not end the program."""
+    return f"WARNING: {sentence} [{code}]"
+
+
+def cause_of(error: object) -> str:
+    """The sentence of an error, or of one that another process sends, without remedy and code, to be quoted as a cause.
+
+    An error of the operating system is described without its number.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    sent = _WITH_CODE.fullmatch(str(error))
+    return (sent[1] if sent else str(error)).partition(FIX)[0]
 
 
 def codes_in(text: str) -> list[str]:
