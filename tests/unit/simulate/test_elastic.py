@@ -93,7 +93,8 @@ def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
     fatal = [result for result in found if result.fallbacks]
     assert len(fatal) / len(found) == pytest.approx(2 / 6, abs=0.12)
     for result in fatal:
-        assert result.fallbacks == {"an expert was lost: 2 of 4 nodes lost": 1}
+        ((why, times),) = result.fallbacks.items()
+        assert "expert" in why and "2 of 4" in why and times == 1
         assert result.recovery_s == pytest.approx(20 + 6 * 2)  # iterations 25 to 31 again, at half the speed
     assert {result.recovery_s for result in found if not result.fallbacks} == {5}
 
