@@ -71,10 +71,10 @@ def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
         window_in(windows / "iter_0000005", None)
 
 
-@pytest.mark.parametrize("iteration", [4, 6])
-def test_without_flags_it_is_said_what_is_missing(windows, iteration, capsys):
+@pytest.mark.parametrize(("iteration", "code"), [(4, "optimizer-state-missing"), (6, "operator-missing")])
+def test_without_flags_it_is_said_what_is_missing(windows, iteration, code, capsys):
     told = refused(capsys, windows, windows / "dense", "--iteration", iteration)
-    assert only_code(told) == "operator-missing" and not (windows / "dense").exists()
+    assert only_code(told) == code and not (windows / "dense").exists()
 
 
 def test_what_is_there_already_is_refused_before_anything_is_computed(windows, capsys):
