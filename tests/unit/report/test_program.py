@@ -90,7 +90,7 @@ def test_what_is_given_up_and_computed_again():
     (one,) = run.each
     assert (one.newest, one.iteration, one.undone, one.replayed, one.exact) == (10, 8, 2, 0, True)
     assert (one.outside_s, one.detect_s, one.kept, one.workers) == (6.0, 0.125, 0, 4)
-    assert one.reasons == ("worker 2 was killed by signal 9",)
+    assert len(one.reasons) == 1 and "worker 2" in one.reasons[0] and "signal 9" in one.reasons[0]
     assert (run.iterations, run.computed, run.tokens, run.ended) == (18, 20, 1800, None)
     assert run.recoveries.injected == {"kill": 1}
 

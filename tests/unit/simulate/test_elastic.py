@@ -63,7 +63,7 @@ def test_the_busiest_rank_is_waited_for():
 def test_slots_hold_all_replicas_on_the_fewest_nodes():
     assert four_nodes(settings=ElasticSettings()).slots == 4  # 2 of each of 4 experts on 2 nodes
     assert four_nodes(settings=ElasticSettings(), ranks=4).slots == 1
-    with pytest.raises(ValueError, match="at least 2 slots"):
+    with pytest.raises(ValueError, match="2 slots"):
         four_nodes(settings=ElasticSettings(slots=1))
 
 
