@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     single = is_checkpoint(args.path)
     if single and args.iteration is not None:
         parser.error(
-            f"{args.path} is one checkpoint, among which --iteration cannot choose. Fix: give the directory that it "
+            f"{args.path} is one checkpoint, so --iteration has no effect. Fix: give the directory that it "
             "is in, or drop --iteration",
             code="directory-is-one-checkpoint",
         )

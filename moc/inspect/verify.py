@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         if is_checkpoint(path) and (args.all or args.iteration is not None):
             parser.error(
-                f"{path} is one checkpoint, among which --all and --iteration cannot choose. Fix: give the directory "
+                f"{path} is one checkpoint, so --all and --iteration have no effect. Fix: give the directory "
                 "that it is in, or drop --all and --iteration",
                 code="directory-is-one-checkpoint",
             )

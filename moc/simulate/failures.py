@@ -50,7 +50,7 @@ class Faults:
     def __post_init__(self):
         if (self.mtbf_s is None) == (not self.trace):
             raise SimulationError(
-                "failures come either from an MTBF or from a trace. Fix: give one of them",
+                "failures have either an MTBF or a trace as their source. Fix: give one of them",
                 code="failure-source-ambiguous",
             )
         if self.mtbf_s is not None and not self.mtbf_s > 0:

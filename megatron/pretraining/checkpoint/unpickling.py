@@ -217,7 +217,7 @@ def _check_paths(metadata: Any) -> None:
             )
         if getattr(stored, "transform_descriptors", None):
             raise CheckpointError(
-                f".metadata says that {name} is compressed, which torch_dist checkpoints are not. Fix: use a "
+                f".metadata describes {name} as compressed, which torch_dist checkpoints are not. Fix: use a "
                 "checkpoint of format torch_dist",
                 code="metadata-refused",
             )

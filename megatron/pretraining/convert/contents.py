@@ -94,8 +94,7 @@ class Weights(ConvertedState):
             if kept.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(
-                        "the checkpoint does not say what dtype its model computes with (params_dtype). Fix: pass "
-                        "--dtype",
+                        "the checkpoint does not name the dtype of its model (params_dtype). Fix: pass --dtype",
                         code="dtype-missing",
                     )
                 self._rounded[name] = dtype
@@ -141,13 +140,13 @@ def check_whole(contents: ConvertedState) -> None:
     window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
-        remedy = WITH_FLAGS if window else "convert another checkpoint, which has the whole model"
+        remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
         raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
     needed = SLOTS.get(state.get("optimizer") or "", (PARAM,))
     for name, found in slots.items():
         wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):
-            remedy = WITH_FLAGS if window else "pass --no-optim to convert the weights alone"
+            remedy = WITH_FLAGS if window else "pass --no-optim to convert only the weights"
             raise CheckpointError(
                 f"there is no {' and no '.join(lacking)} of {name}. Fix: {remedy}",
                 code="optimizer-state-missing",

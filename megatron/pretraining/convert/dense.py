@@ -115,7 +115,7 @@ class DenseContents(ConvertedState):
                 if not torch.equal(master.view(torch.uint8), weight.view(torch.uint8)):
                     raise CheckpointError(
                         f"the weight {tensor.name} is not its master rounded to {weight.dtype}: another program "
-                        "changed one of them. Fix: pass --no-optim to convert the weights alone",
+                        "changed one of them. Fix: pass --no-optim to convert only the weights",
                         code="weight-differs-from-master",
                     )
                 advance(tensor.nbytes)
@@ -149,8 +149,8 @@ def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[s
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
-            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says whether it is "
-            "whole. Fix: pass --trust if you know where it is from",
+            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it and it cannot be "
+            "verified. Fix: pass --trust if you know where it is from",
             code="manifest-missing",
         )
     listed = manifest["files"] if manifest else {}
@@ -232,8 +232,8 @@ def _training_state(contents: ConvertedState) -> dict:
     if len(steps) > 1:
         told = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
         raise CheckpointError(
-            f"operators have seen different numbers of updates ({told}), and a dense checkpoint holds one number for "
-            "all. Fix: pass --no-optim to convert the weights alone",
+            f"operators had different numbers of updates ({told}), and a dense checkpoint holds one number for "
+            "all. Fix: pass --no-optim to convert only the weights",
             code="update-counts-differ",
         )
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}

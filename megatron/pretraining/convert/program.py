@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     if is_checkpoint(args.source) and args.iteration is not None:
         parser.error(
-            f"{args.source} is one checkpoint, among which --iteration cannot choose. Fix: give the directory that it "
+            f"{args.source} is one checkpoint, so --iteration has no effect. Fix: give the directory that it "
             "is in, or drop --iteration",
             code="directory-is-one-checkpoint",
         )

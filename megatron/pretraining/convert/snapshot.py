@@ -141,7 +141,7 @@ def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
         promised = dict(manifest.operators[name].elements) if name in manifest.operators else {}
         if there != promised:
             raise CheckpointError(
-                f"files hold {there} elements of {name}, and the manifest says {promised}. Fix: convert another "
+                f"files hold {there} elements of {name}, and the manifest has {promised}. Fix: convert another "
                 "checkpoint with --iteration",
                 code="checkpoint-damaged",
             )

@@ -93,10 +93,10 @@ def check(name: str, model: Described, fixed: dict[str, Any]) -> None:
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for field, wanted in (LLAMA_LIKE | fixed).items():
         there = getattr(model.network if hasattr(model.network, field) else model.moe, field)
-        _refuse(there != wanted, f"{name} cannot say {_spelled(flags[field], there, wanted)}")
+        _refuse(there != wanted, f"{name} cannot express {_spelled(flags[field], there, wanted)}")
     _refuse(
         model.moe.moe_router_load_balancing_type == "sinkhorn",
-        f"{name} cannot say --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
+        f"{name} cannot express --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
     )
 
 

@@ -99,14 +99,13 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
                 )
             if index is not None and index.get(name) != file:
                 raise CheckpointError(
-                    f"{directory / INDEX} does not say that {name} is in {file}. Fix: download the file and the index "
-                    "again",
+                    f"{directory / INDEX} does not place {name} in {file}. Fix: download the file and the index again",
                     code="weights-index-wrong",
                 )
             found[name] = stored
     if lacking := [name for name in index or () if name not in found]:
         raise CheckpointError(
-            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, although the index says so. Fix: "
+            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, where the index places it. Fix: "
             "download the file and the index again",
             code="weights-index-wrong",
         )
@@ -157,7 +156,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         ) from None
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is no whole file of safetensors ({error}). Fix: download it again",
+            f"{path} is not a complete file of safetensors ({error}). Fix: download it again",
             code="checkpoint-damaged",
         ) from None
 

@@ -67,12 +67,12 @@ def family_for(model: Model) -> Family:
         return able[0]
     if able:
         raise CheckpointError(
-            f"several families can say this model. Fix: choose --family {' or '.join(f.name for f in able)}",
+            f"several families can express this model. Fix: choose --family {' or '.join(f.name for f in able)}",
             code="family-ambiguous",
         )
     reasons = "; ".join(cause_of(_refusal(family, model)) for family in FAMILIES.values())
     raise CheckpointError(
-        f"no family can say this model: {reasons}. Fix: keep the checkpoint in torch_dist, or train a model that a "
+        f"no family can express this model: {reasons}. Fix: keep the checkpoint in torch_dist, or train a model that a "
         "family can express",
         code="family-cannot-express",
     )

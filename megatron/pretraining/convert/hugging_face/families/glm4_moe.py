@@ -51,14 +51,14 @@ def config_of(model: Model) -> dict[str, Any]:
     moe, dense = ours.moe, ours.expert_layers.index(1)
     if not all(ours.expert_layers[dense:]):
         raise CheckpointError(
-            f"{_NAME} cannot say --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
+            f"{_NAME} cannot express --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
             "experts. Fix: choose another --family",
             code="family-cannot-express",
         )
     width = ours.moe.moe_ffn_hidden_size or 1  # known, since there are experts
     if ours.shared % width:
         raise CheckpointError(
-            f"{_NAME} cannot say --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
+            f"{_NAME} cannot express --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
             f"--moe-ffn-hidden-size {width}. Fix: choose another --family",
             code="family-cannot-express",
         )
