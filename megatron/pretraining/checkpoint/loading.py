@@ -111,8 +111,8 @@ class CheckpointLoader:
         if manifest is None:
             if not self._config.checkpoint.trust:
                 raise CheckpointError(
-                    f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says "
-                    "whether it is whole. Fix: pass --trust if you know where it is from",
+                    f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and it cannot be "
+                    "verified. Fix: pass --trust if you know where it is from",
                     code="manifest-missing",
                 )
             self._say(f"{directory} has no {dense_files.MANIFEST} (another program wrote it): it is not verified")

@@ -149,7 +149,7 @@ def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[s
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
-            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it and it cannot be "
+            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and it cannot be "
             "verified. Fix: pass --trust if you know where it is from",
             code="manifest-missing",
         )
