@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from moc.errors import UserError, code_of, codes_in
+from moc.errors import FIX, UserError, code_of, codes_in
 from moc.files.text import one_line, printable
 from moc.files.tree import Tree, remove_own
 
@@ -28,9 +28,20 @@ if TYPE_CHECKING:
 class Parser(argparse.ArgumentParser):
     """A command line parser whose error messages are one line each."""
 
-    def error(self, message: str) -> NoReturn:
-        """Prints the usage and the message, with a code if it has none, and exits with code 2."""
-        super().error(one_line(message if codes_in(message) else f"{message} [flag-invalid]"))
+    def error(self, message: str, *, code: str = "flag-invalid") -> NoReturn:
+        """Prints the usage and the message, with a remedy and a code if it has none, and exits with code 2."""
+        if codes_in(message):
+            super().error(one_line(message))
+        sentence = message if FIX in message else f"{message}{FIX}correct the command line; --help lists the flags"
+        super().error(one_line(f"{sentence} [{code}]"))
+
+
+_REMEDIES = {
+    "disk-full": "make room, or name a file in another file system",
+    "file-missing": "correct the path",
+    "permission-denied": "correct the permissions, or name another file",
+}
+"""By code of an error of the operating system."""
 
 
 class ToolError(UserError):
@@ -67,10 +78,13 @@ def print_json(value: Any) -> None:
 
 def refused(program: str, error: Exception, path: object = "") -> int:
     """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
-    said: object = error
+    code = code_of(error)
+    sentence = str(error)
     if isinstance(error, OSError):
-        said = ": ".join(map(str, filter(None, (error.filename or path, error.strerror or error)))) + "."
-    print_lines(f"{program}: {said} [{code_of(error)}]", error=True)
+        remedy = _REMEDIES.get(code, "correct the path, or repair its file system")
+        cause = ": ".join(map(str, filter(None, (error.filename or path, error.strerror or error))))
+        sentence = f"{cause}{FIX}{remedy}"
+    print_lines(f"{program}: {sentence} [{code}]", error=True)
     return 1
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moc.errors import cause_of
 from moc.files import decode, tree
 from moc.files.decode import Count, Name
 from moc.files.tree import Tree
@@ -103,10 +104,17 @@ def choose(root: Path, iteration: int | None) -> Path:
             iteration = dense_files.latest_iteration(root)
         iteration = iteration if iteration in saved else max(saved, default=None)
     if iteration is None:
-        raise CheckpointError(f"{root}: holds no checkpoint")
+        raise CheckpointError(
+            f"{root}: holds no checkpoint. Fix: name a directory that --save or --ckpt-dir was",
+            code="checkpoint-missing",
+        )
     if iteration not in saved:
         known = ", ".join(map(str, saved)) or "none"
-        raise CheckpointError(f"{root}: holds no checkpoint of iteration {iteration} (there are: {known})")
+        raise CheckpointError(
+            f"{root}: holds no checkpoint of iteration {iteration} (there are: {known}). Fix: pass one of these to "
+            "--iteration",
+            code="checkpoint-missing",
+        )
     return dense_files.directory_of(root, iteration)
 
 
@@ -121,9 +129,16 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     try:
         manifest = dense_files.read_manifest(directory)
     except OSError as error:
-        raise CheckpointError(f"{MANIFEST}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{MANIFEST}: cannot be read ({error.strerror}). Fix: correct its permissions",
+            code="checkpoint-unreadable",
+        ) from None
     if manifest is None:
-        raise CheckpointError(f"{MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
+        raise CheckpointError(
+            f"{MANIFEST}: is missing, so this is no checkpoint of this program, or half of one. Fix: use another "
+            "checkpoint",
+            code="manifest-missing",
+        )
     checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
     for name in (STATE, ".metadata"):
@@ -229,7 +244,7 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
             boxes += boxes_of(checkpoint.directory, name)
         except CheckpointError as error:
             if name not in checkpoint.broken:
-                problems.append(str(error))
+                problems.append(cause_of(error))
             checkpoint.broken.add(name)
     return boxes, problems
 
@@ -246,4 +261,7 @@ def boxes_of(directory: Path, name: str) -> list[StoredBox]:
             size = os.fstat(descriptor).st_size
             return read_boxes(name, size, lambda start, stop: os.pread(descriptor, stop - start, start), slack=False)
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{name}: its header is damaged ({error})") from None
+        raise CheckpointError(
+            f"{name}: its header is damaged ({error}). Fix: use another checkpoint",
+            code="checkpoint-damaged",
+        ) from None

@@ -30,11 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     own = parser.parse_args(argv)
     named = bool(own.path) + (own.ckpt_dir is not None) + own.all
     if named > 1 or (own.remove and not named):
-        parser.error("--remove needs one of: paths of directories, --ckpt-dir DIR for one run, or --all for all jobs")
+        parser.error(
+            "--remove needs the paths of directories, --ckpt-dir or --all. Fix: add paths, --ckpt-dir DIR for one "
+            "run, or --all for all jobs",
+            code="flag-needs-another",
+        )
     try:
         found = leftovers(own.memory_dir) if own.ckpt_dir is None else leftovers_of(own.memory_dir, own.ckpt_dir)
         if unknown := {path.absolute() for path in own.path} - {one.path.absolute() for one in found}:
-            raise CheckpointError(f"{min(unknown)} is no memory of a job: name directories as the list shows them")
+            raise CheckpointError(
+                f"{min(unknown)} is no memory of a job. Fix: name directories as the list shows them",
+                code="memory-of-no-run",
+            )
         chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
         if own.remove:
             return int(not all([_removed(one, own.ended) for one in chosen]))  # a list: also after a failure

@@ -40,7 +40,10 @@ def recovery_from(directory: Path) -> RecoveryPath | None:
     try:
         operators = operators_of(manifest.state.get("shape"))
     except ValueError as error:
-        raise CheckpointError(f"the state of the snapshot of iteration {iteration} {error}") from None
+        raise CheckpointError(
+            f"the state of the snapshot of iteration {iteration} {error}. Fix: use another snapshot",
+            code="model-description-invalid",
+        ) from None
     held = map(_without_gradients, in_storage(look(store)[0]))
     way = next(recoveries(held, operators, exact=False, only=iteration), None)
     return way if way is not None and len(way.moments) == 1 else None

@@ -34,7 +34,7 @@ experts, its mlp (dense or shared expert, with the norm before it), and the outp
 Only headers are read; tools/verify_checkpoint.py compares the content of files with their hashes."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line parser."""
     parser = Parser(
         description="Show what a checkpoint holds.",
@@ -60,10 +60,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if not args.path.is_dir():
-        parser.error(f"{args.path} is not a directory")
+        parser.error(
+            f"{args.path} is not a directory. Fix: pass a directory with checkpoints, or one checkpoint",
+            code="not-a-directory",
+        )
     single = is_checkpoint(args.path)
     if single and args.iteration is not None:
-        parser.error(f"{args.path} is one checkpoint: give the directory that it is in, or drop --iteration")
+        parser.error(
+            f"{args.path} is one checkpoint, so --iteration has no effect. Fix: give the directory that it "
+            "is in, or drop --iteration",
+            code="directory-is-one-checkpoint",
+        )
     try:
         checkpoint = read_checkpoint(args.path if single else choose(args.path, args.iteration))
     except CheckpointError as error:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.errors import cause_of, with_code
 from moc.files.tree import Tree
 from moc.inspect.chains import chain_problems
 from moc.inspect.checkpoint import (
@@ -43,7 +44,7 @@ directory, the checkpoint that its tracker names is verified, and that the track
 exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line parser."""
     parser = Parser(
         description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
@@ -99,7 +100,12 @@ class Verdict:
         found = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
         count = len(self.problems)
         if count:
-            return [f"{self.path}: NOT WHOLE, {count} problem{'s' if count > 1 else ''}", *found]
+            damage = CheckpointError(
+                f"{self.path}: NOT WHOLE, {count} problem{'s' if count > 1 else ''}. Fix: use another checkpoint, or "
+                "restore the files from a copy",
+                code="checkpoint-not-whole",
+            )
+            return [with_code(damage), *found]
         if not self.checkpoint:
             return [f"{self.path}:", *found] if found else []
         what = "optimizer state" if self.checkpoint.format == DENSE else "state"
@@ -113,12 +119,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.workers < 1:
-        parser.error("--workers must be at least 1")
+        parser.error("--workers is less than 1. Fix: pass 1 or more", code="value-out-of-range")
     for path in args.paths:
         if not path.is_dir():
-            parser.error(f"{path} is not a directory")
+            parser.error(
+                f"{path} is not a directory. Fix: pass a directory with checkpoints, or one checkpoint",
+                code="not-a-directory",
+            )
         if is_checkpoint(path) and (args.all or args.iteration is not None):
-            parser.error(f"{path} is one checkpoint: give the directory that it is in, or drop --all and --iteration")
+            parser.error(
+                f"{path} is one checkpoint, so --all and --iteration have no effect. Fix: give the directory "
+                "that it is in, or drop --all and --iteration",
+                code="directory-is-one-checkpoint",
+            )
     verdicts = [verdict for path in args.paths for verdict in examine(path, args.iteration, args.all)]
     started = time.perf_counter()
     check_hashes(verdicts, args.workers)
@@ -149,7 +162,7 @@ def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
     try:
         chosen = [choose(path, iteration)]
     except CheckpointError as error:
-        directory.problems.append(str(error).removeprefix(f"{path}: "))
+        directory.problems.append(cause_of(error).removeprefix(f"{path}: "))
         chosen = []
     if iteration is None and (problem := tracker_problem(path)):
         directory.problems.append(problem)
@@ -164,7 +177,7 @@ def _opened(directory: Path) -> Verdict:
         verdict.checkpoint = read_checkpoint(directory)
         verdict.problems += verdict.checkpoint.problems
     except CheckpointError as error:
-        verdict.problems.append(str(error).removeprefix(f"{directory}/"))
+        verdict.problems.append(cause_of(error).removeprefix(f"{directory}/"))
     return verdict
 
 
@@ -234,7 +247,7 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
     try:
         boxes = boxes_of(checkpoint.directory, name)
     except CheckpointError as error:
-        return [str(error).removeprefix(f"{name}: ")]
+        return [cause_of(error).removeprefix(f"{name}: ")]
     problems = []
     for box in sorted(boxes, key=lambda box: box.start):
         file.seek(box.start)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from moc.errors import UserError
 from moc.report.clock import Event, RecoveryTimes, Spent, began, history, of_kind, wall_clock
 from moc.report.members import Moves, Period, moves, periods
 from moc.simulate.profile import profile_of
@@ -18,6 +19,10 @@ GAUGES = (
     *("storage_age", "storage_overdue", "mlt_storage"),
 )
 _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
+
+
+class ReportError(UserError, ValueError):
+    """Events of which no report can be made; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +188,17 @@ def report(name: str, events: Sequence[Event]) -> Report:
     """
     counted, _ = history(events)
     if not counted:
-        raise ValueError("there is no iteration in it: nothing has been trained.")
+        raise ReportError(
+            "there is no iteration in it: nothing has been trained. Fix: give events of a run that has trained",
+            code="run-too-short",
+        )
     usual_s = _usual_s(events, counted)
     spent, each = wall_clock(events, usual_s)
     if spent.wall_s <= 0:
-        raise ValueError("all of its events are of one moment.")
+        raise ReportError(
+            "all of its events are of one moment. Fix: give events of a longer run",
+            code="run-too-short",
+        )
     in_order = [counted[number] for number in sorted(counted)]
     tokens = sum(event["tokens"] for event in in_order)
     ended = [event for event in events if event["type"] in ("start", "exit")][-1:]

@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         runs = [read_run(path) for path in _event_files(args)]
         runs = [run.between(args.start, args.end) for run in runs]
         if not any(run.train or run.valid for run in runs):
-            raise ToolError("There is no loss to draw in these events.")
+            raise ToolError(
+                "there is no loss to draw in these events. Fix: give events of a run that has trained",
+                code="run-too-short",
+            )
         figure = draw(runs, args.title, args.smoothing, args.extra)
         with replacing(args.output) as name:
             figure.savefig(name, format="png", dpi=120)
@@ -72,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
 def _event_files(args: argparse.Namespace) -> list[Path]:
     paths = [Path(name) for name in (*args.events, *args.log_dir)]
     if not paths:
-        raise ToolError("Give an events.jsonl, or --log-dir.")
+        raise ToolError(
+            "there is no file of events to draw. Fix: give an events.jsonl, or --log-dir",
+            code="input-missing",
+        )
     return [events_file(path) for path in paths]
 
 
@@ -150,7 +156,7 @@ def smooth(values: list[float], width: int) -> list[float]:
 def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
     """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel; returns the figure."""
     if smoothing < 0:
-        raise ToolError("--smoothing must not be negative.")
+        raise ToolError("--smoothing is negative. Fix: pass 0 or more", code="value-out-of-range")
     heights = [3, 1] if extra else [1]
     figure, panels = pyplot().subplots(
         len(heights),

@@ -7,9 +7,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from moc.errors import code_of
 from moc.files.events import events_file, read_events
 from moc.output import Parser, escapes_output, refused, replacing
-from moc.report.figures import report
+from moc.report.figures import ReportError, report
 from moc.report.plot import plot
 from moc.report.tables import show
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 runs.append(report(str(events_file(path).parent), events[-1]))
             except ValueError as error:
-                raise ValueError(f"{events_file(path)}: {error}") from None
+                raise ReportError(f"{events_file(path)}: {error}", code=code_of(error)) from None
         show(runs)
         if args.json:
             path = args.json

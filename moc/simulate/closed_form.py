@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from moc.simulate.errors import SimulationError
 from moc.simulate.policy_costs import PolicyCosts
 
 
@@ -34,7 +35,10 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
     """
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
     if not math.isfinite(young):
-        raise ValueError("without failures no interval is best: the longer the better")
+        raise SimulationError(
+            "without failures no interval is best: the longer the better. Fix: give a finite MTBF",
+            code="interval-unlimited",
+        )
 
     def ettr(interval: int) -> float:
         return expected_ettr(at_interval(saving, interval, iteration_s), iteration_s, mtbf_s)
@@ -65,5 +69,8 @@ def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
     """CheckFreq's rule: the shortest interval whose stalls stay within a share of the time (MoEvement, section 5.2)."""
     if not cap > 0:
-        raise ValueError(f"a cap of {cap} on the overhead leaves no interval: give one above 0, such as 0.03")
+        raise SimulationError(
+            f"a cap of {cap} on the overhead leaves no interval. Fix: give one above 0, such as 0.03",
+            code="value-out-of-range",
+        )
     return max(at_least, math.ceil(stall_s / (cap * iteration_s)))

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moc.simulate.errors import SimulationError
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -45,7 +47,10 @@ class Cluster:
         for name, value in vars(self).items():
             may_be_zero = name in ("latency_s", "detect_s", "restart_s")
             if name != "name" and not (value >= 0 if may_be_zero else value > 0):
-                raise ValueError(f"the cluster's {name} cannot be {value}: it must be positive")
+                raise SimulationError(
+                    f"the cluster's {name} cannot be {value}. Fix: give a number above 0",
+                    code="value-out-of-range",
+                )
 
     @property
     def nodes(self) -> int:
@@ -120,9 +125,15 @@ def cluster_named(text: str) -> Cluster:
     """
     name, colon, gpus = text.partition(":")
     if name not in CLUSTERS:
-        raise ValueError(f"there is no cluster {name!r}: choose one of {', '.join(CLUSTERS)}, as in a100-80gb:96")
+        raise SimulationError(
+            f"there is no cluster {name!r}. Fix: choose one of {', '.join(CLUSTERS)}, as in a100-80gb:96",
+            code="cluster-unknown",
+        )
     if not colon:
         return CLUSTERS[name]
     if not gpus.isdigit() or not int(gpus):
-        raise ValueError(f"{gpus!r} is no number of GPUs: give one above 0, as in {name}:96")
+        raise SimulationError(
+            f"{gpus!r} is no number of GPUs. Fix: give one above 0, as in {name}:96",
+            code="value-out-of-range",
+        )
     return dataclasses.replace(CLUSTERS[name], gpus=int(gpus))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moc.sharding import Layout
 from moc.simulate.cluster import Cluster
+from moc.simulate.errors import SimulationError
 from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
 
@@ -42,9 +43,15 @@ class Work:
 
     def __post_init__(self):
         if min(self.global_batch, self.micro_batch, self.seq_length, self.hidden_size) < 1:
-            raise ValueError("batch, micro batch, sequence and width must be at least 1")
+            raise SimulationError(
+                "batch, micro batch, sequence or width is less than 1. Fix: pass 1 or more",
+                code="value-out-of-range",
+            )
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap is a share from 0 to 1, not {self.overlap}")
+            raise SimulationError(
+                f"overlap is a share, and cannot be {self.overlap}. Fix: pass a number from 0 to 1",
+                code="value-out-of-range",
+            )
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,10 @@ class Timing:
 def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1) -> Timing:
     """The timing of a measured iteration, whose parts are unknown."""
     if not (math.isfinite(iteration_s) and iteration_s > 0):
-        raise ValueError(f"an iteration cannot take {iteration_s} s: give what was measured")
+        raise SimulationError(
+            f"an iteration cannot take {iteration_s} s. Fix: give the seconds that were measured",
+            code="value-out-of-range",
+        )
     return Timing(iteration_s, iteration_s, micro_batches=micro_batches, stages=stages)
 
 
@@ -111,9 +121,10 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     pipelines = work.pipelines or layout.dp
     micro_batches, rest = divmod(work.global_batch, work.micro_batch * pipelines)
     if rest or not micro_batches:
-        raise ValueError(
+        raise SimulationError(
             f"a batch of {work.global_batch} is not a whole number of micro batches of {work.micro_batch} in "
-            f"{pipelines} pipelines: change one of them"
+            f"{pipelines} pipelines. Fix: change one of them",
+            code="batch-not-divisible",
         )
     wide = layout.world // (layout.pp * pipelines)  # ranks that share a stage of a pipeline
     slowest_s = max(_stage_s(stage, layout, cluster, work, wide) for stage in stages)

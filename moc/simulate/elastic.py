@@ -21,6 +21,7 @@ from moc.elastic.survival import TooManyNodesError, least_survival, survived
 from moc.policy.selection import Counts
 from moc.sharding import Layout
 from moc.simulate.cost import active
+from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members, steps
 from moc.simulate.policy_costs import Loss, PolicyCosts
 from moc.simulate.stages import split_stages
@@ -85,10 +86,17 @@ class ElasticMembers(Members):
     def __post_init__(self):
         super().__post_init__()
         if self.ranks % self.tp:
-            raise ValueError(f"nodes of {self.ranks} GPUs are not divided by a tensor parallelism of {self.tp}")
+            raise SimulationError(
+                f"nodes of {self.ranks} GPUs are not divided by a tensor parallelism of {self.tp}. Fix: choose a "
+                "tensor parallelism that divides them",
+                code="workers-not-divisible",
+            )
         for nodes in {self.least, self.most}:
             if not self.trained_on(nodes):
-                raise ValueError(f"{nodes} nodes cannot hold {len(self.stages)} stages: --min-nodes must be larger")
+                raise SimulationError(
+                    f"{nodes} nodes cannot hold {len(self.stages)} stages. Fix: raise --min-nodes",
+                    code="nodes-too-few",
+                )
             self.slowdown(nodes)  # raises if the slots do not suffice
 
     def _stage(self, nodes: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moc.simulate.errors import SimulationError
 from moc.simulate.failures import Event, Faults
 from moc.simulate.members import Members
 from moc.simulate.policy_costs import Loss, PolicyCosts, Strategy, Traffic
@@ -50,9 +51,15 @@ class SimulatedJob:
     def __post_init__(self):
         for name in ("iteration_s", "samples", "nodes", "stages", "wall_s", "repair_s", "parts"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+                raise SimulationError(
+                    f"{name} cannot be {getattr(self, name)}. Fix: give a number above 0",
+                    code="value-out-of-range",
+                )
         if self.spares is not None and self.spares < 0:
-            raise ValueError(f"there cannot be {self.spares} spare nodes")
+            raise SimulationError(
+                f"there cannot be {self.spares} spare nodes. Fix: give 0 or more",
+                code="value-out-of-range",
+            )
 
 
 def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | PolicyCosts) -> Result:

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from moc.files.tree import MANIFEST, open_named
+from moc.simulate.errors import SimulationError
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,20 @@ class Faults:
 
     def __post_init__(self):
         if (self.mtbf_s is None) == (not self.trace):
-            raise ValueError("failures come either from an MTBF or from a trace: give one of them")
+            raise SimulationError(
+                "failures have either an MTBF or a trace as their source. Fix: give one of them",
+                code="failure-source-ambiguous",
+            )
         if self.mtbf_s is not None and not self.mtbf_s > 0:
-            raise ValueError(f"an MTBF of {self.mtbf_s} s is not possible: give one above 0")
+            raise SimulationError(
+                f"an MTBF of {self.mtbf_s} s is not possible. Fix: give one above 0",
+                code="value-out-of-range",
+            )
         if self.together < 1:
-            raise ValueError(f"a failure takes at least one node, not {self.together}")
+            raise SimulationError(
+                f"a failure cannot take {self.together} nodes. Fix: give 1 or more",
+                code="value-out-of-range",
+            )
 
     def events(self, rng: random.Random) -> Iterator[Event]:
         """Yields the events in order of time; endless unless they come from a trace."""
@@ -96,14 +106,22 @@ def read_trace(path: str | Path) -> Trace:
         try:
             rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
         except csv.Error as error:
-            raise ValueError(f"{path} is no trace ({error})") from None
+            raise SimulationError(
+                f"{path} is not a trace ({error}). Fix: give a text file", code="trace-invalid"
+            ) from None
     if not rows:
-        raise ValueError(f"the trace {path} is empty")
+        raise SimulationError(
+            f"the trace {path} is empty. Fix: give a trace with at least one line",
+            code="trace-invalid",
+        )
     named = len(rows[0][1]) == 3 and rows[0][1][1] in ("add", "remove")
     try:
         return _by_node(rows) if named else _by_count(rows)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise SimulationError(
+            f"{path}: {error}. Fix: correct the line, or give another trace",
+            code="trace-invalid",
+        ) from None
 
 
 Rows = list[tuple[int, list[str]]]

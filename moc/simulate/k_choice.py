@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from moc.policy.adaptive import Measured, TunedSettings
+from moc.simulate.errors import SimulationError
 from moc.simulate.tables import sentences
 
 _MEASURED = {
@@ -35,11 +36,20 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
     """
     missing = [_flag(name) for name in _MEASURED if getattr(args, name) is None]
     if missing:
-        raise ValueError(f"--explain-k needs {', '.join(missing)} too: add what was measured")
+        raise SimulationError(
+            f"--explain-k needs {', '.join(missing)} too. Fix: add what was measured",
+            code="flag-needs-another",
+        )
     if not busiest:
-        raise ValueError("--explain-k chooses numbers of experts: take a model that has some")
+        raise SimulationError(
+            "--explain-k chooses numbers of experts. Fix: take a model that has some",
+            code="experts-missing",
+        )
     if not args.mtbf_hours > 0:
-        raise ValueError(f"--mtbf-hours must be above 0, not {args.mtbf_hours}")
+        raise SimulationError(
+            f"--mtbf-hours cannot be {args.mtbf_hours}. Fix: give a number above 0",
+            code="value-out-of-range",
+        )
     return Measured(
         busiest=busiest,
         forward_backward_s=args.forward_backward_s,

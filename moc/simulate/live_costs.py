@@ -23,6 +23,7 @@ from moc.policy.risk import by_share
 from moc.policy.window import OperatorBytes, order_operators
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, longest
+from moc.simulate.errors import SimulationError
 from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
@@ -101,10 +102,16 @@ class Running:
 
     def __post_init__(self):
         if self.tier not in _TIERS:
-            raise ValueError(f"there is no tier {self.tier!r}: choose one of {', '.join(_TIERS)}")
+            raise SimulationError(
+                f"there is no tier {self.tier!r}. Fix: choose one of {', '.join(_TIERS)}",
+                code="tier-unknown",
+            )
         for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved", "loads")):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+                raise SimulationError(
+                    f"{name} cannot be {getattr(self, name)}. Fix: give a number above 0",
+                    code="value-out-of-range",
+                )
 
     def iterations(self, seconds: float) -> int:
         """Iterations in this many seconds, rounded up; at least one, since a vote decides when a snapshot counts."""

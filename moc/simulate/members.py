@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moc.simulate.cost import Work
+from moc.simulate.errors import SimulationError
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Members:
 
     def __post_init__(self):
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"a job of {self.most} nodes cannot go on with {self.least}: give 1 to {self.most} nodes")
+            raise SimulationError(
+                f"a job of {self.most} nodes cannot go on with {self.least}. Fix: give 1 to {self.most} nodes",
+                code="value-out-of-range",
+            )
 
     def usable(self, nodes: int | None) -> int:
         """Of so many nodes (None for unlimited), those that train; 0 if they are too few."""

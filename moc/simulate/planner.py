@@ -10,6 +10,7 @@ from typing import Protocol
 from moc.policy import POLICIES as REGISTERED
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.simulate.closed_form import expected_ettr, recovery_s
+from moc.simulate.errors import SimulationError
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
 from moc.simulate.policy_costs import PolicyCosts
 
@@ -42,7 +43,10 @@ class PlanLimits:
     def __post_init__(self):
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
-            raise ValueError(f"there is no policy {', '.join(unknown)!r}: choose from {', '.join(POLICIES)}")
+            raise SimulationError(
+                f"there is no policy {', '.join(unknown)!r}. Fix: choose from {', '.join(POLICIES)}",
+                code="policy-unknown",
+            )
 
     def plt_of(self, policy: str) -> float:
         """The highest expected proportion of lost tokens of a policy."""
@@ -120,7 +124,10 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
     """
     every = [found for found in candidates if keeps_to(found, limits)]
     if not every:
-        raise ValueError("no policy keeps to all limits: allow more host memory, or more policies")
+        raise SimulationError(
+            "no policy keeps to all limits. Fix: allow more host memory, or more policies",
+            code="limits-too-strict",
+        )
     most = max(found.ettr for found in every)
     near = [found for found in every if found.ettr >= most - NEAR]
     best = min(near, key=lambda f: (not f.saving.exact, -f.survives, f.plt, f.host_bytes, -f.ettr))

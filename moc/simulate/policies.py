@@ -23,6 +23,7 @@ from moc.simulate.closed_form import at_interval, best_interval, capped_interval
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
+from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members, WholePipelines
 from moc.simulate.options import Options as Options
 from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic, at_risk
@@ -72,8 +73,9 @@ class Setup:
 
     def __post_init__(self):
         if not 0 <= self.overhead < math.inf:
-            raise ValueError(
-                f"a snapshot cannot cost {self.overhead} of an iteration: give a share from 0, such as 0.02"
+            raise SimulationError(
+                f"a snapshot cannot cost {self.overhead} of an iteration. Fix: give a share from 0, such as 0.02",
+                code="value-out-of-range",
             )
 
     @property

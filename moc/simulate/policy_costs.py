@@ -11,6 +11,7 @@ from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import DynamicK
 from moc.policy.prices import Price
 from moc.recovery.placement import Placement, survival
+from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members
 
 NEVER = 10**12
@@ -105,10 +106,17 @@ class PolicyCosts:
 
     def __post_init__(self):
         if self.interval < 1 or self.lag < 0:
-            raise ValueError(f"{self.name}: an interval is at least 1 iteration and a lag at least 0")
+            raise SimulationError(
+                f"{self.name}: an interval is less than 1 iteration, or a lag less than 0. Fix: give an interval from "
+                "1 and a lag from 0",
+                code="value-out-of-range",
+            )
         times = (self.stall_s, self.restart_s, self.replay_s, self.conversion_s)
         if not all(math.isfinite(t) and t >= 0 for t in times):
-            raise ValueError(f"{self.name}: seconds must be numbers from 0, not {times}")
+            raise SimulationError(
+                f"{self.name}: seconds cannot be {times}. Fix: give numbers from 0",
+                code="value-out-of-range",
+            )
 
     def restored(self, iterations: float) -> int:
         """The iteration restored after a failure, given those completed with the fraction of the current one."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from moc.errors import code_of
 from moc.files.events import events_file, read_events
+from moc.simulate.errors import SimulationError
 from moc.simulate.recoveries import Recovered, recovered, stretches
 
 _WARM_UP = 5  # iterations that allocate memory and connect
@@ -50,7 +52,7 @@ def read_profile(path: str | Path) -> Profile:
     try:
         return profile_of(events)
     except ValueError as error:
-        raise ValueError(f"{events_file(path)}: {error}") from None
+        raise SimulationError(f"{events_file(path)}: {error}", code=code_of(error)) from None
 
 
 def profile_of(events: Iterable[Mapping]) -> Profile:
@@ -86,7 +88,10 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
     first = min(iterations, default=(0,))[0] + _WARM_UP
     settled = [one for one in iterations if one[0] >= first]
     if not settled:
-        raise ValueError(f"there are no iterations after the first {_WARM_UP}: profile a longer run")
+        raise SimulationError(
+            f"there are no iterations after the first {_WARM_UP}. Fix: profile a longer run",
+            code="run-too-short",
+        )
     quiet = [seconds for at, seconds, _ in settled if at not in disturbed]
     quiet = quiet or [seconds - waited for _, seconds, waited in settled]
     in_storage = {event.get("tier") for event in events if event.get("type") == "snapshot"} == {"disk"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from moc.policy.window import generate_schedule
 from moc.recovery.plan import JobInventory, plans
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
+from moc.simulate.errors import SimulationError
 from moc.simulate.policy_costs import Loss, PolicyCosts
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -47,7 +48,10 @@ class RecoveryCosts:
     def __post_init__(self):
         for name, seconds in dataclasses.asdict(self).items():
             if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{name} of a recovery cannot be {seconds}: give seconds from 0")
+                raise SimulationError(
+                    f"{name} of a recovery cannot be {seconds}. Fix: give seconds from 0",
+                    code="value-out-of-range",
+                )
 
     @property
     def restart_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moc.simulate.errors import SimulationError
 from moc.state.operators import Operator
 
 
@@ -18,7 +19,10 @@ def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operat
     """
     layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
     if layers < stages:
-        raise ValueError(f"{layers} layers cannot fill {stages} pipeline stages: take fewer stages")
+        raise SimulationError(
+            f"{layers} layers cannot fill {stages} pipeline stages. Fix: take fewer stages",
+            code="stages-exceed-layers",
+        )
     base, more = divmod(layers, stages)
     first = (stages - more) // 2
     counts = [base + (first <= stage < first + more) for stage in range(stages)]

@@ -116,8 +116,9 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
         scheduler.load_state_dict(saved)
     except AssertionError as mismatch:
         raise CheckpointError(
-            f"the learning-rate schedule differs from the one in {where} ({first_line(mismatch)}): pass "
-            "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new"
+            f"the learning-rate schedule differs from the one in {where} ({first_line(mismatch)}). Fix: pass "
+            "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new",
+            code="schedule-differs",
         ) from None
 
 
@@ -126,17 +127,24 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
     optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
     if saved["optimizer"] != optimizer:
         raise CheckpointError(
-            f"{where} holds state of optimizer {saved['optimizer']}, not of {optimizer}: change --optimizer, or pass "
-            "--no-load-optim"
+            f"{where} holds state of optimizer {saved['optimizer']}, not of {optimizer}. Fix: change --optimizer, or "
+            "pass --no-load-optim",
+            code="optimizer-differs",
         )
     if (there := saved.get("main_params_dtype", "fp32")) != masters:
-        raise CheckpointError(f"{where} holds masters in {there}, not in {masters}: pass --main-params-dtype {there}")
+        raise CheckpointError(
+            f"{where} holds masters in {there}, not in {masters}. Fix: pass --main-params-dtype {there}",
+            code="optimizer-format-differs",
+        )
     there, here = saved.get("moments"), config.mixed_precision.moments
     if (there and tuple(there)) != here:
         flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
         remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
         formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
-        raise CheckpointError(f"{where} holds moments in {formats[0]}, not in {formats[1]}: {remedy}")
+        raise CheckpointError(
+            f"{where} holds moments in {formats[0]}, not in {formats[1]}. Fix: {remedy}",
+            code="optimizer-format-differs",
+        )
 
 
 def package_of(core: MegatronOptimizer) -> str:
@@ -164,8 +172,9 @@ def check_package(config: Config, optimizer: VotedOptimizer, saved: Mapping, whe
     there, here = saved.get("optimizer_package"), package_of(optimizer.core)
     if there and here and there != here and promises_bits(config) and not config.training.allow_nondeterministic:
         raise CheckpointError(
-            f"{where} ends a window whose updates the optimizer of {there} made, and this run uses {here}, whose "
-            f"bits differ: resume where {there} is installed, or pass --allow-nondeterministic"
+            f"{where} ends a window whose updates the optimizer of {there} made, and this run uses {here}, whose bits "
+            f"differ. Fix: resume where {there} is installed, or pass --allow-nondeterministic",
+            code="replay-not-identical",
         )
 
 
@@ -175,8 +184,9 @@ def check_window(config: Config, saved: Mapping, where: object) -> None:
     if formats[0] != formats[1]:
         there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
         raise CheckpointError(
-            f"{where} ends a window whose replay computes in {there}, and this run computes in {here}: resume with the "
-            "flags that the window was saved with, and change them after a full snapshot"
+            f"{where} ends a window whose replay computes in {there}, and this run computes in {here}. Fix: resume "
+            "with the flags that the window was saved with, and change them after a full snapshot",
+            code="replay-not-identical",
         )
 
 
@@ -199,7 +209,11 @@ def check_shape(config: Config, saved: dict, where: object) -> None:
     """
     for name, value in shape(config).items():
         if (there := saved.get(name, all_flags()[name].default)) != value:
-            raise CheckpointError(f"{where} holds another model: {dashed(name)} is {shown(there)} there, {value} here")
+            raise CheckpointError(
+                f"{where} holds another model: {dashed(name)} is {shown(there)} there, {value} here. Fix: pass the "
+                "value of the checkpoint, or load another one",
+                code="checkpoint-of-another-model",
+            )
 
 
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:

@@ -41,6 +41,7 @@ from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.log import Log
+from moc.errors import cause_of, code_of, warning, with_code
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
 from moc.runtime.world import World
@@ -192,19 +193,20 @@ class Checkpoints:
             self.close()
             if self.last_saved == iteration:
                 self.last_saved = self._before
-            self.problem = str(error)
-            self._tell_failure(iteration, self._trouble.failed(time.monotonic() - begun))
+            self.problem = with_code(error)
+            self._tell_failure(error, iteration, self._trouble.failed(time.monotonic() - begun))
 
-    def _tell_failure(self, iteration: int | None, warns: bool) -> None:
+    def _tell_failure(self, error: CheckpointError, iteration: int | None, warns: bool) -> None:
         save, newest, lasted = self._config.checkpoint.save, self.last_saved, self._trouble.seconds
-        facts = dict(reason=self.problem, failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
+        facts = dict(reason=cause_of(error), failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
         self._log.events.write("save_failed", what="checkpoint", iteration=iteration, **facts)
         if warns:
             there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
-            self._say(
-                f"WARNING: the checkpoint of iteration {iteration} is not saved: {self.problem}. Training goes on, and "
-                f"tries again; in {save}, {there}"
+            sentence = (
+                f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training goes on, and tries "
+                f"again; in {save}, {there}. Fix: make room or repair the disk"
             )
+            self._say(warning(sentence, code=code_of(error)))
 
     def _finalize(self, blocking: bool) -> None:
         with self._reporting_failure():
@@ -229,7 +231,7 @@ class Checkpoints:
         self._agree(failure)
 
     def _agree(self, failure: BaseException | None) -> None:
-        if problem := first_reported(None if failure is None else self._sentence(failure)):
+        if problem := first_reported(None if failure is None else with_code(self._not_written(failure))):
             raise CheckpointError(problem)
 
     @contextlib.contextmanager
@@ -240,14 +242,15 @@ class Checkpoints:
         except CheckpointError:
             raise
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(self._sentence(error)) from error
+            raise self._not_written(error) from error
 
-    def _sentence(self, error: BaseException) -> str:
+    def _not_written(self, error: BaseException) -> CheckpointError:
         failures = getattr(error, "failures", None)  # of all workers; only rank 0 has them
         reason = next(iter(failures.values()))[0] if failures else error
-        return (
-            f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
-            f"make room or repair the disk, and start again ({first_line(reason)})"
+        return CheckpointError(
+            f"the checkpoint in {self._config.checkpoint.save} could not be written ({first_line(reason)}); earlier "
+            "ones are untouched. Fix: make room or repair the disk, and start again",
+            code="storage-unwritable",
         )
 
     def _publish(self, root: Path, iteration: int) -> None:

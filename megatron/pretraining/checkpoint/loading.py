@@ -22,6 +22,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.model.parameters import unwrap
+from moc.errors import cause_of, code_of, with_code
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.runtime.world import World
 from moc.state.record import Position
@@ -67,8 +68,9 @@ class CheckpointLoader:
             contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:
             raise CheckpointError(
-                f"{directory} holds no optimizer state of this program: pass --no-load-optim, or --finetune to start "
-                "at iteration 0"
+                f"{directory} holds no optimizer state of this program. Fix: pass --no-load-optim, or --finetune to "
+                "start at iteration 0",
+                code="optimizer-state-missing",
             )
         loaded = self._load_weights(directory)
         if checkpoint.finetune or not checkpoint.load_optim:
@@ -98,8 +100,9 @@ class CheckpointLoader:
             return str(dense_files.directory_of(root, iteration))
         if checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"{checkpoint.load} holds no checkpoint ({dense_files.TRACKER} is missing): check --load, "
-                "or drop --exit-on-missing-checkpoint to start from random weights"
+                f"{checkpoint.load} holds no checkpoint ({dense_files.TRACKER} is missing). Fix: check --load, or "
+                "drop --exit-on-missing-checkpoint to start from random weights",
+                code="checkpoint-missing",
             )
         return None
 
@@ -108,8 +111,9 @@ class CheckpointLoader:
         if manifest is None:
             if not self._config.checkpoint.trust:
                 raise CheckpointError(
-                    f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says whether "
-                    "it is whole: pass --trust if you know where it is from"
+                    f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and it cannot be "
+                    "verified. Fix: pass --trust if you know where it is from",
+                    code="manifest-missing",
                 )
             self._say(f"{directory} has no {dense_files.MANIFEST} (another program wrote it): it is not verified")
             return None
@@ -127,7 +131,11 @@ class CheckpointLoader:
             with nothing_runs():
                 loaded: Any = dist_checkpointing.load(described, str(directory))
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
-            raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
+            raise CheckpointError(
+                f"the weights in {directory} do not fit this model: {first_line(error)}. Fix: pass the flags of the "
+                "model that was saved, or load another checkpoint",
+                code="checkpoint-of-another-model",
+            ) from error
         for i, chunk in enumerate(self._chunks):
             unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=False)
         self._modules.take_over()
@@ -136,17 +144,22 @@ class CheckpointLoader:
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
         contents.check_optimizer(self._config, state, directory)
         paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
-        if missing := first_reported(self._fill_optimizer(paths)):
-            raise CheckpointError(f"{directory} is incomplete: {missing}")
+        if missing := first_reported(self._fill_optimizer(directory, paths)):
+            raise CheckpointError(missing)
         set_step(self._optimizer.core, state["optimizer_step"])
         contents.restore_grad_scaler(self._optimizer, state["grad_scaler"])
         contents.restore_scheduler(self._scheduler, state["scheduler"], directory)
 
-    def _fill_optimizer(self, paths: list[Path]) -> str | None:
+    def _fill_optimizer(self, directory: Path, paths: list[Path]) -> str | None:
         try:
             reader = RegionReader(paths)
             for fragment in optimizer_fragments(self._chunks, self._optimizer.core):
                 fragment.view.view(fragment.region.shape).copy_(values_for(fragment, reader))
         except MissingRegionError as missing:
-            return str(missing)
+            incomplete = CheckpointError(
+                f"{directory} is incomplete: {cause_of(missing)}. Fix: load an older checkpoint with --ckpt-step, or "
+                "pass --no-load-optim",
+                code=code_of(missing),
+            )
+            return with_code(incomplete)
         return None

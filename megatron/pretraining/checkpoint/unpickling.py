@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from moc import private_interfaces
+from moc.errors import code_of
 from moc.files import tree
 from moc.files.text import shown
 from moc.files.tree import Tree
@@ -59,8 +60,9 @@ class _Unpickler(pickle.Unpickler):
         module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if (module, name) not in _ALLOWED:
             raise CheckpointError(
-                f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist checkpoint needs: "
-                "it could run any code, and is refused"
+                f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist checkpoint needs "
+                "and which could run any code. Fix: use a checkpoint from a source that you trust",
+                code="metadata-refused",
             )
         return super().find_class(module, name)
 
@@ -77,7 +79,11 @@ class _Pickle:
         except CheckpointError:
             raise
         except Exception as error:  # whatever a damaged pickle raises
-            raise CheckpointError(f".metadata cannot be read as torch_dist ({type(error).__name__}: {error})") from None
+            raise CheckpointError(
+                f".metadata cannot be read as torch_dist ({type(error).__name__}: {error}). Fix: use another "
+                "checkpoint of format torch_dist",
+                code="checkpoint-damaged",
+            ) from None
         return read
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +109,11 @@ class _Node:
         """Adds steps; raises CheckpointError if they are too many."""
         self.steps += steps
         if self.steps > _MOST_STEPS:
-            raise CheckpointError(f".metadata has an object whose hash takes more than {_MOST_STEPS} steps: refused")
+            raise CheckpointError(
+                f".metadata has an object whose hash takes more than {_MOST_STEPS} steps. Fix: use a checkpoint from "
+                "a source that you trust",
+                code="metadata-refused",
+            )
 
 
 def _check_cost(data: bytes) -> None:
@@ -137,13 +147,19 @@ def _check_cost(data: bytes) -> None:
 
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
-            raise CheckpointError(".metadata has more operations than torch_dist checkpoints have: refused")
+            raise CheckpointError(
+                ".metadata has more operations than torch_dist checkpoints have. Fix: use a checkpoint from a source "
+                "that you trust",
+                code="metadata-refused",
+            )
         name = operation.name
         if name in _PUTS:
             place = len(memo) if argument is None else argument
             if place > len(data):
                 raise CheckpointError(
-                    f".metadata numbers an object {place}, and is of {len(data)} bytes: it is refused"
+                    f".metadata numbers an object {place}, and is of {len(data)} bytes. Fix: use a checkpoint from a "
+                    "source that you trust",
+                    code="metadata-refused",
                 )
             memo[place] = stack[-1]
         elif name in _GETS or name == "DUP":
@@ -158,7 +174,10 @@ def _check_cost(data: bytes) -> None:
             if name != "BUILD":
                 target.inner += sum(one.steps for one in added)
             elif target.shared:
-                raise CheckpointError(".metadata changes an object after its use: refused")
+                raise CheckpointError(
+                    ".metadata changes an object after its use. Fix: use a checkpoint from a source that you trust",
+                    code="metadata-refused",
+                )
             else:
                 target.grow(sum(one.inner or one.steps for one in added))
             stack.append(target)
@@ -171,7 +190,11 @@ def _check_cost(data: bytes) -> None:
                 stack.append(_Node(1 + inner, sum(one.inner or one.steps for one in parts)))
             else:
                 if type(argument) is int and not 0 <= argument < _MOST_NUMBER:
-                    raise CheckpointError(f".metadata has the number {shown(argument)}, which no size can be: refused")
+                    raise CheckpointError(
+                        f".metadata has the number {shown(argument)}, which no size can be. Fix: use a checkpoint "
+                        "from a source that you trust",
+                        code="metadata-refused",
+                    )
                 stack.append(atom)
         elif operation.stack_before:
             popped(operation)
@@ -179,13 +202,25 @@ def _check_cost(data: bytes) -> None:
 
 def _check_paths(metadata: Any) -> None:
     if not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointError(".metadata describes no tensors by name, as torch_dist checkpoints do")
+        raise CheckpointError(
+            ".metadata describes no tensors by name, as torch_dist checkpoints do. Fix: use a checkpoint of format "
+            "torch_dist",
+            code="metadata-refused",
+        )
     for stored in (metadata.storage_data or {}).values():
         name = stored.relative_path
         if not isinstance(name, str) or not name or PurePath(name).name != name or name == "..":
-            raise CheckpointError(f".metadata names the file {name!r}, which is not in the checkpoint's directory")
+            raise CheckpointError(
+                f".metadata names the file {name!r}, which is not in the checkpoint's directory. Fix: use a "
+                "checkpoint from a source that you trust",
+                code="metadata-refused",
+            )
         if getattr(stored, "transform_descriptors", None):
-            raise CheckpointError(f".metadata says that {name} is compressed, which torch_dist checkpoints are not")
+            raise CheckpointError(
+                f".metadata describes {name} as compressed, which torch_dist checkpoints are not. Fix: use a "
+                "checkpoint of format torch_dist",
+                code="metadata-refused",
+            )
 
 
 @contextlib.contextmanager
@@ -197,7 +232,7 @@ def nothing_runs() -> Iterator[None]:
             reads ``.metadata`` in another way than this context changes.
     """
     for mismatch in private_interfaces.check({"reading checkpoints"}):
-        raise CheckpointError(str(mismatch))
+        raise CheckpointError(str(mismatch), code="release-unknown")
     torchs: Any = filesystem  # which declares no such thing as its module pickle
     before, forced = torchs.pickle, os.environ.get(_WEIGHTS_ONLY)
     torchs.pickle = _Pickle()
@@ -232,12 +267,19 @@ def read_metadata(directory: Path) -> Any:
         CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
     """
     if others := Tree(directory).refused():
-        raise CheckpointError(f"{directory / others[0]} is no regular file and no directory: remove it")
+        raise CheckpointError(
+            f"{directory / others[0]} is no regular file and no directory. Fix: remove it",
+            code="file-refused",
+        )
     try:
         return _Pickle().load(io.BytesIO(Tree(directory).read(".metadata", tree.METADATA)))
     except CheckpointError as error:
-        raise CheckpointError(f"{directory}/{error}") from None
+        raise CheckpointError(f"{directory}/{error}", code=code_of(error)) from None
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{directory / '.metadata'} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{directory / '.metadata'} cannot be read ({error.strerror}). Fix: correct its permissions, or use "
+            "another checkpoint",
+            code="checkpoint-unreadable",
+        ) from None

@@ -74,8 +74,9 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
         report = _read_report(staging, rank)
         if report.error is not None:
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} could not be written ({report.error}); "
-                f"earlier ones are untouched: make room or repair {root}, and start again"
+                f"the checkpoint of iteration {iteration} could not be written ({report.error}); earlier ones are "
+                f"untouched. Fix: make room or repair {root}, and start again",
+                code="storage-unwritable",
             )
         described |= report.files
         Tree(root).remove(path.relative_to(root).as_posix())

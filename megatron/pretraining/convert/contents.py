@@ -87,11 +87,15 @@ class Weights(ConvertedState):
                 continue
             kept = slots.get(MASTER, slots.get(PARAM))
             if kept is None:
-                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: the checkpoint is incomplete")
+                raise CheckpointError(
+                    f"there is {min(slots)} of {name}, but no weight. Fix: convert another checkpoint with --iteration",
+                    code="checkpoint-incomplete",
+                )
             if kept.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(
-                        "the checkpoint does not say what dtype its model computes with (params_dtype): pass --dtype"
+                        "the checkpoint does not name the dtype of its model (params_dtype). Fix: pass --dtype",
+                        code="dtype-missing",
                     )
                 self._rounded[name] = dtype
                 kept = replace(kept, slot=PARAM, dtype=dtype)
@@ -110,7 +114,10 @@ def iteration_of(directory: Path) -> int:
     """The number in the name of a checkpoint's directory; raises CheckpointError if it has another form."""
     iteration = store.iteration_of(directory.resolve().name)
     if iteration is None:
-        raise CheckpointError(f"{directory} is not called iter_ and a number: give it the name that it was saved by")
+        raise CheckpointError(
+            f"{directory} is not called iter_ and a number. Fix: give it the name that it was saved by",
+            code="checkpoint-renamed",
+        )
     return iteration
 
 
@@ -133,18 +140,24 @@ def check_whole(contents: ConvertedState) -> None:
     window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
-        remedy = WITH_FLAGS if window else "only a whole model can be converted"
-        raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
+        remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
+        raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
     needed = SLOTS.get(state.get("optimizer") or "", (PARAM,))
     for name, found in slots.items():
         wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):
-            remedy = WITH_FLAGS if window else "--no-optim converts the weights without the state of the optimizer"
-            raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")
+            remedy = WITH_FLAGS if window else "pass --no-optim to convert only the weights"
+            raise CheckpointError(
+                f"there is no {' and no '.join(lacking)} of {name}. Fix: {remedy}",
+                code="optimizer-state-missing",
+            )
 
 
 def _missing(names: Iterable[str], shape: Any) -> list[str]:
     try:
         return missing_operators(names, shape)
     except ValueError as error:
-        raise CheckpointError(f"the state of the checkpoint {error}") from None
+        raise CheckpointError(
+            f"the state of the checkpoint {error}. Fix: convert another checkpoint with --iteration",
+            code="model-description-invalid",
+        ) from None

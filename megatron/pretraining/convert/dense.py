@@ -67,7 +67,11 @@ class DenseContents(ConvertedState):
         stock = {k: found for k, found in self._weights.tensors().items() if not k.startswith(_OPTIMIZER_KEYS)}
         self._places = unpartitioned_places({key: shape for key, (shape, _) in stock.items()})
         if strangers := [name for name in self._places if operator_or_other(name) == "other"]:
-            raise CheckpointError(f"{directory} holds {strangers[0]}, which is no part of a model of this program")
+            raise CheckpointError(
+                f"{directory} holds {strangers[0]}, which is no part of a model of this program. Fix: convert a "
+                "checkpoint that this program or Megatron-LM wrote",
+                code="checkpoint-of-another-program",
+            )
         self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
         regions = sorted(name for name in listed if name.startswith(f"{OPTIMIZER}/"))
         self._regions = RegionReader((directory / name for name in regions), verify=True)
@@ -92,7 +96,10 @@ class DenseContents(ConvertedState):
         """A box of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
         place = self._places.get(name)
         if place is None:
-            raise CheckpointError(f"there is optimizer state of {name}, but no weight: the checkpoint is incomplete")
+            raise CheckpointError(
+                f"there is optimizer state of {name}, but no weight. Fix: convert another checkpoint with --iteration",
+                code="checkpoint-incomplete",
+            )
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
@@ -108,7 +115,8 @@ class DenseContents(ConvertedState):
                 if not torch.equal(master.view(torch.uint8), weight.view(torch.uint8)):
                     raise CheckpointError(
                         f"the weight {tensor.name} is not its master rounded to {weight.dtype}: another program "
-                        "changed one of them; --no-optim converts the weights alone"
+                        "changed one of them. Fix: pass --no-optim to convert only the weights",
+                        code="weight-differs-from-master",
                     )
                 advance(tensor.nbytes)
 
@@ -141,13 +149,17 @@ def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[s
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
-            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and nothing says whether it is "
-            "whole: pass --trust if you know where it is from"
+            f"{directory} has no {dense_files.MANIFEST}, so another program wrote it, and it cannot be "
+            "verified. Fix: pass --trust if you know where it is from",
+            code="manifest-missing",
         )
     listed = manifest["files"] if manifest else {}
     for name, entry in listed.items():
         if damage := dense_files.damage_in(directory, {name: entry}):
-            raise CheckpointError(f"{damage}; convert another checkpoint with --iteration")
+            raise CheckpointError(
+                f"{damage}. Fix: convert another checkpoint with --iteration",
+                code="checkpoint-damaged",
+            )
         advance(entry["bytes"])
     return listed
 
@@ -220,8 +232,9 @@ def _training_state(contents: ConvertedState) -> dict:
     if len(steps) > 1:
         told = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
         raise CheckpointError(
-            f"operators have seen different numbers of updates ({told}), and a dense checkpoint holds one number for "
-            "all: --no-optim converts the weights alone"
+            f"operators had different numbers of updates ({told}), and a dense checkpoint holds one number for "
+            "all. Fix: pass --no-optim to convert only the weights",
+            code="update-counts-differ",
         )
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
@@ -239,5 +252,7 @@ def _refuse_to_disturb(root: Path, iteration: int) -> None:
     others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(
-            f"{min(others)} is a save under way, or a killed one: wait for it or remove it, or name another directory"
+            f"{min(others)} is a save under way, or a killed one. Fix: wait for it or remove it, or name another "
+            "directory",
+            code="save-in-progress",
         )

@@ -156,7 +156,11 @@ def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return False
     pair = [f"{first[1]}linear_fc{number}.weight" for number in (1, 2)]
     if missing := [name for name in pair if name not in shapes]:
-        raise CheckpointError(f"{key} is there but {missing[0]} is not: the model is incomplete")
+        raise CheckpointError(
+            f"{key} is there but {missing[0]} is not: the model is incomplete. Fix: convert another checkpoint with "
+            "--iteration",
+            code="checkpoint-incomplete",
+        )
     return shapes[pair[0]][-2] == 2 * shapes[pair[1]][-1]
 
 
@@ -170,6 +174,8 @@ def _check(places: Mapping[str, StockPlace]) -> None:
         size = max(math.prod(whole) for whole, _ in shapes[key])
         if len(shapes[key]) > 1 or numel != size:
             raise CheckpointError(
-                f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ; "
-                "tools/inspect_checkpoint.py shows what there is"
+                f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ. "
+                "Fix: list what is there with tools/inspect_checkpoint.py, and convert a checkpoint that has all "
+                "parts",
+                code="checkpoint-incomplete",
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
+from moc.errors import code_of
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
 from moc.output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.policy import is_of_windows
@@ -51,7 +52,7 @@ directory without our manifest is refused, unless --trust says that it is known;
 exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the command line."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line parser."""
     parser = Parser(
         usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
@@ -122,27 +123,48 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(own)
     args.flags = flags
     if not args.source.is_dir():
-        parser.error(f"{args.source} is not a directory")
+        parser.error(
+            f"{args.source} is not a directory. Fix: pass a directory with checkpoints, or one checkpoint",
+            code="not-a-directory",
+        )
     if is_checkpoint(args.source) and args.iteration is not None:
-        parser.error(f"{args.source} is one checkpoint: give the directory that it is in, or drop --iteration")
-    if args.writers is not None and args.writers < 1 or args.max_file_size is not None and args.max_file_size < 1:
-        parser.error("--writers and --max-file-size must be at least 1")
+        parser.error(
+            f"{args.source} is one checkpoint, so --iteration has no effect. Fix: give the directory that it "
+            "is in, or drop --iteration",
+            code="directory-is-one-checkpoint",
+        )
+    for flag in ("writers", "max_file_size", "nproc_per_node"):
+        if (value := getattr(args, flag)) is not None and value < 1:
+            parser.error(
+                f"--{flag.replace('_', '-')} cannot be {value}. Fix: pass 1 or more", code="value-out-of-range"
+            )
     hugging_face = args.to == HUGGING_FACE or is_hugging_face(args.source)
     if not hugging_face and (args.verify or args.check_logits):
-        parser.error("--verify and --check-logits are for --to hf, and for what comes from hf")
+        parser.error(
+            "--verify and --check-logits are for --to hf, and for a source from Hugging Face. Fix: drop them",
+            code="flag-needs-another",
+        )
     if args.family and args.to != HUGGING_FACE:
-        parser.error("--family is for --to hf: config.json says it otherwise")
-    if args.nproc_per_node is not None and (args.nproc_per_node < 1 or not flags):
-        parser.error("--nproc-per-node must be at least 1, and is of use only with the flags of a run behind --")
+        parser.error(
+            "--family is for --to hf; config.json names the family of a source from Hugging Face. Fix: drop --family",
+            code="flag-needs-another",
+        )
+    if args.nproc_per_node is not None and not flags:
+        parser.error(
+            "--nproc-per-node needs the flags of a run. Fix: give them behind --, or drop it",
+            code="flag-needs-another",
+        )
     try:
         written = convert(args)
     except CheckpointError as error:
         return refused("convert_checkpoint", error)
     except OSError as error:
-        failed = f"{args.source} could not be converted into {args.output} ({error})"
-        remedy = "make room or repair the disk, and retry; nothing was published"
-        print_lines(f"convert_checkpoint: {failed}: {remedy}", error=True)
-        return 1
+        failed = CheckpointError(
+            f"{args.source} could not be converted into {args.output} ({error}), and nothing was published. Fix: make "
+            "room or repair the disk, and retry",
+            code=code_of(error),
+        )
+        return refused("convert_checkpoint", failed)
     print_lines(f"wrote {written}: {human(_size(written))}")
     return 0
 
@@ -236,7 +258,10 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
 
 def _dtype(saved: str | None, given: str | None) -> str | None:
     if saved and given and saved != given:
-        raise CheckpointError(f"the model of the checkpoint computes with {saved}: drop --dtype {given}")
+        raise CheckpointError(
+            f"the model of the checkpoint computes with {saved}. Fix: drop --dtype {given}",
+            code="dtype-conflict",
+        )
     return saved or given
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.pretraining.convert.contents import MASTER, ConvertedState, whole_of
+from moc.errors import cause_of, code_of
 from moc.state.region import Region, boxes_of_range
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
@@ -31,7 +32,11 @@ def whole_tensors(reader: RegionReader) -> list[Entry]:
         part = source.entry
         whole = Entry(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
         if found.setdefault((part.name, part.slot), whole) != whole:
-            raise CheckpointError(f"{source.blob.name} contradicts other files about shape or dtype of {part.name}")
+            raise CheckpointError(
+                f"{source.blob.name} contradicts other files about shape or dtype of {part.name}. Fix: convert "
+                "another checkpoint with --iteration",
+                code="checkpoint-damaged",
+            )
     return in_model_order(found.values())
 
 
@@ -45,7 +50,11 @@ def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> t
     try:
         return reader.get(name, slot, region)
     except MissingRegionError as missing:
-        raise CheckpointError(f"{missing}: tools/verify_checkpoint.py tells what else is wrong") from None
+        raise CheckpointError(
+            f"{cause_of(missing)}. Fix: list all damage with tools/verify_checkpoint.py, and convert another "
+            "checkpoint",
+            code=code_of(missing),
+        ) from None
 
 
 def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
@@ -81,7 +90,10 @@ def refuse_to_replace(directory: Path) -> None:
     """Raises CheckpointError if a directory holds more than remains of a save killed before its manifest."""
     there = os.listdir(directory) if directory.exists() else []
     if not all(name.startswith(("rank_", ".rank_")) for name in there):
-        raise CheckpointError(f"{directory} exists: remove it, or name another output directory")
+        raise CheckpointError(
+            f"{directory} exists. Fix: remove it, or name another output directory",
+            code="output-exists",
+        )
 
 
 def _place_in_model(name: str) -> tuple:

@@ -53,8 +53,9 @@ def refuse_stale(directory: Path) -> None:
         count = chained(directory)
         unused = f" (gradients follow {count} of them, which only a run can apply, with its optimizer)" if count else ""
         raise CheckpointError(
-            f"{directory} is partial: {sentence(older)}{unused}: pass --allow-stale to convert them as a run would "
-            "resume with these states, or let the run end in good order, which saves everything"
+            f"{directory} is partial: {sentence(older)}{unused}. Fix: pass --allow-stale to convert them as a run "
+            "would resume with these states, or let the run end in good order, which saves everything",
+            code="experts-stale",
         )
 
 
@@ -72,11 +73,15 @@ class SnapshotContents(ConvertedState):
         if not manifest.complete:
             raise CheckpointError(
                 f"{directory} names {len(manifest.files)} of {manifest.writers} files: it is one node's part of a "
-                "checkpoint; gather the files and manifests of all nodes first"
+                "checkpoint. Fix: gather the files and manifests of all nodes first",
+                code="snapshot-parts-missing",
             )
         for name, entry in manifest.files.items():
             if damage := store.damage_in_header(manifest.iteration, name, entry):
-                raise CheckpointError(damage)
+                raise CheckpointError(
+                    f"{damage}. Fix: convert another checkpoint with --iteration",
+                    code="checkpoint-damaged",
+                )
         self._reader = RegionReader([directory / name for name in manifest.files], verify=True)
         _check_counts(manifest, self._reader)
         self.facts = Facts(manifest.iteration, manifest.policy, manifest.layout, manifest.state, len(manifest.files))
@@ -135,7 +140,11 @@ def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
         there = held.get(name, {})
         promised = dict(manifest.operators[name].elements) if name in manifest.operators else {}
         if there != promised:
-            raise CheckpointError(f"files hold {there} elements of {name}, and the manifest says {promised}")
+            raise CheckpointError(
+                f"files hold {there} elements of {name}, and the manifest has {promised}. Fix: convert another "
+                "checkpoint with --iteration",
+                code="checkpoint-damaged",
+            )
 
 
 def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: Advance) -> Path:

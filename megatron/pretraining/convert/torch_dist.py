@@ -85,7 +85,11 @@ class WeightsReader:
         try:
             self._metadata = read_metadata(directory)
         except FileNotFoundError:
-            raise CheckpointError(f"{directory}/.metadata cannot be read as torch_dist: it is missing") from None
+            raise CheckpointError(
+                f"{directory}/.metadata is missing, so this is no torch_dist checkpoint. Fix: convert another "
+                "checkpoint with --iteration",
+                code="checkpoint-unreadable",
+            ) from None
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._chunks: dict[str, _Chunks] = {}
 
@@ -109,12 +113,20 @@ class WeightsReader:
         items = create_read_items_for_chunk_list(key, near, [chunk])
         filled = sum(item.lengths.numel() for item in items)
         if filled != region.numel:
-            raise CheckpointError(f"{self._directory} holds {filled:,} of {region.numel:,} elements of a box of {key}")
+            raise CheckpointError(
+                f"{self._directory} holds {filled:,} of {region.numel:,} elements of a box of {key}. Fix: convert "
+                "another checkpoint with --iteration",
+                code="checkpoint-incomplete",
+            )
         try:
             with nothing_runs():
                 self._reader.read_data(LoadPlan(items), _Into(into)).wait()
         except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
-            raise CheckpointError(f"{key} cannot be read from {self._directory} ({error})") from None
+            raise CheckpointError(
+                f"{key} cannot be read from {self._directory} ({error}). Fix: repair the file system, or convert "
+                "another checkpoint with --iteration",
+                code="checkpoint-unreadable",
+            ) from None
         return into
 
 

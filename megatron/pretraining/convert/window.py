@@ -57,17 +57,33 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
     store = Store(LocalPlace(root))
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:
-        raise CheckpointError(f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}")
+        raise CheckpointError(
+            f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}. Fix: name the "
+            "directory that --ckpt-dir was, and an iteration that is in it",
+            code="checkpoint-missing",
+        )
     try:
         operators = operators_of(store.manifest(known[-1]).state.get("shape"))
     except ValueError as error:
-        raise CheckpointError(f"the state of the snapshot of iteration {known[-1]} {error}") from None
+        raise CheckpointError(
+            f"the state of the snapshot of iteration {known[-1]} {error}. Fix: convert another checkpoint with "
+            "--iteration",
+            code="model-description-invalid",
+        ) from None
     way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
     if way is None:
         if iteration is None:
-            raise CheckpointError(f"{root}: holds neither a full snapshot nor a complete window")
+            raise CheckpointError(
+                f"{root}: holds neither a full snapshot nor a complete window. Fix: let the run save a full snapshot "
+                "or a complete window, and retry",
+                code="window-incomplete",
+            )
         where = root / directory_of(iteration)
-        raise CheckpointError(f"{where}: is neither a full snapshot nor the end of a complete window: name another one")
+        raise CheckpointError(
+            f"{where}: is neither a full snapshot nor the end of a complete window. Fix: name another one with "
+            "--iteration",
+            code="window-incomplete",
+        )
     return ConvertedWindow(root, {one.iteration: store.manifest(one.iteration) for one in reversed(way.used())})
 
 
@@ -101,7 +117,10 @@ def compute_again(
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
     launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
-        raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(snapshots), str(window.root))}")
+        raise CheckpointError(
+            f"the window cannot be replayed: {failure.replace(str(snapshots), str(window.root))}",
+            code="replay-failed",
+        )
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
@@ -127,7 +146,7 @@ def _run(command: Sequence[str]) -> str | None:
             if reason is None:  # the launcher's output after the error is of no use
                 print_lines(line.removesuffix("\n"), error=True, flush=True)
     if process.returncode != 0:
-        return reason or f"{PROGRAM.name} failed (exit code {process.returncode}), see above"
+        return reason or f"{PROGRAM.name} failed (exit code {process.returncode}). Fix: correct what it printed above"
     return None
 
 
@@ -153,6 +172,7 @@ def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None
     if elsewhere and loss is not None and abs(loss - was) <= CLOSE * abs(was):
         return
     raise CheckpointError(
-        f"iteration {manifest.iteration} was replayed with a loss of {loss} instead of {was}: give the data and flags "
-        "that the run was trained with"
+        f"iteration {manifest.iteration} was replayed with a loss of {loss} instead of {was}. Fix: give the data and "
+        "flags that the run was trained with",
+        code="replay-differs",
     )

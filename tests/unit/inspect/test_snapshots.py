@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from moc.store.manifest import Manifest, OperatorEntry
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import save
 from tests.unit.inspect.test_summary import inspect
-from tests.unit.inspect.test_verify import flip, verify
+from tests.unit.inspect.test_verify import flip, named, verify
 from tests.unit.pretraining.convert.models import EXPERTS, LAYERS, SLOTS, Model, shapes
 
 FIRST, SECOND = "rank_00000.safetensors", "rank_00001.safetensors"
@@ -77,8 +78,8 @@ def test_the_damaged_tensor_is_named(capsys, tmp_path):
     directory = snapshot(tmp_path)
     flip(directory / SECOND, 8 * (directory / SECOND).stat().st_size - 1)
     last = cut(Model().tensors, 2)[1][-1]
-    what = f"{last.slot} of {last.name} at {list(last.region.offset)}"
-    assert verify(capsys, tmp_path) == (1, [f"{SECOND}: {what} does not match its hash: it is damaged"])
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith(f"{SECOND}: {last.slot} of {last.name} at {list(last.region.offset)} ")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_the_damaged_tensor_is_named(capsys, tmp_path):
     [
         (lambda path: path.unlink(), f"{SECOND}: is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), f"{SECOND}: has "),
-        (lambda path: (path.parent / "stray").touch(), "stray: is not listed in manifest.json"),
+        (lambda path: (path.parent / "stray").touch(), "stray: "),
     ],
     ids=["missing", "truncated", "not listed"],
 )
@@ -98,12 +99,14 @@ def test_files(capsys, tmp_path, damage, problem):
 
 def test_a_manifest_of_another_iteration(capsys, tmp_path):
     edit(snapshot(tmp_path), iteration=4)
-    assert verify(capsys, tmp_path) == (1, ["manifest.json: is of iteration 4, and the directory of 3"])
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith("manifest.json: ") and re.findall(r"\d", problem) == ["4", "3"]
 
 
 def test_one_nodes_part_is_not_the_whole(capsys, tmp_path):
     edit(snapshot(tmp_path), writers=3)
-    assert verify(capsys, tmp_path) == (1, ["manifest.json: names 2 of 3 files, those of one node"])
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith("manifest.json: ") and "2 of 3" in problem
 
 
 def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
@@ -111,7 +114,10 @@ def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
     write_again(directory, lambda parts: [parts[0], [e for e in parts[1] if e.name != "output_layer.weight"]])
     code, problems = verify(capsys, tmp_path)
     promised = math.prod(shapes()["output_layer.weight"])
-    assert code == 1 and f"output: files hold 4 elements of master, manifest.json promises {4 + promised}" in problems
+    held = [
+        re.findall(r"\d+", problem) for problem in problems if problem.startswith("output: ") and "master" in problem
+    ]
+    assert code == 1 and held == [["4", str(4 + promised)]]
     box = next(entry for part in cut(Model().tensors, 2) for entry in part if entry.name == QKV)
     write_again(directory, lambda parts: [parts[0], [*parts[1], box]])
     code, problems = verify(capsys, tmp_path)
@@ -122,7 +128,7 @@ def test_operators_of_a_full_snapshot_must_all_be_there(capsys, tmp_path):
     parameters = {name: shape for name, shape in shapes().items() if "layers.1." not in name}
     directory = snapshot(tmp_path, Model(parameters))
     gone = ["attention", "mlp", "router", *(f"expert.{expert}" for expert in range(EXPERTS))]
-    assert verify(capsys, tmp_path) == (1, [f"layers.1.{name}: no file holds any state of it" for name in gone])
+    assert named(verify(capsys, tmp_path)) == (1, [f"layers.1.{name}" for name in gone])
     edit(directory, policy="sparse")  # which saves some of them at a time: what the manifest promises is there
     assert verify(capsys, tmp_path) == (0, [])
 
@@ -145,17 +151,18 @@ def test_slots_follow_from_the_detail(capsys, tmp_path):
     missing = [f"{name}: has no param" for name in ("decoder.final_layernorm.weight", "output_layer.weight")]
     assert verify(capsys, tmp_path) == (1, missing)
     edit(directory, operators=operators | {"layers.7.router": OperatorEntry("full", 2, {"master": 8})})
-    promise = "layers.7.router: files hold 0 elements of master, manifest.json promises 8"
-    assert verify(capsys, tmp_path) == (1, [promise])
+    code, (promise,) = verify(capsys, tmp_path)
+    assert code == 1 and promise.startswith("layers.7.router: ") and re.findall(r" (\d+)", promise) == ["0", "8"]
     snapshot(tmp_path / "weights", Model().weights(torch.bfloat16))
     assert verify(capsys, tmp_path / "weights") == (0, [])
 
 
 def test_without_a_manifest_there_is_no_checkpoint(capsys, tmp_path):
     (snapshot(tmp_path) / "manifest.json").unlink()
-    assert verify(capsys, tmp_path) == (1, ["holds no checkpoint"])
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and "checkpoint" in problem
     tool.main([str(tmp_path)])
-    assert "note: iter_0000003: a save that has not ended" in capsys.readouterr().out
+    assert "note: iter_0000003: " in capsys.readouterr().out
 
 
 def test_the_newest_is_taken_where_there_is_no_tracker(capsys, tmp_path):
@@ -193,7 +200,7 @@ def test_facts(capsys, tmp_path):
     assert told["complete"] and told["problems"] == []
     assert summary.main([str(directory), "--by", "operator"]) == 0
     text = capsys.readouterr().out
-    assert "adam, updates 2 to 5" in text and "yes (hashes not compared)" in text
+    assert re.search(r"adam, .*2 to 5", text) and re.search(r"^complete +yes", text, re.MULTILINE)
     assert {"detail", "updates"} <= set(text.split())
     (directory / SECOND).unlink()
     assert inspect(capsys, directory)["problems"] == [f"{SECOND}: is missing"]
@@ -258,7 +265,8 @@ def test_the_age_of_each_expert_and_its_chain(capsys, tmp_path):
     assert list(rows) == [row["name"] for row in inspect(capsys, tmp_path / "iter_0000003", "--by", "operator")["rows"]]
     assert summary.main([str(tmp_path), "--by", "operator"]) == 0
     text = capsys.readouterr().out
-    assert "saved 1 iterations ago in the mean, at most 2; gradients of 1 follow, of up to 2 iterations" in text
+    ages = next(line for line in text.splitlines() if "gradients of" in line)
+    assert re.findall(r"\d+", ages) == ["1", "2", "1", "2"]  # mean age, largest; experts with gradients, most of them
     lines = {line.split()[0]: line.rstrip() for line in text.splitlines() if line.strip()}
     assert lines[CHAINED].split()[-5:] == ["2", "3,", "gradients", "to", "5"]
     assert lines[LEFT_OUT].split()[-2:] == ["2", "3"]

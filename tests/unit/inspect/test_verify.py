@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moc.errors import codes_in
 from moc.inspect import verify as tool
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.inspect.coverage import coverage_problems
 from moc.state.region import Region
+from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
 from tests.unit.store.test_regions import cuts
@@ -29,6 +32,11 @@ def verify(capsys, *argv) -> tuple[int, list[str]]:
     told = json.loads(capsys.readouterr().out)
     assert told["whole"] == (code == 0)
     return code, [problem for verdict in told["verified"] for problem in verdict["problems"]]
+
+
+def named(found: tuple[int, list[str]]) -> tuple[int, list[str]]:
+    """Exit status, and the file or tensor that each problem names."""
+    return found[0], [problem.partition(": ")[0] for problem in found[1]]
 
 
 def flip(path, position=None):
@@ -49,7 +57,8 @@ def test_a_whole_checkpoint(capsys, tmp_path):
     assert tool.main([str(tmp_path)]) == 0
     verdict, speed = capsys.readouterr().out.splitlines()
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.name != "manifest.json" and path.is_file())
-    assert verdict == f"{directory}: whole, 7 files, {size / 1000:.1f} kB, optimizer state of {len(TENSORS)} tensors"
+    assert verdict.startswith(f"{directory}: whole") and not codes_in(verdict)
+    assert re.findall(r"[\d.]+", verdict.removeprefix(str(directory))) == ["7", f"{size / 1000:.1f}", str(len(TENSORS))]
     assert speed.startswith(f"hashed {size / 1000:.1f} kB in ") and speed.endswith(" GB/s")
 
 
@@ -58,13 +67,13 @@ def test_a_whole_checkpoint(capsys, tmp_path):
 )
 @pytest.mark.parametrize(
     "damage, words",
-    [(flip, "does not match its hash"), (truncate, "bytes instead of"), (lambda path: path.unlink(), "is missing")],
+    [(flip, "hash"), (truncate, "bytes"), (lambda path: path.unlink(), "missing")],
     ids=["a flipped bit", "truncated", "missing"],
 )
 def test_a_damaged_file_is_named(capsys, tmp_path, name, damage, words):
     damage(save(tmp_path) / name)
     code, (problem,) = verify(capsys, tmp_path)
-    assert code == 1 and problem.startswith(f"{name}: ") and (words in problem or "cannot be read" in problem)
+    assert code == 1 and problem.startswith(f"{name}: ") and (words in problem or "read" in problem)
 
 
 def test_whatever_bit_it_is_a_damaged_state_is_one_problem(capsys, tmp_path):
@@ -82,7 +91,7 @@ def test_every_bit_of_a_header_counts(capsys, tmp_path):
     for position in random.sample(range(8 * 2000), 100):
         flip(directory / FIRST, position)
         code, (problem,) = verify(capsys, tmp_path)
-        assert code == 1 and problem.startswith(f"{FIRST}: does not match its hash")
+        assert code == 1 and problem.startswith(f"{FIRST}: ") and "hash" in problem
         flip(directory / FIRST, position)
     assert verify(capsys, tmp_path) == (0, [])
 
@@ -92,15 +101,15 @@ def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
     (directory / FIRST).unlink()
     assert tool.main([str(tmp_path)]) == 1
     verdict, problem, note, _ = capsys.readouterr().out.splitlines()
-    assert verdict == f"{directory}: NOT WHOLE, 1 problem"
+    assert only_code(verdict) == "checkpoint-not-whole" and str(directory) in verdict and " 1 " in verdict
     assert problem == f"  {FIRST}: is missing"
-    assert "not searched for holes" in note
+    assert "note: " in note and "holes" in note
 
 
 @pytest.mark.parametrize("name", ["stray.txt", ".hidden", "optimizer/rank_00002.safetensors"])
 def test_a_file_that_is_not_listed(capsys, tmp_path, name):
     (save(tmp_path) / name).write_text("?")
-    assert verify(capsys, tmp_path) == (1, [f"{name}: is not listed in manifest.json"])
+    assert named(verify(capsys, tmp_path)) == (1, [name])
 
 
 def no_manifest(path):
@@ -209,7 +218,7 @@ def test_a_file_that_holds_no_regions(capsys, tmp_path, content):
     (directory / FIRST).write_bytes(content)
     publish_again(directory)
     code, (problem,) = verify(capsys, tmp_path)
-    assert code == 1 and problem.startswith(f"{FIRST}: its header is")
+    assert code == 1 and problem.startswith(f"{FIRST}: ") and "header" in problem
 
 
 def test_a_file_whose_data_is_longer_than_its_header_says(capsys, tmp_path):
@@ -217,14 +226,15 @@ def test_a_file_whose_data_is_longer_than_its_header_says(capsys, tmp_path):
     (directory / FIRST).write_bytes((directory / FIRST).read_bytes() + b"more")
     publish_again(directory)
     code, (problem,) = verify(capsys, tmp_path)
-    assert code == 1 and problem.startswith(f"{FIRST}: its header is damaged (it describes")
+    assert code == 1 and problem.startswith(f"{FIRST}: ") and "header" in problem and "describes" in problem
 
 
 def test_no_optimizer_state(capsys, tmp_path):
     save(tmp_path, 3, workers=[], optimizer=None)
     assert verify(capsys, tmp_path) == (0, [])
     save(tmp_path, 4, workers=[])
-    assert verify(capsys, tmp_path) == (1, ["manifest.json: lists no file with the state of optimizer adam"])
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith("manifest.json: ") and "adam" in problem
 
 
 @pytest.mark.parametrize("state", [{"shape": {}}, {"shape": 3}, {"shape": {**dict.fromkeys(("num_layers",), "2")}}])
@@ -249,11 +259,11 @@ def test_any_cut_covers_and_no_box_of_it_is_superfluous(data):
     assert problems(boxes_of(cut, shape)) == []
     some = data.draw(st.sampled_from(cut))
     (double,) = problems(boxes_of([*cut, some], shape, ["master"]))
-    assert double.startswith("w: master overlaps at ")
+    assert double.startswith("w: ") and "overlaps" in double
     if len(cut) > 1:
         cut.remove(some)
         (hole,) = problems(boxes_of(cut, shape, ["master"]))
-        assert hole.endswith(f": {some.numel:,} of {math.prod(shape):,} elements are in no file")
+        assert f": {some.numel:,} of {math.prod(shape):,} " in hole
 
 
 def test_a_scalar():
@@ -264,10 +274,10 @@ def test_a_scalar():
 @pytest.mark.parametrize(
     "tracker, problem",
     [
-        ("7", "names iteration 7, which is not there"),
-        ("six", "does not hold an iteration"),
-        ("", "does not hold an iteration"),
-        (None, "is missing, so --load finds nothing"),
+        ("7", " 7,"),
+        ("six", "hold"),
+        ("", "hold"),
+        (None, "missing"),
     ],
 )
 def test_the_tracker(capsys, tmp_path, tracker, problem):
@@ -275,7 +285,8 @@ def test_the_tracker(capsys, tmp_path, tracker, problem):
     save(tmp_path, 6)
     path = tmp_path / "latest_checkpointed_iteration.txt"
     path.write_text(tracker) if tracker is not None else path.unlink()
-    assert verify(capsys, tmp_path) == (1, [f"{path.name}: {problem}"])
+    code, (found,) = verify(capsys, tmp_path)
+    assert code == 1 and found.startswith(f"{path.name}: ") and problem in found
     assert verify(capsys, tmp_path, "--iteration", "6") == (0, [])
 
 
@@ -284,7 +295,7 @@ def test_an_older_tracker_is_no_damage(capsys, tmp_path):
     save(tmp_path, 6)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     assert tool.main([str(tmp_path)]) == 0
-    assert "names iteration 3; --ckpt-step 6 loads the newest" in capsys.readouterr().out
+    assert re.search("note: .*3.*--ckpt-step 6", capsys.readouterr().out)
 
 
 def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
@@ -293,24 +304,25 @@ def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
         (tmp_path / name).mkdir()
     assert tool.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "note: .iter_0000004.incomplete: a save that has not ended" in text
-    assert "note: .iter_0000002.replaced: was to be replaced" in text
+    assert "note: .iter_0000004.incomplete: " in text
+    assert "note: .iter_0000002.replaced: " in text
 
 
 def test_which_checkpoints(capsys, tmp_path):
     flip(save(tmp_path, 3) / "common.pt")
     save(tmp_path, 6)
-    damage = ["common.pt: does not match its hash: its content is damaged"]
+    damage = ["common.pt"]
     assert verify(capsys, tmp_path) == (0, [])
-    assert verify(capsys, tmp_path, "--iteration", "3") == (1, damage)
-    assert verify(capsys, tmp_path, "--all", "--workers", "1") == (1, damage)
-    assert verify(capsys, tmp_path / "iter_0000006", tmp_path / "iter_0000003") == (1, damage)
-    missing = "holds no checkpoint of iteration 5 (there are: 3, 6)"
-    assert verify(capsys, tmp_path, "--iteration", "5") == (1, [missing])
+    assert named(verify(capsys, tmp_path, "--iteration", "3")) == (1, damage)
+    assert named(verify(capsys, tmp_path, "--all", "--workers", "1")) == (1, damage)
+    assert named(verify(capsys, tmp_path / "iter_0000006", tmp_path / "iter_0000003")) == (1, damage)
+    code, (missing,) = verify(capsys, tmp_path, "--iteration", "5")
+    assert code == 1 and re.findall(r"\d", missing) == ["5", "3", "6"]
 
 
 def test_a_directory_without_checkpoints(capsys, tmp_path):
-    assert verify(capsys, tmp_path) == verify(capsys, tmp_path, "--all") == (1, ["holds no checkpoint"])
+    found = code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and "checkpoint" in problem and verify(capsys, tmp_path, "--all") == found
 
 
 @pytest.mark.parametrize(

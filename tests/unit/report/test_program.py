@@ -90,7 +90,7 @@ def test_what_is_given_up_and_computed_again():
     (one,) = run.each
     assert (one.newest, one.iteration, one.undone, one.replayed, one.exact) == (10, 8, 2, 0, True)
     assert (one.outside_s, one.detect_s, one.kept, one.workers) == (6.0, 0.125, 0, 4)
-    assert one.reasons == ("worker 2 was killed by signal 9",)
+    assert len(one.reasons) == 1 and "worker 2" in one.reasons[0] and "signal 9" in one.reasons[0]
     assert (run.iterations, run.computed, run.tokens, run.ended) == (18, 20, 1800, None)
     assert run.recoveries.injected == {"kill": 1}
 
@@ -317,8 +317,8 @@ def test_the_program(log, tmp_path, capsys):
     [
         (None, "events.jsonl: No such file"),
         ("loss: 3\n", "line 1"),
-        ('{"type": "exit", "time": 1.0, "iteration": 0}\n', "no iteration in it"),
-        ('{"type": "iteration", "time": 1.0, "iteration": 1}\n', "has no elapsed_s"),
+        ('{"type": "exit", "time": 1.0, "iteration": 0}\n', "[run-too-short]"),
+        ('{"type": "iteration", "time": 1.0, "iteration": 1}\n', "elapsed_s"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):

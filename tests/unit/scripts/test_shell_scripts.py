@@ -115,14 +115,14 @@ def test_the_launcher_is_chosen_and_gets_flags(data):
 def test_mocrun_is_preferred_where_it_can_start(data, nodes, token, launcher):
     said = run(TRAIN, RECIPES[0], "--dry-run", *data, NNODES=nodes, MOC_TOKEN_FILE=token)
     assert launcher in shlex.split(said.stdout)[2 if token or nodes == "1" else 1]
-    assert ("answers whoever reaches this machine" in said.stderr) == (launcher == "torchrun")
+    assert ("whoever reaches" in said.stderr) == (launcher == "torchrun")
 
 
 @pytest.mark.parametrize("name", ["NNODES", "GPUS_PER_NODE", "NODE_RANK", "SPARES", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["a[$(touch ran)]", "-1", "1 2", "0x1", "9999999"])
 def test_what_should_be_a_number_is_not_run(data, tmp_path, name, value):
     said = run(TRAIN, RECIPES[0], "--dry-run", *data, cwd=tmp_path, **{name: value})
-    assert said.returncode == 1 and f"{name} is a number, and not" in said.stderr
+    assert said.returncode == 1 and f"{name} is a number" in said.stderr
     assert not (tmp_path / "ran").exists()
 
 

@@ -63,7 +63,7 @@ def test_the_busiest_rank_is_waited_for():
 def test_slots_hold_all_replicas_on_the_fewest_nodes():
     assert four_nodes(settings=ElasticSettings()).slots == 4  # 2 of each of 4 experts on 2 nodes
     assert four_nodes(settings=ElasticSettings(), ranks=4).slots == 1
-    with pytest.raises(ValueError, match="at least 2 slots"):
+    with pytest.raises(ValueError, match="2 slots"):
         four_nodes(settings=ElasticSettings(slots=1))
 
 
@@ -93,7 +93,8 @@ def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
     fatal = [result for result in found if result.fallbacks]
     assert len(fatal) / len(found) == pytest.approx(2 / 6, abs=0.12)
     for result in fatal:
-        assert result.fallbacks == {"an expert was lost: 2 of 4 nodes lost": 1}
+        ((why, times),) = result.fallbacks.items()
+        assert "expert" in why and "2 of 4" in why and times == 1
         assert result.recovery_s == pytest.approx(20 + 6 * 2)  # iterations 25 to 31 again, at half the speed
     assert {result.recovery_s for result in found if not result.fallbacks} == {5}
 

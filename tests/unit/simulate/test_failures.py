@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from statistics import fmean
 
 import pytest
@@ -43,7 +44,7 @@ def test_changes_that_are_out_of_order_are_sorted_with_a_warning(tmp_path):
     (tmp_path / "sorted.csv").write_text(BY_NODE)
     found, ordered = (read_trace(tmp_path / name) for name in ("nodes.csv", "sorted.csv"))
     assert (found.nodes, found.events) == (ordered.nodes, ordered.events) and not ordered.doubt
-    assert found.doubt == "1 of 6 lines are earlier than the line before them, line 5 first: lines were sorted."
+    assert found.doubt is not None and re.findall(r"\d+", found.doubt) == ["1", "6", "5"]  # which lines are early
 
 
 def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
@@ -59,7 +60,7 @@ def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
     )
     (tmp_path / "counts.txt").write_text("".join(f"2021-12-10, {line}\n" for line in seen))
     found = read_trace(tmp_path / "counts.txt")
-    assert found.nodes == 80 and "2 of 7 lines" in found.doubt and "2 lines that told of later times" in found.doubt
+    assert found.nodes == 80 and re.findall(r"\d+", found.doubt)[:2] == ["2", "7"]
     assert found.events == (Event(60.0, lost=10), Event(90.0, lost=10), Event(255.0, gained=15))
 
 

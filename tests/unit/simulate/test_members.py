@@ -13,6 +13,7 @@ from moc.simulate.failures import Event, Faults
 from moc.simulate.members import Members, WholePipelines
 from moc.simulate.policies import POLICIES, Options
 from moc.simulate.policy_costs import Loss, PolicyCosts
+from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
 
@@ -87,6 +88,12 @@ def test_with_fewer_than_min_it_waits():
 STORED = PolicyCosts("stored", interval=25, restart_s=20, replay_s=1, why="no copy was left")
 
 
+def assert_fell_back(result, *words):
+    """Once, to storage, for a reason with these words."""
+    ((why, times),) = result.fallbacks.items()
+    assert times == result.fell_back == 1 and all(word in why for word in words)
+
+
 def test_losses_add_up_until_what_is_lost_has_been_replaced():
     saving = live(Members(4, 4), survives=1, beyond=STORED)
     apart = run(saving, Event(31, lost=1), Event(40, lost=1), available=None)
@@ -94,7 +101,7 @@ def test_losses_add_up_until_what_is_lost_has_been_replaced():
     # 2 s, then from storage: 20 s, and iterations 25 to 31 again
     together = run(saving, Event(31, lost=1), Event(33, lost=1), available=None)
     assert together.recovery_s == pytest.approx(2 + 20 + 6)
-    assert together.fallbacks == {"no copy was left: 2 of 4 nodes lost": 1} and together.fell_back == 1
+    assert_fell_back(together, "copy", "2 of 4")
 
 
 def test_what_is_lost_while_it_waits_counts_too():
@@ -102,7 +109,7 @@ def test_what_is_lost_while_it_waits_counts_too():
     events = Event(31, lost=1), Event(40, lost=1), Event(50, gained=2)
     result = run(saving, *events)
     assert result.idle_s == 19 and result.recovery_s == pytest.approx(20 + 6)
-    assert result.fallbacks == {"no copy was left: 2 of 4 nodes lost": 1}
+    assert_fell_back(result, "copy", "2 of 4")
 
 
 def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
@@ -110,7 +117,7 @@ def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
     saving = live(Members(2, 4, grow_s=7), changed=changed)
     fewer = run(saving, Event(31, lost=1))
     assert fewer.recovery_s == pytest.approx(20 + 6 * 4 / 3)
-    assert fewer.fallbacks == {"other number of nodes: 1 of 4 nodes lost": 1}
+    assert_fell_back(fewer, "number", "1 of 4")
     spare = run(saving, Event(31, lost=1), available=50)
     assert spare.recovery_s in (0, 5) and not spare.fallbacks
     # Nodes that come cost no iteration again: workers save, and start anew.
@@ -129,7 +136,7 @@ def test_pipelines_divide_the_batch():
 
 
 def test_a_job_needs_a_range():
-    with pytest.raises(ValueError, match="cannot go on with 5"):
+    with raises("value-out-of-range", "5", "4"):
         Members(5, 4)
 
 
@@ -139,7 +146,7 @@ def test_ordinary_policies_start_anew_on_what_is_left():
         saving = POLICIES[name](setup, Options()).saving
         assert saving.members is not None and saving.members.grow_wait_s == 60
         way = saving.way_back(Loss(1, of=4, left=3), 0.0)
-        assert way.why == "other number of nodes" and not way.local
+        assert "number" in way.why and not way.local
         assert saving.way_back(Loss(1, of=4, left=4), 0.0) is saving
     checkfreq = POLICIES["checkfreq"](setup, Options()).saving
     assert checkfreq.way_back(Loss(1, of=4, left=3), 0.0) is checkfreq

@@ -58,7 +58,7 @@ def test_where_every_iteration_saves_their_stalls_are_left_out(tmp_path):
 
 def test_what_is_no_profile_is_refused(tmp_path):
     path = write(tmp_path / "short.jsonl", iteration(1, 1.0))
-    with pytest.raises(ValueError, match="no iterations after the first 5"):
+    with raises("run-too-short", "short.jsonl", "5"):
         read_profile(path)
     path.write_text("loss: 3\n")
     with raises("events-invalid", "line 1"):

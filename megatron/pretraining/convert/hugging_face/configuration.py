@@ -28,12 +28,19 @@ _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 def key_missing(key: str) -> CheckpointError:
     """What to raise for a key that must be there."""
-    return CheckpointError(f"config.json has no {key}: add it, as the model was trained")
+    return CheckpointError(
+        f"config.json has no {key}. Fix: add it, as the model was trained",
+        code="config-key-missing",
+    )
 
 
 def unsupported(key: str, value: object, why: str) -> CheckpointError:
     """What to raise for a value that we cannot compute."""
-    return CheckpointError(f"config.json has {key} {_written(value)}: {why}")
+    return CheckpointError(
+        f"config.json has {key} {_written(value)}: {why}. Fix: convert a model that has another value, or correct it "
+        "if it is wrong",
+        code="config-value-unsupported",
+    )
 
 
 def whole(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
@@ -179,7 +186,10 @@ def sparse_keys(model: Described) -> dict[str, Any]:
 def layer_freq(layers: Sequence[int]) -> int | list[int]:
     """Which layers have experts, as ``--moe-layer-freq`` takes it."""
     if not any(layers):
-        raise CheckpointError("config.json has no layer with experts: only models with experts are supported")
+        raise CheckpointError(
+            "config.json has no layer with experts. Fix: convert a model with experts; others are not supported",
+            code="experts-missing",
+        )
     return 1 if all(layers) else list(layers)
 
 
@@ -206,7 +216,10 @@ def _experts(config: Config, key: str, layers: int) -> int:
     """The number of experts, also by the keys that transformers takes for others: Qwen3-MoE has had two."""
     said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
     if len(said) > 1:
-        raise CheckpointError(f"config.json has different numbers of experts ({', '.join(_EXPERTS)}): drop one of them")
+        raise CheckpointError(
+            f"config.json has different numbers of experts ({', '.join(_EXPERTS)}). Fix: drop one of them",
+            code="config-contradictory",
+        )
     experts = said.pop() if said else whole(config, key)
     if experts * layers > MOST_OPERATORS:
         raise unsupported(key, experts, f"at most {MOST_OPERATORS} experts in all layers are supported")
@@ -236,7 +249,10 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
     for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         said = {number(of, key) for of in places if of.get(key) is not None}
         if len(said) > 1:
-            raise CheckpointError(f"config.json has {key} twice, with different values: drop one of them")
+            raise CheckpointError(
+                f"config.json has {key} twice, with different values. Fix: drop one of them",
+                code="config-contradictory",
+            )
         values.append(said.pop() if said else default)
     base, share = values
     if not base.is_integer():

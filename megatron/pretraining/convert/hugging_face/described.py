@@ -10,6 +10,7 @@ from megatron.pretraining.config import ConfigError, MoeFlags, NetworkFlags
 from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.flag import Flag, flags_of
 from megatron.pretraining.convert.hugging_face.family import Model
+from moc.errors import cause_of
 from moc.store.errors import CheckpointError
 
 LLAMA_LIKE: dict[str, Any] = dict(
@@ -64,13 +65,25 @@ def described(model: Model) -> Described:
         network = NetworkFlags(**_derived(_values(NetworkFlags, given)))
         moe = MoeFlags(**_routed(_values(MoeFlags, given), network.ffn_hidden_size))
     except ConfigError as error:
-        raise CheckpointError(f"the model that the checkpoint describes is none: {error}") from None
+        raise CheckpointError(
+            f"the model that the checkpoint describes is none: {cause_of(error)}. Fix: correct its "
+            "description, or convert another checkpoint",
+            code="model-description-invalid",
+        ) from None
     for name in ("vocab_size", "ffn_hidden_size", "max_position_embeddings"):
         if name not in given:
-            raise CheckpointError(f"the model that the checkpoint describes has no {name}: give it")
+            raise CheckpointError(
+                f"the model that the checkpoint describes has no {name}. Fix: add it to the description, or convert "
+                "another checkpoint",
+                code="model-description-invalid",
+            )
     layers = moe.expert_layers(network.num_layers)
     if len(layers) != network.num_layers:
-        raise CheckpointError(f"the model has {network.num_layers} layers, and its moe_layer_freq lists {len(layers)}")
+        raise CheckpointError(
+            f"the model has {network.num_layers} layers, and its moe_layer_freq lists {len(layers)}. Fix: correct "
+            "--moe-layer-freq, or convert another checkpoint",
+            code="model-description-invalid",
+        )
     return Described(network, moe, int(given["vocab_size"]), layers)
 
 
@@ -80,10 +93,10 @@ def check(name: str, model: Described, fixed: dict[str, Any]) -> None:
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for field, wanted in (LLAMA_LIKE | fixed).items():
         there = getattr(model.network if hasattr(model.network, field) else model.moe, field)
-        _refuse(there != wanted, f"{name} cannot say {_spelled(flags[field], there, wanted)}")
+        _refuse(there != wanted, f"{name} cannot express {_spelled(flags[field], there, wanted)}")
     _refuse(
         model.moe.moe_router_load_balancing_type == "sinkhorn",
-        f"{name} cannot say --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
+        f"{name} cannot express --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
     )
 
 
@@ -94,7 +107,7 @@ def check_all_layers_have_experts(name: str, model: Described) -> None:
 
 def _refuse(wrong: object, sentence: str) -> None:
     if wrong:
-        raise CheckpointError(f"{sentence}; choose another --family")
+        raise CheckpointError(f"{sentence}. Fix: choose another --family", code="family-cannot-express")
 
 
 def _spelled(flag: Flag, there: object, wanted: object) -> str:

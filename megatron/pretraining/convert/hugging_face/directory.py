@@ -99,7 +99,10 @@ def write_directory(
 def refuse_to_replace(output: Path) -> None:
     """Raises CheckpointError if there is anything at a path but an empty directory."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists: remove it, or name another output directory")
+        raise CheckpointError(
+            f"{output} exists. Fix: remove it, or name another output directory",
+            code="output-exists",
+        )
 
 
 def compare(model: Exported, directory: Path, advance: Advance) -> None:
@@ -108,12 +111,18 @@ def compare(model: Exported, directory: Path, advance: Advance) -> None:
     model.names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
     for tensor in model.tensors:
         if stored[tensor.name].tensor != tensor:
-            raise CheckpointError(f"{tensor.name} was written as {stored[tensor.name].tensor}: write to another disk")
+            raise CheckpointError(
+                f"{tensor.name} was written as {stored[tensor.name].tensor}. Fix: write to another disk",
+                code="written-bits-differ",
+            )
         first = 0
         for values in model.blocks(tensor):
             written = stored[tensor.name].rows(first, len(values))
             if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
-                raise CheckpointError(f"{tensor.name} was read back with other bits: write to another disk")
+                raise CheckpointError(
+                    f"{tensor.name} was read back with other bits. Fix: write to another disk",
+                    code="written-bits-differ",
+                )
             first += len(values)
             advance(values.nbytes)
 
@@ -129,11 +138,15 @@ def check_hashes(directory: Path, advance: Advance) -> None:
     said = read_json(directory / CONVERSION)
     if said.get("format") != FORMAT or not isinstance(files := said.get("files"), dict):
         raise CheckpointError(
-            f"{directory / CONVERSION} is not of this program: remove it, if you know where it is from"
+            f"{directory / CONVERSION} is not of this program. Fix: remove it, if you know where it is from",
+            code="conversion-record-foreign",
         )
     for name, entry in files.items():
         if damage := dense_files.damage_in(directory, {name: entry}):
-            raise CheckpointError(f"{damage}; convert the source again, or remove {CONVERSION} if you changed it")
+            raise CheckpointError(
+                f"{damage}. Fix: convert the source again, or remove {CONVERSION} if you changed it",
+                code="checkpoint-damaged",
+            )
         advance(entry["bytes"])
 
 
@@ -187,8 +200,14 @@ def _private(output: Path) -> tuple[Path, int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CheckpointError(f"another conversion writes {output}: wait for it, or name another one") from None
+                raise CheckpointError(
+                    f"another conversion writes {output}. Fix: wait for it, or name another one",
+                    code="directory-in-use",
+                ) from None
             if os.path.samestat(status, path.lstat()):  # otherwise a conversion that ended has removed it
                 opened.pop_all()
                 return path, descriptor
-    raise CheckpointError(f"{output.parent} has no room for a directory of this user: name another output directory")
+    raise CheckpointError(
+        f"{output.parent} has no room for a directory of this user. Fix: name another output directory",
+        code="output-unusable",
+    )

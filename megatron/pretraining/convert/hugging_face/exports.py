@@ -56,7 +56,10 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
 
 def _refuse_flags(flags: list[str]) -> list[str]:
     if flags:
-        raise CheckpointError("the checkpoint records its model: drop the flags behind --")
+        raise CheckpointError(
+            "the checkpoint records its model. Fix: drop the flags behind --",
+            code="flag-has-no-effect",
+        )
     return flags
 
 

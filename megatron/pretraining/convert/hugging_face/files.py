@@ -71,9 +71,15 @@ def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
     try:
         return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
+            code="checkpoint-unreadable",
+        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). Fix: download it again",
+            code="checkpoint-damaged",
+        ) from None
 
 
 def read_directory(directory: Path) -> dict[str, StoredTensor]:
@@ -87,13 +93,21 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
         for name, stored in _read_file(directory / file).items():
             if name in found:
-                raise CheckpointError(f"{name} is in two files of {directory}: remove one of them")
+                raise CheckpointError(
+                    f"{name} is in two files of {directory}. Fix: remove one of them",
+                    code="weights-index-wrong",
+                )
             if index is not None and index.get(name) != file:
-                raise CheckpointError(f"{directory / INDEX} does not say that {name} is in {file}")
+                raise CheckpointError(
+                    f"{directory / INDEX} does not place {name} in {file}. Fix: download the file and the index again",
+                    code="weights-index-wrong",
+                )
             found[name] = stored
     if lacking := [name for name in index or () if name not in found]:
         raise CheckpointError(
-            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, although the index says so"
+            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, where the index places it. Fix: "
+            "download the file and the index again",
+            code="weights-index-wrong",
         )
     return found
 
@@ -110,15 +124,23 @@ def _index(directory: Path) -> dict[str, str] | None:
         try:
             return decode.convert(read_json(directory / INDEX), _Index).weight_map
         except ValueError as error:
-            raise CheckpointError(f"{directory / INDEX} is damaged ({error})") from None
+            raise CheckpointError(
+                f"{directory / INDEX} is damaged ({error}). Fix: download it again",
+                code="checkpoint-damaged",
+            ) from None
     if (directory / ONE_FILE).is_file():
         return None
     if pickles := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)):
         raise CheckpointError(
-            f"{directory} has its weights in pickles ({pickles[0]}), which are never read: save them as safetensors "
-            "with transformers' save_pretrained"
+            f"{directory} has its weights in pickles ({pickles[0]}), which are never read. Fix: save them as "
+            "safetensors with transformers' save_pretrained",
+            code="weights-pickled",
         )
-    raise CheckpointError(f"{directory} has no weights: there is neither {ONE_FILE} nor {INDEX}")
+    raise CheckpointError(
+        f"{directory} has no weights: there is neither {ONE_FILE} nor {INDEX}. Fix: download the files of the "
+        "weights, too",
+        code="weights-missing",
+    )
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
@@ -128,9 +150,15 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         boxes.check_spans(header.values(), blob.size - begin, slack=False)
         return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in header.items()}
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
+            code="checkpoint-unreadable",
+        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is no whole file of safetensors ({error})") from None
+        raise CheckpointError(
+            f"{path} is not a complete file of safetensors ({error}). Fix: download it again",
+            code="checkpoint-damaged",
+        ) from None
 
 
 def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -> StoredTensor:

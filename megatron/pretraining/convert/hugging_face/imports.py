@@ -40,9 +40,16 @@ def import_directory(args: argparse.Namespace) -> Path:
     """
     source, recipe_file = args.source, args.output / RECIPE
     if args.to not in (None, "torch_dist") or args.flags or args.iteration is not None:
-        raise CheckpointError(f"{source} is one of transformers: it becomes torch_dist, without flags behind --")
+        raise CheckpointError(
+            f"{source} is a model of transformers, which is converted to torch_dist alone. Fix: pass --to torch_dist, "
+            "and no flags behind --",
+            code="target-unsupported",
+        )
     if recipe_file.exists():
-        raise CheckpointError(f"{recipe_file} exists: remove it, or name another output directory")
+        raise CheckpointError(
+            f"{recipe_file} exists. Fix: remove it, or name another output directory",
+            code="output-exists",
+        )
     with progress(0, "verifying") as advance:
         check_hashes(source, advance)
     config = read_json(source / CONFIG, tree.SMALL)
@@ -51,7 +58,10 @@ def import_directory(args: argparse.Namespace) -> Path:
     imported = Imported(read_directory(source), name_map(model, family), DTYPES.get(args.dtype or ""), {})
     dtype = DTYPE_NAMES.get(imported.compute_dtype)
     if dtype is None:
-        raise CheckpointError(f"{source} has weights in {imported.compute_dtype}: pass --dtype")
+        raise CheckpointError(
+            f"{source} has weights in {imported.compute_dtype}. Fix: pass --dtype",
+            code="dtype-missing",
+        )
     tokenizer = _tokenizer(source, model["vocab_size"])
     contents = imported.with_state(first_state(model, dtype, tokenizer))
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
@@ -80,7 +90,10 @@ def _compare(contents: Imported, written: DenseContents, advance: Advance) -> No
     for tensor in contents.tensors:
         one, other = (of.read(tensor.name, PARAM, tensor.region) for of in (contents, written))
         if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8)):
-            raise CheckpointError(f"{tensor.name} was read back with other bits: remove iter_0000000, retry")
+            raise CheckpointError(
+                f"{tensor.name} was read back with other bits. Fix: remove iter_0000000, and write to another disk",
+                code="written-bits-differ",
+            )
         advance(tensor.nbytes)
 
 

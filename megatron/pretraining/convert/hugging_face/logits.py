@@ -49,7 +49,10 @@ def compare_logits(asked: Asked) -> str:
         CheckpointError: they are not close, or one of the models cannot be computed.
     """
     if not installed("transformers"):
-        raise CheckpointError("--check-logits needs the package transformers: pip install -e '.[hf]'")
+        raise CheckpointError(
+            "--check-logits needs the package transformers. Fix: pip install -e '.[hf]'",
+            code="package-missing",
+        )
     length = min(_SHAPE[1], asked.model["max_position_embeddings"])
     tokens = numpy.random.default_rng(1).integers(0, asked.model["vocab_size"], (_SHAPE[0], length))
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,12 +70,17 @@ def compare_logits(asked: Asked) -> str:
 
 def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
     if ours.shape != theirs.shape:
-        raise CheckpointError(f"our logits have the shape {ours.shape}, and those of transformers {theirs.shape}")
+        raise CheckpointError(
+            f"our logits have the shape {ours.shape}, and those of transformers {theirs.shape}. Fix: convert again, "
+            "and report the model if they still differ",
+            code="logits-differ",
+        )
     apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
     if not apart <= CLOSE * max(largest, 1.0):  # also where there are NaNs
         raise CheckpointError(
-            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}; what "
-            "was written stays, to look at"
+            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}. Fix: "
+            "compare the files that were written, which stay, and do not use them",
+            code="logits-differ",
         )
     return f"logits are at most {apart:.1e} apart, of {largest:.2g} (fp32, {ours.shape[0] * ours.shape[1]} tokens)"
 
@@ -82,4 +90,8 @@ def _run(module: str, *arguments: str) -> None:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         whose = "our model" if module == "ours" else "transformers"
-        raise CheckpointError(f"the logits of {whose} could not be computed: {lines[-1]}")
+        raise CheckpointError(
+            f"the logits of {whose} could not be computed: {lines[-1]}. Fix: install the packages that the line "
+            "names, or drop --check-logits",
+            code="logits-not-computed",
+        )

@@ -91,7 +91,9 @@ class NameMap:
             padded = name in (_EMBEDDING, _OUTPUT) and there[1:] == shape[1:] and there[0] >= shape[0]
             if there != shape and not padded:
                 raise CheckpointError(
-                    f"{name} has the shape {list(there)} in the checkpoint, and {list(shape)} by the flags of its model"
+                    f"{name} has the shape {list(there)} in the checkpoint, and {list(shape)} by the flags of its "
+                    "model. Fix: give the flags that the model was trained with",
+                    code="tensor-shape-wrong",
                 )
         return replace(self, pairs=pairs)
 
@@ -103,7 +105,9 @@ class NameMap:
         for name, shape in wanted.items():
             if there[name] != shape:
                 raise CheckpointError(
-                    f"{name} has the shape {list(there[name])} in the directory, and {list(shape)} by config.json"
+                    f"{name} has the shape {list(there[name])} in the directory, and {list(shape)} by config.json. "
+                    "Fix: correct config.json, or download the files again",
+                    code="tensor-shape-wrong",
                 )
 
 
@@ -222,9 +226,16 @@ def _named(name: str, there: Shapes) -> str:
 
 def _check_names(wanted: Shapes, there: Shapes, where: str, by: str) -> None:
     if missing := [name for name in wanted if name not in there]:
-        raise CheckpointError(f"{_listed(missing)} not in {where}, and must be by {by}")
+        raise CheckpointError(
+            f"{_listed(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
+            code="tensor-missing",
+        )
     if strangers := [name for name in there if name not in wanted]:
-        raise CheckpointError(f"{_listed(strangers)} in {where}, and must not be by {by}")
+        raise CheckpointError(
+            f"{_listed(strangers)} in {where}, and must not be by {by}. Fix: convert a model without them, or correct "
+            "its description",
+            code="tensor-unexpected",
+        )
 
 
 def _listed(names: list[str]) -> str:

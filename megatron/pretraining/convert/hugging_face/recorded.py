@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.pretraining.process import cpu
+from moc.errors import code_of
 
 cpu.install()  # comes before megatron.core
 from megatron.pretraining.arguments import parse_config  # noqa: E402
@@ -37,7 +38,9 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
         return state["model"], state.get("tokenizer")
     if not argv:
         raise CheckpointError(
-            f"{where} does not record its model, since an earlier version wrote it: give the flags of the run behind --"
+            f"{where} does not record its model, since an earlier version wrote it. Fix: give the flags of the run "
+            "behind --",
+            code="model-not-recorded",
         )
     config = parse_config(list(argv))
     contents.check_shape(config, state.get("shape") or {}, where)
@@ -45,7 +48,7 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
     try:
         made = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size, flags.tokenizer_revision)
     except TokenizerError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(str(error), code=code_of(error)) from None
     return contents.model(config, made.vocab_size), contents.tokenizer(flags)
 
 
@@ -54,7 +57,7 @@ def composed(model: Mapping[str, Any], **more: object) -> Config:
     try:
         return compose(as_flags(model) | _OF_NO_RUN | dict(vocab_size=model["vocab_size"] - 1) | more)
     except ConfigError as error:
-        raise CheckpointError(f"this program cannot compute the model: {error}") from None
+        raise CheckpointError(f"this program cannot compute the model: {error}", code=code_of(error)) from None
 
 
 _OF_NO_RUN: dict[str, Any] = dict(

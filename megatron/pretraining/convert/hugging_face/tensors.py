@@ -67,7 +67,8 @@ class Exported:
         scaled = values * pair.factor
         if not torch.equal(scaled / pair.factor, values):
             raise CheckpointError(
-                f"{tensor.name}, {pair.factor:g} times {pair.ours}, is out of range: pass --dtype bf16"
+                f"{tensor.name}, {pair.factor:g} times {pair.ours}, is out of range. Fix: pass --dtype bf16",
+                code="dtype-too-narrow",
             )
         return scaled
 
@@ -117,7 +118,10 @@ class Imported(ConvertedState):
     def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> Entry:
         there = {self._stored[pair.theirs].tensor.dtype for pair in pairs}
         if len(there) > 1 and dtype is None:
-            raise CheckpointError(f"{' and '.join(p.theirs for p in pairs)} have several dtypes: pass --dtype")
+            raise CheckpointError(
+                f"{' and '.join(p.theirs for p in pairs)} have several dtypes. Fix: pass --dtype",
+                code="dtype-missing",
+            )
         shape = pairs[0].our_shape
         return Entry(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
 

@@ -56,7 +56,10 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{model} cannot be read as a SentencePiece model ({error})") from None
+        raise CheckpointError(
+            f"{model} cannot be read as a SentencePiece model ({error}). Fix: download it again",
+            code="tokenizer-unreadable",
+        ) from None
     if why := _differs(processor):
         return {}, [
             f"no tokenizer was written: {model} {why}, so transformers would make other tokens of a text; encode it "

@@ -17,6 +17,7 @@ from megatron.pretraining.convert.hugging_face.families import (
 )
 from megatron.pretraining.presets import PRESETS
 from moc.store.errors import CheckpointError
+from tests.errors import raises
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=199,
            seq_length=32, transformer_impl="local")  # fmt: skip
@@ -126,7 +127,7 @@ def test_a_family_that_makes_nothing_up_comes_first():
 
 
 def test_what_no_family_can_say_is_told_for_each():
-    with pytest.raises(CheckpointError, match="no family can say this model: glm4_moe cannot say") as error:
+    with raises("family-cannot-express") as error:
         family_for(model_of(normalization="LayerNorm"))
     assert all(name in str(error.value) for name in FAMILIES)
 
@@ -139,11 +140,11 @@ def test_older_checkpoints_have_fewer_flags():
 
 def test_names_that_are_not_known():
     for name in ("deepseek_v2", "deepseek_v3"):
-        with pytest.raises(CheckpointError, match=f"{name} has multi-head latent attention .* families are .*mixtral"):
+        with raises("family-unknown", name, "MLA", "mixtral"):
             family_of({"model_type": name})
-    with pytest.raises(CheckpointError, match="models of llama are not known: .*glm4_moe, mixtral, olmoe, qwen2_moe"):
+    with raises("family-unknown", "llama", "glm4_moe, mixtral, olmoe, qwen2_moe"):
         family_named("llama")
-    with pytest.raises(CheckpointError, match="no model_type"):
+    with raises("config-key-missing", "model_type"):
         family_of({})
 
 
@@ -151,12 +152,12 @@ PLAIN = {  # flags with which a family can say a model
     "mixtral": {}, "qwen2_moe": GATED, "qwen3_moe": QK_NORM, "olmoe": FULL_WIDTH, "glm4_moe": SIGMOID | SHARED
 }  # fmt: skip
 ANY = {  # flags that no family can say: what the sentence names
-    "LayerNorm": (dict(normalization="LayerNorm"), "--normalization LayerNorm, only RMSNorm"),
-    "GELU": (dict(swiglu=False), "a model without --swiglu"),
+    "LayerNorm": (dict(normalization="LayerNorm"), "--normalization LayerNorm"),
+    "GELU": (dict(swiglu=False), "--swiglu"),
     "squared": (dict(swiglu=False, squared_relu=True), "--swiglu"),
     "learned positions": (dict(position_embedding_type="learned_absolute"), "--position-embedding-type learned_abs"),
-    "no positions": (dict(position_embedding_type="none"), "--position-embedding-type none, only rope"),
-    "neighbours": (dict(rotary_interleaved=True), "a model with --rotary-interleaved"),
+    "no positions": (dict(position_embedding_type="none"), "--position-embedding-type none"),
+    "neighbours": (dict(rotary_interleaved=True), "--rotary-interleaved"),
     "dropping": (dict(moe_expert_capacity_factor=1.0), "--moe-expert-capacity-factor 1.0"),
     "sinkhorn": (
         dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
@@ -164,7 +165,7 @@ ANY = {  # flags that no family can say: what the sentence names
     ),
     "no experts": (
         dict(num_experts=None, moe_ffn_hidden_size=None, moe_router_topk=2, moe_aux_loss_coeff=0.0),
-        "without --num-experts",
+        "--num-experts",
     ),
 }
 SOME = [  # family, flags that it cannot say, what the sentence names
@@ -172,21 +173,21 @@ SOME = [  # family, flags that it cannot say, what the sentence names
     ("mixtral", QK_NORM, "--qk-layernorm"),
     ("mixtral", SHARED, "--moe-shared-expert-intermediate-size 80"),
     ("mixtral", dict(moe_router_pre_softmax=True), "--moe-router-pre-softmax"),
-    ("mixtral", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq must be 1"),
-    ("mixtral", dict(rotary_percent=0.5), "--rotary-percent 0.5, only 1.0"),
-    ("mixtral", SIGMOID, "--moe-router-score-function sigmoid, only softmax"),
+    ("mixtral", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq"),
+    ("mixtral", dict(rotary_percent=0.5), "--rotary-percent 0.5"),
+    ("mixtral", SIGMOID, "--moe-router-score-function sigmoid"),
     ("mixtral", dict(moe_router_topk_scaling_factor=2.0), "--moe-router-topk-scaling-factor 2.0"),
     ("mixtral", dict(moe_router_num_groups=4, moe_router_group_topk=2), "--moe-router-num-groups 4"),
     ("qwen2_moe", QK_NORM, "--qk-layernorm"),
-    ("qwen3_moe", dict(qk_layernorm=False), "a model without --qk-layernorm"),
+    ("qwen3_moe", dict(qk_layernorm=False), "--qk-layernorm"),
     ("qwen3_moe", dict(qk_layernorm_full_width=True), "--qk-layernorm-full-width"),
     ("qwen3_moe", dict(add_qkv_bias=True), "--add-qkv-bias"),
-    ("olmoe", dict(qk_layernorm_full_width=False), "a model without --qk-layernorm-full-width"),
+    ("olmoe", dict(qk_layernorm_full_width=False), "--qk-layernorm-full-width"),
     ("olmoe", dict(kv_channels=32), "--kv-channels 32"),
-    ("olmoe", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq must be 1"),
+    ("olmoe", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq"),
     ("glm4_moe", dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False), "--moe-router-score"),
     ("glm4_moe", dict(moe_shared_expert_gate=True), "--moe-shared-expert-gate"),
-    ("glm4_moe", dict(moe_layer_freq=[0, 1, 0]), r"--moe-layer-freq \[0, 1, 0\]"),
+    ("glm4_moe", dict(moe_layer_freq=[0, 1, 0]), "--moe-layer-freq [0, 1, 0]"),
     ("glm4_moe", dict(moe_shared_expert_intermediate_size=50), "--moe-shared-expert-intermediate-size 50"),
     ("glm4_moe", dict(moe_router_num_groups=4, moe_router_group_topk=3), "--moe-router-group-topk 3 by 1"),
 ]
@@ -197,19 +198,19 @@ SOME = [  # family, flags that it cannot say, what the sentence names
 def test_what_no_family_can_say(name, flags):
     changes, words = ANY[flags]
     own = PLAIN[name] if flags != "no experts" else {}
-    with pytest.raises(CheckpointError, match=words):
+    with raises("family-cannot-express", words):
         FAMILIES[name].config_of(model_of(**own | changes))
 
 
 def test_biases_of_all_layers_cannot_be_said():
-    with pytest.raises(CheckpointError, match="mixtral cannot say a model with --add-bias-linear"):
+    with raises("family-cannot-express", "mixtral", "--add-bias-linear"):
         FAMILIES["mixtral"].config_of(model_of(add_bias_linear=True))
 
 
 @pytest.mark.parametrize(("name", "flags", "words"), SOME)
 def test_what_a_family_cannot_say(name, flags, words):
     FAMILIES[name].config_of(model_of(**PLAIN[name]))
-    with pytest.raises(CheckpointError, match=words):
+    with raises("family-cannot-express", words):
         FAMILIES[name].config_of(model_of(**PLAIN[name] | flags))
 
 

@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from megatron.pretraining.process import cpu
+from tests.errors import only_code, raises
 
 cpu.install()  # comes before megatron.core
 import torch  # noqa: E402
@@ -34,7 +35,6 @@ from megatron.pretraining.model.build import build_gpt, transformer_config  # no
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.regions import Entry  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
 
@@ -209,7 +209,7 @@ def test_what_only_the_family_has_is_zeros(tmp_path):
 def test_twice_a_weight_that_is_out_of_range_is_refused(tmp_path):
     contents, names, family, model = drawn("qwen2 of shared experts without a gate")
     contents.values["decoder.layers.0.mlp.shared_experts.linear_fc2.weight"][0, 0] = 60_000.0
-    with pytest.raises(CheckpointError, match=r"shared_expert\.down_proj\.weight, 2 times .*: pass --dtype bf16"):
+    with raises("dtype-too-narrow", "shared_expert.down_proj.weight, 2 times", "--dtype bf16"):
         written(contents, names, family, model, tmp_path / "hf", torch.float16)
     assert not list(tmp_path.iterdir())
 
@@ -242,7 +242,7 @@ def test_each_of_our_tensors_that_is_missing_is_named(name):
     _, names, _ = mapped(name)
     shapes = ours_of(names)
     for one in shapes:
-        with pytest.raises(CheckpointError, match=f"^{one} is not in the checkpoint"):
+        with raises("tensor-missing", one):
             names.fitted({n: shape for n, shape in shapes.items() if n != one})
 
 
@@ -251,20 +251,20 @@ def test_each_of_their_tensors_that_is_missing_is_named(name):
     _, names, _ = mapped(name)
     shapes = names.their_shapes()
     for one in shapes:
-        with pytest.raises(CheckpointError, match=f"^{one} is not in the directory, and must be by config.json"):
+        with raises("tensor-missing", one, "config.json"):
             names.check_theirs({n: shape for n, shape in shapes.items() if n != one})
-        with pytest.raises(CheckpointError, match=f"^{one} has the shape"):
+        with raises("tensor-shape-wrong", one):
             names.check_theirs(shapes | {one: (*shapes[one][:-1], shapes[one][-1] + 1)})
 
 
 def test_tensors_too_many_are_named():
     _, names, _ = mapped("mixtral")
     bias = "model.layers.0.self_attn.q_proj.bias"
-    with pytest.raises(CheckpointError, match=f"{bias} is in the directory, and must not be"):
+    with raises("tensor-unexpected", bias):
         names.check_theirs(names.their_shapes() | {bias: (64,)})
     names.check_theirs(names.their_shapes() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)})  # derived
     stranger = "decoder.layers.0.mlp.experts.experts.8.linear_fc2.weight"
-    with pytest.raises(CheckpointError, match=f"{stranger} is in the checkpoint, and must not be"):
+    with raises("tensor-unexpected", stranger):
         names.fitted(ours_of(names) | {stranger: (64, 40)})
 
 
@@ -274,7 +274,7 @@ def test_only_the_vocabulary_may_be_padded():
     names.fitted(shapes | {"output_layer.weight": (PADDED, 64)})
     for one in ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.router.weight"):
         for rows in (shapes[one][0] - 1, shapes[one][0] + 1)[: 1 if one.startswith("emb") else 2]:
-            with pytest.raises(CheckpointError, match=f"^{one} has the shape"):
+            with raises("tensor-shape-wrong", one):
                 names.fitted(shapes | {one: (rows, *shapes[one][1:])})
 
 
@@ -370,15 +370,15 @@ def test_nothing_is_staged_where_another_user_could_change_it(dense, tmp_path, m
 def test_what_is_there_is_never_replaced(dense, tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/mine").write_text("mine")
-    assert "hf exists: remove it" in refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")
+    assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "output-exists"
     convert(dense[0], tmp_path / "other", "--to", "hf")
     convert(tmp_path / "other", tmp_path / "back")
-    assert "model.yaml exists" in refused(capsys, tmp_path / "other", tmp_path / "back")
+    assert only_code(refused(capsys, tmp_path / "other", tmp_path / "back")) == "output-exists"
 
 
 def test_a_conversion_under_way_is_left_alone(dense, tmp_path, capsys):
     with directory._staged(tmp_path / "hf"):
-        assert "another conversion writes" in refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")
+        assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "directory-in-use"
 
 
 def test_pickles_are_never_read(dense, tmp_path, capsys):
@@ -387,7 +387,7 @@ def test_pickles_are_never_read(dense, tmp_path, capsys):
         os.remove(tmp_path / "hf" / name)
     torch.save({}, tmp_path / "hf/pytorch_model.bin")
     error = refused(capsys, tmp_path / "hf", tmp_path / "back")
-    assert "pickles (pytorch_model.bin), which are never read: save them as safetensors" in error
+    assert only_code(error) == "weights-pickled" and "pytorch_model.bin" in error
     assert not (tmp_path / "back").exists()
 
 
@@ -396,12 +396,12 @@ def test_damage_is_found(dense, tmp_path, capsys):
     weights = tmp_path / "hf/model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "does not match its hash" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
     os.remove(tmp_path / "hf/conversion.json")
     weights.write_bytes(whole[:-1])
-    assert "no whole file of safetensors" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
     weights.write_bytes(whole[:100])
-    assert "no whole file of safetensors" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
 
 
 def test_a_missing_expert_is_named_and_nothing_is_written(dense, tmp_path, capsys):
@@ -411,7 +411,7 @@ def test_a_missing_expert_is_named_and_nothing_is_written(dense, tmp_path, capsy
     del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     save_file(weights, tmp_path / "hf/model.safetensors")
     error = refused(capsys, tmp_path / "hf", tmp_path / "back")
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight is not in the directory" in error
+    assert only_code(error) == "tensor-missing" and "layers.1.block_sparse_moe.experts.3.w2.weight" in error
     assert not (tmp_path / "back").exists()
 
 
@@ -421,31 +421,38 @@ def test_an_index_that_lies_is_refused(dense, tmp_path, capsys):
     index = {name: "model.safetensors" for name in load_file(tmp_path / "hf/model.safetensors")}
     path = tmp_path / "hf/model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": index | {"model.more.weight": "model.safetensors"}}))
-    assert "model.more.weight is not in" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    error = refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(error) == "weights-index-wrong" and "model.more.weight" in error
     index.pop("lm_head.weight")
     path.write_text(json.dumps({"weight_map": index}))
-    assert "does not say that lm_head.weight is in" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    error = refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(error) == "weights-index-wrong" and "lm_head.weight" in error
     path.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
-    assert "is damaged" in refused(capsys, tmp_path / "hf", tmp_path / "back")
+    assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
 
 
 def test_a_checkpoint_that_does_not_record_its_model_takes_flags(tmp_path, capsys):
     contents, *_ = drawn("mixtral")
     del contents.facts.state["model"], contents.facts.state["tokenizer"]
     write_dense(contents, tmp_path / "old", 1, torch.float32, 10**9, lambda count: None)
-    assert "does not record its model" in refused(capsys, tmp_path / "old", tmp_path / "hf", "--to", "hf")
+    assert only_code(refused(capsys, tmp_path / "old", tmp_path / "hf", "--to", "hf")) == "model-not-recorded"
     (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(ffn_hidden_size=40)))
     convert(tmp_path / "old", tmp_path / "hf", "--to", "hf", "--verify", "--", "--config", tmp_path / "run.json")
     (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(ffn_hidden_size=41)))
     said = refused(capsys, tmp_path / "old", tmp_path / "other", "--to", "hf", "--", "--config", tmp_path / "run.json")
-    assert "--ffn-hidden-size is 40 there, 41 here" in said
+    assert only_code(said) == "checkpoint-of-another-model" and "--ffn-hidden-size" in said
 
 
 def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
     root = dense[0]
-    assert "drop the flags behind --" in refused(capsys, root, tmp_path / "hf", "--to", "hf", "--", "--swiglu")
-    assert "qwen3_moe cannot say" in refused(capsys, root, tmp_path / "hf", "--to", "hf", "--family", "qwen3_moe")
-    assert "MLA" in refused(capsys, root, tmp_path / "hf", "--to", "hf", "--family", "deepseek_v3")
+    assert only_code(refused(capsys, root, tmp_path / "hf", "--to", "hf", "--", "--swiglu")) == "flag-has-no-effect"
+    assert (
+        only_code(refused(capsys, root, tmp_path / "hf", "--to", "hf", "--family", "qwen3_moe"))
+        == "family-cannot-express"
+    )
+    assert (
+        only_code(refused(capsys, root, tmp_path / "hf", "--to", "hf", "--family", "deepseek_v3")) == "family-unknown"
+    )
     for words in (["--verify"], ["--check-logits"], ["--family", "mixtral"]):
         with pytest.raises(SystemExit):
             program.main([str(root), str(tmp_path / "new"), *words])
@@ -457,5 +464,5 @@ def test_models_that_compute_something_else_are_told(apart):
     assert "at most" in _judged(theirs + 1e-4, theirs)
     ours = theirs.copy()
     ours[1, 2, 3] += apart
-    with pytest.raises(CheckpointError, match="the models differ"):
+    with raises("logits-differ"):
         _judged(ours, theirs)

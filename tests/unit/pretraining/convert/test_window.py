@@ -8,8 +8,9 @@ import pytest
 
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.window import _check_loss, _run, window_in
+from moc.errors import codes_in
 from moc.inspect.coverage import operator_or_other
-from moc.store.errors import CheckpointError
+from tests.errors import only_code, raises
 from tests.unit.pretraining.convert.models import Model
 from tests.unit.pretraining.convert.test_program import refused, snapshot
 
@@ -50,57 +51,56 @@ def test_a_snapshot_of_everything_is_a_window(windows):
 
 
 @pytest.mark.parametrize(
-    ("iteration", "said"),
+    ("iteration", "code"),
     [
-        (5, "iter_0000005: is neither a full snapshot nor the end of a complete window"),
-        (7, "iter_0000007: is neither a full snapshot nor the end of a complete window"),
-        (8, "holds no snapshot of iteration 8"),
+        (5, "window-incomplete"),
+        (7, "window-incomplete"),
+        (8, "checkpoint-missing"),
     ],
 )
-def test_what_ends_no_window_is_named(windows, iteration, said):
-    with pytest.raises(CheckpointError, match=said):
+def test_what_ends_no_window_is_named(windows, iteration, code):
+    with raises(code, str(iteration)):
         window_in(windows, iteration)
 
 
 def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
     (windows / "iter_0000005" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="neither a full snapshot nor a complete window"):
+    with raises("window-incomplete", str(windows)):
         window_in(windows, None)
-    with pytest.raises(CheckpointError, match="holds no snapshot$"):
+    with raises("checkpoint-missing", str(windows / "iter_0000005")):
         window_in(windows / "iter_0000005", None)
 
 
-@pytest.mark.parametrize("iteration", [4, 6])
-def test_without_flags_it_is_said_what_is_missing(windows, iteration, capsys):
+@pytest.mark.parametrize(("iteration", "code"), [(4, "optimizer-state-missing"), (6, "operator-missing")])
+def test_without_flags_it_is_said_what_is_missing(windows, iteration, code, capsys):
     told = refused(capsys, windows, windows / "dense", "--iteration", iteration)
-    assert "give the flags of the run behind --" in told and not (windows / "dense").exists()
+    assert only_code(told) == code and not (windows / "dense").exists()
 
 
 def test_what_is_there_already_is_refused_before_anything_is_computed(windows, capsys):
     (windows / "dense" / "iter_0000006").mkdir(parents=True)
     (windows / "dense" / "iter_0000006" / "manifest.json").touch()
-    assert "exists: remove it" in refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")
+    assert only_code(refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")) == "output-exists"
 
 
 def test_processes_are_for_flags(windows, capsys):
     with pytest.raises(SystemExit, match="2"):
         program.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
-    assert "the flags of a run behind --" in capsys.readouterr().err
+    assert only_code(capsys.readouterr().err) == "flag-needs-another"
 
 
 SAYS = """
 print(" loading")
-print("pretrain_gpt_moe.py: error (worker 1): it holds another model: --num-layers is 2 there and 4 here")
+print("pretrain_gpt_moe.py: error (worker 1): it differs: --num-layers is 2 [checkpoint-of-another-model]")
 print("Traceback of a launcher")
 """
 
 
 def test_why_the_program_failed(capfd):
-    assert (
-        _run([sys.executable, "-c", f"{SAYS}exit(1)"]) == "it holds another model: --num-layers is 2 there and 4 here"
-    )
+    failed = _run([sys.executable, "-c", f"{SAYS}exit(1)"])
+    assert failed is not None and codes_in(failed) == ["checkpoint-of-another-model"] and "--num-layers" in failed
     assert capfd.readouterr() == ("", " loading\n")
-    assert _run([sys.executable, "-c", "exit(3)"]) == "pretrain_gpt_moe.py failed (exit code 3), see above"
+    assert "exit code 3" in str(_run([sys.executable, "-c", "exit(3)"]))
     assert _run([sys.executable, "-c", ""]) is None
 
 
@@ -112,5 +112,5 @@ def test_a_loss_that_is_not_what_it_was(loss, elsewhere, taken):
     manifest = SimpleNamespace(iteration=6, state={"record": {"loss": 5.0}})
     if taken:
         return _check_loss(loss, manifest, elsewhere)
-    with pytest.raises(CheckpointError, match=f"iteration 6 was replayed with a loss of {loss} instead of 5.0"):
+    with raises("replay-differs", "iteration 6", str(loss), "5.0"):
         _check_loss(loss, manifest, elsewhere)

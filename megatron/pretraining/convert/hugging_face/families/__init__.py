@@ -7,6 +7,7 @@ import pkgutil
 
 from megatron.pretraining.convert.hugging_face.described import described
 from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from moc.errors import cause_of
 from moc.store.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
@@ -28,16 +29,24 @@ def family_named(name: str) -> Family:
         return FAMILIES[name]
     if name in _LATENT_ATTENTION:
         raise CheckpointError(
-            f"{name} has multi-head latent attention (MLA), which megatron-core's own layers do not compute: the "
-            f"families are {', '.join(FAMILIES)}"
+            f"{name} has multi-head latent attention (MLA), which megatron-core's own layers do not compute. Fix: "
+            f"choose one of the families {', '.join(FAMILIES)}",
+            code="family-unknown",
         )
-    raise CheckpointError(f"models of {name} are not known: the families are {', '.join(FAMILIES)}")
+    raise CheckpointError(
+        f"models of {name} are not known. Fix: choose one of the families {', '.join(FAMILIES)}",
+        code="family-unknown",
+    )
 
 
 def family_of(config: Config) -> Family:
     """The family of a configuration, by its ``model_type``; raises CheckpointError if it is not known."""
     if not isinstance(name := config.get("model_type"), str) or len(name) > _LONGEST:
-        raise CheckpointError("config.json has no model_type: it does not say what the weights are")
+        raise CheckpointError(
+            "config.json has no model_type, which names the family of the weights. Fix: add it, as the model was "
+            "trained",
+            code="config-key-missing",
+        )
     return family_named(name)
 
 
@@ -58,10 +67,15 @@ def family_for(model: Model) -> Family:
         return able[0]
     if able:
         raise CheckpointError(
-            f"several families can say this model: choose --family {' or '.join(f.name for f in able)}"
+            f"several families can express this model. Fix: choose --family {' or '.join(f.name for f in able)}",
+            code="family-ambiguous",
         )
-    reasons = "; ".join(str(_refusal(family, model)).partition("; ")[0] for family in FAMILIES.values())
-    raise CheckpointError(f"no family can say this model: {reasons}")
+    reasons = "; ".join(cause_of(_refusal(family, model)) for family in FAMILIES.values())
+    raise CheckpointError(
+        f"no family can express this model: {reasons}. Fix: keep the checkpoint in torch_dist, or train a model that a "
+        "family can express",
+        code="family-cannot-express",
+    )
 
 
 def _refusal(family: Family, model: Model) -> CheckpointError | None:

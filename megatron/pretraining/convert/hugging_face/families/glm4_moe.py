@@ -51,14 +51,16 @@ def config_of(model: Model) -> dict[str, Any]:
     moe, dense = ours.moe, ours.expert_layers.index(1)
     if not all(ours.expert_layers[dense:]):
         raise CheckpointError(
-            f"{_NAME} cannot say --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
-            "experts; choose another --family"
+            f"{_NAME} cannot express --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
+            "experts. Fix: choose another --family",
+            code="family-cannot-express",
         )
     width = ours.moe.moe_ffn_hidden_size or 1  # known, since there are experts
     if ours.shared % width:
         raise CheckpointError(
-            f"{_NAME} cannot say --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
-            f"--moe-ffn-hidden-size {width}; choose another --family"
+            f"{_NAME} cannot express --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
+            f"--moe-ffn-hidden-size {width}. Fix: choose another --family",
+            code="family-cannot-express",
         )
     return common.write(
         _NAME,
@@ -111,7 +113,9 @@ def _check_groups(ours: Described) -> None:
     if selected and chosen // selected != _PER_GROUP:
         raise CheckpointError(
             f"{_NAME} compares groups by their {_PER_GROUP} best experts, and --moe-router-topk {chosen} with "
-            f"--moe-router-group-topk {selected} by {chosen // selected}: no family can say that"
+            f"--moe-router-group-topk {selected} by {chosen // selected}, as no family does. Fix: keep the checkpoint "
+            "in torch_dist",
+            code="family-cannot-express",
         )
 
 

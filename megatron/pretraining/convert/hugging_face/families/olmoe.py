@@ -44,8 +44,9 @@ def config_of(model: Model) -> dict[str, Any]:
     check_all_layers_have_experts(_NAME, ours)
     if ours.head_dim * ours.network.num_attention_heads != ours.network.hidden_size:
         raise CheckpointError(
-            f"{_NAME} cannot say --kv-channels {ours.head_dim}, only --hidden-size / --num-attention-heads; choose "
-            "another --family"
+            f"{_NAME} cannot express --kv-channels {ours.head_dim}, only --hidden-size / --num-attention-heads. Fix: "
+            "choose another --family",
+            code="family-cannot-express",
         )
     return common.write(
         _NAME,
