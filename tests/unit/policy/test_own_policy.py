@@ -70,7 +70,7 @@ print(best.name, flags)
 
 def test_one_that_cannot_be_imported_is_named(tmp_path):
     said = run("pretrain_gpt_moe.py", "--help", env=install(tmp_path, FILE + "\n1 / 0\n"), status=1)
-    assert "the policies of busier" in said and "division by zero" in said and "uninstall it" in said
+    assert "busier" in said and "division by zero" in said and "PolicyImportError" in said
 
 
 @pytest.mark.parametrize(
