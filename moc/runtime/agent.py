@@ -212,7 +212,10 @@ class Agent:
                 self._ask(worker)
             elif "ended" in said and said["ended"] in self._workers:
                 self._has_ended(self._workers[said["ended"]], said["code"])
-        raise LostError("the process that workers are forked from has died: see what it wrote above")
+        raise LostError(
+            "the process that workers are forked from has died. Fix: look at what it wrote above",
+            code="zygote-lost",
+        )
 
     def _has_ended(self, worker: _Process, code: int) -> None:
         del self._workers[worker.name]
@@ -358,7 +361,11 @@ class Agent:
             return
         silence_s = self._flags.silence_s
         if self._clock.now - self._zygote_said > silence_s:
-            raise LostError(f"the process that workers are forked from has not answered for {silence_s:g} s")
+            raise LostError(
+                f"the process that workers are forked from has not answered for {silence_s:g} s. Fix: raise "
+                "--silence-timeout, or look at the load of this machine",
+                code="zygote-lost",
+            )
         self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:

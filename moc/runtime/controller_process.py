@@ -74,7 +74,10 @@ class ControllerProcess:
         )
         assert self._process.stdout is not None  # a pipe
         if not (await self._process.stdout.readline()).strip():
-            raise LostError(f"the controller does not start at {self._address}: see what it wrote above")
+            raise LostError(
+                f"the controller does not start at {self._address}. Fix: look at what it wrote above",
+                code="controller-cannot-start",
+            )
 
     async def keep(self) -> None:
         """Restarts the controller when it dies or hangs, until the job is over; agents restore its state."""
