@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.errors import UserError
+from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
@@ -165,7 +165,8 @@ class Agent:
         if len(codes) == self._flags.nproc_per_node and not any(codes) and not self._workers:
             _log.warning("%s: all workers of this node have ended well", error)
             return 0
-        _log.error("%s: %s", error, FROM_WHERE)
+        cause = str(error).partition(". Fix: ")[0]
+        _log.error("%s", with_code(NoControllerError(f"{cause}. Fix: {FROM_WHERE}", code=code_of(error))))
         return SAVED
 
     def signal(self, number: int) -> None:

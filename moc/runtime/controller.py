@@ -217,7 +217,8 @@ class Controller:
             taken = other is not None and other.instance != peer.instance
             if other is not None and taken and self._clock.now - other.heard < 4 * self._times.says_s:
                 refusal = UserError(
-                    f"node {peer.node} is there already, as {other.called}. Fix: give each launcher its own --node-rank",
+                    f"node {peer.node} is there already, as {other.called}. Fix: give each launcher its "
+                    "own --node-rank",
                     code="node-rank-taken",
                 )
                 why = with_code(refusal)

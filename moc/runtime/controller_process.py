@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 
+from moc.errors import with_code
 from moc.runtime import children
 from moc.runtime.addresses import listening_socket, text_of
 from moc.runtime.controller import STEPS_DOWN
@@ -95,7 +96,7 @@ class ControllerProcess:
             try:
                 await self.start()
             except LostError as error:
-                _log.error("%s", error)
+                _log.error("%s", with_code(error))
 
     async def _end(self) -> str | None:
         """Waits until the process is over; returns why, empty if it stepped down, and None if the job is over."""
