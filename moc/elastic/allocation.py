@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moc.elastic.errors import ElasticError
+
 
 def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
     """f, or as much of it as the slots allow; fewer than so many simultaneous losses of nodes are survived.
@@ -20,9 +22,10 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
         ValueError: the slots do not suffice for one replica of each expert.
     """
     if nodes * slots < experts:
-        raise ValueError(
-            f"{nodes} nodes of {slots} slots hold {nodes * slots} experts, and a layer has {experts}: give each node "
-            f"at least {-(-experts // nodes)} slots"
+        raise ElasticError(
+            f"{nodes} nodes of {slots} slots hold {nodes * slots} experts, and a layer has {experts}. Fix: give each "
+            f"node at least {-(-experts // nodes)} slots",
+            code="too-few-slots",
         )
     return min(wanted, nodes, nodes * slots // max(experts, 1))
 
@@ -59,7 +62,11 @@ def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
         ValueError: there are fewer slots than ``least`` for each expert.
     """
     if slots < len(loads) * least:
-        raise ValueError(f"{slots} slots do not hold {least} replicas of each of {len(loads)} experts")
+        raise ElasticError(
+            f"{slots} slots do not hold {least} replicas of each of {len(loads)} experts. Fix: raise the slots, or "
+            "lower the replicas",
+            code="too-few-slots",
+        )
     replicas = [0] * len(loads)
     rest, left = sum(loads), slots
     for done, expert in enumerate(ascending(loads)):

@@ -101,7 +101,8 @@ def transfers(
     moved = [operator for operator in whole if needed[operator]]
     if lost := [operator for operator in moved if not before.get(operator)]:
         raise NoSourceError(
-            f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}: load a checkpoint"
+            f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}. Fix: load a "
+            "checkpoint",
         )
     cut = functools.cache(lambda region, count: [*region.cut(count)])  # most tensors are alike
     groups: list[_Group] = []

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy
 
 from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
+from moc.elastic.errors import ElasticError
 from moc.elastic.survival import score
 from moc.elastic.swaps import MOST_NODES, improved
 
@@ -73,7 +74,11 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
         ValueError: the replicas do not fit.
     """
     if sum(replicas) > nodes * slots:
-        raise ValueError(f"{sum(replicas)} replicas do not fit on {nodes} nodes of {slots} slots")
+        raise ElasticError(
+            f"{sum(replicas)} replicas do not fit on {nodes} nodes of {slots} slots. Fix: raise the slots per node, or "
+            "lower the replicas",
+            code="too-few-slots",
+        )
     others = [expert for expert in ascending(replicas) if expert not in everywhere]
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
     table[:, : len(everywhere)] = everywhere

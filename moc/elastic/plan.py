@@ -16,6 +16,7 @@ from moc.elastic import choose
 from moc.elastic.allocation import least_replicas
 from moc.elastic.dispatch import work_of
 from moc.elastic.domains import least_in_each, spans
+from moc.elastic.errors import ElasticError
 from moc.elastic.migration import columns
 from moc.elastic.placement import EMPTY, holders, place_by_load
 from moc.elastic.settings import Settings
@@ -166,15 +167,24 @@ class Plan:
         try:
             stored = decode.convert(given, _Stored)
         except ValueError as error:
-            raise ValueError(f"it is no plan of experts: {error}") from None
+            raise ElasticError(
+                f"it is no plan of experts: {error}. Fix: load a checkpoint that is whole",
+                code="expert-plan-invalid",
+            ) from None
         if any(len({*map(len, rows)}) > 1 for rows in stored.tables.values()):
-            raise ValueError("it is no plan of experts: the rows of a table differ in length")
+            raise ElasticError(
+                "the rows of a table of a plan of experts differ in length. Fix: load a checkpoint that is whole",
+                code="expert-plan-invalid",
+            )
         members = len(stored.members)
         domains = (members,) if stored.domains is None else stored.domains
         tables = {layer: numpy.array(rows, numpy.int64) for layer, rows in stored.tables.items()}
         found = cls(stored.members, stored.columns, stored.experts, stored.ranks, tables, domains)
         if problem := _problem(found):
-            raise ValueError(f"it is no plan of experts: {problem}")
+            raise ElasticError(
+                f"it is no plan of experts: {problem}. Fix: load a checkpoint that is whole",
+                code="expert-plan-invalid",
+            )
         return found
 
     @property

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from moc.elastic.errors import ElasticError
+
 _PARTS, _LEAST, _MOST = 1024, 1 << 10, 1 << 20
 
 Holders = tuple[tuple[int, ...], ...]
@@ -113,7 +115,10 @@ class Cut:
         try:
             return cls(tuple(given["members"]), int(given["ranks"]), tuple(map(tuple, given["holders"])))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"it is no cut of optimizer state: {error!r}") from None
+            raise ElasticError(
+                f"it is no cut of optimizer state: {error!r}. Fix: load a checkpoint that is whole",
+                code="expert-plan-invalid",
+            ) from None
 
 
 def cut(sizes: Sequence[int], members: Sequence[int], ranks: int, copies: int) -> Cut:

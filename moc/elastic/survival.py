@@ -56,7 +56,7 @@ def survived(held: numpy.ndarray, most: int) -> list[int]:
     if (last - first + 1 != size).any():
         raise TooManyNodesError(
             f"an exact probability of survival takes at most {_LISTED} nodes where holders are not neighbours, not "
-            f"{nodes}"
+            f"{nodes}. Fix: use least_survival(), which gives a lower bound",
         )
     return _runs(dict(zip(last.tolist(), size.tolist(), strict=True)), nodes, most)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
+from moc.errors import UserError
 from moc.files.text import shown
 
 MOST = 1 << 62
@@ -87,6 +88,12 @@ def decode[T](text: str | bytes | bytearray | memoryview, to: type[T]) -> T:
     return convert(parse(text), to)
 
 
+class StateError(UserError, ValueError):
+    """A saved state is not of the object that is to load it."""
+
+    code = "saved-state-invalid"
+
+
 def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
     """:func:`convert` for the state that an object has saved; the object is called ``of`` in the message.
 
@@ -105,7 +112,7 @@ def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
             raise ValueError(f"it lacks {min(missing)}")
         return found
     except ValueError as error:
-        raise ValueError(f"this is no state of {of} ({error}): start without it") from None
+        raise StateError(f"this is no state of {of} ({error}). Fix: start without it") from None
 
 
 def sealed(fields: Mapping[str, Any]) -> str:

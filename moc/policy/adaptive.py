@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
+from moc.policy.errors import PolicyError
 from moc.policy.pec_selection import ages
 
 _MANY = 16  # experts
@@ -48,9 +49,15 @@ class Measured:
         for name in ("forward_backward_s", "iteration_s", "snapshot_bandwidth", "persist_bandwidth", _RATE, _RESTART):
             value = getattr(self, name)
             if not (math.isfinite(value) and (value > 0 or value == 0 and name == _RESTART)):
-                raise ValueError(f"{name} must be a number above 0, not {value}")
+                raise PolicyError(
+                    f"{name} is {value}. Fix: measure it anew, or set a number above 0",
+                    code="measurement-impossible",
+                )
         if not self.busiest or min(self.busiest) < 1:
-            raise ValueError("there is no K to choose from: busiest needs bytes by number of experts, from 1")
+            raise PolicyError(
+                "there is no K to choose from. Fix: measure the bytes by number of experts, from 1",
+                code="measurement-impossible",
+            )
 
     @property
     def num_experts(self) -> int:
@@ -142,7 +149,10 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
     found = _candidates(measured, limits, plt_of)
     chosen = min(found, key=lambda c: (c.overhead_s, -c.k_snapshot, -c.k_persist, c.interval), default=None)
     if chosen is None:
-        raise ValueError(f"no number of experts keeps the expected PLT within {limits.plt}: raise the limit")
+        raise PolicyError(
+            f"no number of experts keeps the expected PLT within {limits.plt}. Fix: raise the limit",
+            code="plt-limit-too-low",
+        )
     save_s, plt = measured.save_s(chosen.k_snapshot), plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval)
     full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
     reason = " ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, limits.plt))
@@ -206,15 +216,16 @@ def _reasons(
     measured: Measured, chosen: _Candidate, save_s: float, full_overhead_s: float, plt: float, plt_limit: float | None
 ) -> Iterator[str]:
     k, snapshot_s = chosen.k_snapshot, measured.snapshot_s(chosen.k_snapshot)
+    counted = f"{k} expert{'' if k == 1 else 's'}"
     hidden = f"{snapshot_s:.3g} s beside {measured.forward_backward_s:.3g} s of forward and backward"
     larger = min((other for other in measured.busiest if other > k), default=None)
     if save_s:
-        yield f"A snapshot of {k} experts takes {hidden}, so training waits for {save_s:.3g} s."
+        yield f"A snapshot of {counted} takes {hidden}, so training waits for {save_s:.3g} s."
     elif larger is None:
-        yield f"A snapshot of all {k} experts hides: {hidden}."
+        yield f"A snapshot of all {counted} hides: {hidden}."
     else:
         larger_s = measured.snapshot_s(larger)
-        yield f"A snapshot of {k} experts hides: {hidden}; one of {larger} would take {larger_s:.3g} s."
+        yield f"A snapshot of {counted} hides: {hidden}; one of {larger} would take {larger_s:.3g} s."
     persist_s = measured.persist_s(chosen.k_persist)
     yield (
         f"Writing {chosen.k_persist} of them takes {persist_s:.3g} s, and one snapshot in {chosen.interval} iterations "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from moc.policy.errors import PolicyError
+
 PLT_LIMIT = 0.0375
 """PLT up to which MoC finds no loss of accuracy (section 3.1.2, Figure 5)."""
 
@@ -41,10 +43,15 @@ class DynamicK:
         if not self.first:
             object.__setattr__(self, "first", self.k)
         if not 1 <= self.first <= self.k <= self.num_experts:
-            raise ValueError(f"K must be from 1 to {self.num_experts}, the experts of a layer, not {self.k}")
+            raise PolicyError(
+                f"K = {self.k} is not possible with {self.num_experts} experts in a layer. Fix: set K from 1 to "
+                f"{self.num_experts}",
+                code="experts-per-snapshot-invalid",
+            )
         if not 0 < self.limit <= 1:
-            raise ValueError(
-                f"a limit of {self.limit} for lost tokens is not possible: take one up to 1, such as 0.0375"
+            raise PolicyError(
+                f"a limit of {self.limit} for lost tokens is not possible. Fix: take one up to 1, such as 0.0375",
+                code="plt-limit-invalid",
             )
 
     @property
@@ -63,7 +70,10 @@ class DynamicK:
             ValueError: ``plt`` is negative.
         """
         if not plt >= 0:
-            raise ValueError(f"a recovery cannot have lost a proportion of {plt} of the tokens")
+            raise PolicyError(
+                f"a recovery cannot have lost a proportion of {plt} of the tokens. Fix: report one from 0 to 1",
+                code="tokens-not-counted",
+            )
         k, booked = self.k, self.booked + plt
         while k < self.num_experts and booked > self.share:
             k, booked = min(2 * k, self.num_experts), booked - self.share

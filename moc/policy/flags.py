@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moc.policy.errors import PolicyError
+
 Asked = Any
 """All snapshot flags as attributes, with underscores: ``ckpt_tier``, ``persist_interval``, ..."""
 
@@ -79,5 +81,8 @@ def number_or_auto(text: Any) -> str:
     """
     text = str(text)
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"take auto or a number of at least 1, not {text}")
+        raise PolicyError(
+            f"{text!r} is no number of at least 1. Fix: set auto or a number of at least 1",
+            code="number-or-auto-invalid",
+        )
     return text

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.files import decode
-from moc.files.decode import Count
+from moc.files.decode import Count, StateError
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
@@ -91,7 +92,10 @@ class Gradient(Policy):
 
     def __post_init__(self):
         if self.window < 0:
-            raise ValueError(f"a window of {self.window} iterations is not possible: take 1 or more")
+            raise PolicyError(
+                f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
+                code="window-invalid",
+            )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @classmethod
@@ -100,7 +104,7 @@ class Gradient(Policy):
         if asked.snapshot_interval not in ("auto", "1"):
             yield (
                 "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
-                f"{asked.snapshot_interval}th: drop --snapshot-interval."
+                f"{asked.snapshot_interval}th. Fix: drop --snapshot-interval"
             )
 
     @classmethod
@@ -108,7 +112,7 @@ class Gradient(Policy):
         """As :meth:`Policy.misfits`."""
         if asked.ckpt_policy == cls.name:
             why = _obstacles(asked, job)
-            yield from (f"--ckpt-policy gradient {one}, or choose another policy, such as full." for one in why)
+            yield from (f"--ckpt-policy gradient {one}, or choose another policy, such as full" for one in why)
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -218,7 +222,9 @@ class Gradient(Policy):
         of = "gradient checkpoints"
         told = decode.state(state, GradientState, of, every_field=True)
         if len(told.bases) not in (0, len(self.operators)):
-            raise ValueError(f"this is no state of {of} of this model: start without it")
+            raise StateError(
+                f"this is no state of {of} of this model. Fix: start without it",
+            )
         return lambda: vars(self.told).update(vars(told))
 
     def _round_at(self, iteration: int) -> GradientState:
@@ -293,8 +299,8 @@ def _hiding(machine: Machine) -> int:
 
 def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
     if asked.ckpt_tier == "disk" or job.elastic:
-        yield f"needs the gradients of every iteration in memory: {job.memory_remedy}"
+        yield f"needs the gradients of every iteration in memory. Fix: {job.memory_remedy}"
     if job.optimizer != "adam":
-        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
+        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take adam"
     if not job.experts_apart:
-        yield "needs an update of each expert alone: drop --moe-grouped-gemm"
+        yield "needs an update of each expert alone. Fix: drop --moe-grouped-gemm"

@@ -11,6 +11,7 @@ from statistics import median, median_high
 from typing import Any
 
 from moc.files import decode
+from moc.policy.errors import PolicyError
 
 WARM_UP = 5
 """Iterations at the start that are excluded from measurements: they allocate, compile and connect."""
@@ -125,7 +126,10 @@ class Every(Interval):
 
     def __post_init__(self):
         if self.interval < 1:
-            raise ValueError(f"a snapshot every {self.interval} iterations is not possible: take 1 or more")
+            raise PolicyError(
+                f"a snapshot every {self.interval} iterations is not possible. Fix: set an interval of 1 or more",
+                code="interval-invalid",
+            )
 
     @property
     def apart(self) -> int:
@@ -194,7 +198,10 @@ class IntervalTuner(Interval):
 
     def __init__(self, budget: float = 0.03):
         if not (math.isfinite(budget) and budget > 0):
-            raise ValueError(f"an overhead budget of {budget} is not possible: take a fraction above 0, such as 0.03")
+            raise PolicyError(
+                f"an overhead budget of {budget} is not possible. Fix: take a fraction above 0, such as 0.03",
+                code="overhead-budget-invalid",
+            )
         self.budget = budget
         self._blocks: deque[float] = deque(maxlen=BLOCKS)
         self._landed: deque[tuple[int, float]] = deque(maxlen=SNAPSHOTS)
@@ -215,7 +222,11 @@ class IntervalTuner(Interval):
         """
         iteration_s, stall_s = seen.iteration_s, seen.stall_s
         if not (math.isfinite(iteration_s) and math.isfinite(stall_s) and iteration_s > 0 and stall_s >= 0):
-            raise ValueError(f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured")
+            raise PolicyError(
+                f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured. Fix: report "
+                "the seconds of an iteration and of its stall as measured",
+                code="measurement-impossible",
+            )
         disturbed = seen.started or seen.busy or self._busy
         if seen.started:
             if self._flight and not self._busy:
@@ -318,5 +329,8 @@ def interval_named(text: str, budget: float = 0.03) -> Interval:
     if text == "auto":
         return IntervalTuner(budget)
     if not text.isdecimal():
-        raise ValueError(f"an interval is auto or a number of iterations, not {text}")
+        raise PolicyError(
+            f"{text!r} is no interval in iterations. Fix: set auto or a whole number",
+            code="interval-invalid",
+        )
     return Every(int(text))

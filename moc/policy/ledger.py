@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moc.files import decode
-from moc.files.decode import Count
+from moc.files.decode import Count, StateError
 from moc.policy.debt import Debt, Table
+from moc.policy.errors import PolicyError
 
 
 class Version(NamedTuple):
@@ -253,7 +254,9 @@ class Ledger:
         begun = (*ledger.to_memory, *ledger.to_storage, *ledger.to_peers)
         fits = len(shapes) == 1 and len(ledger.given) == len(ledger.layers) == len(ledger.routed)
         if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._has, begun)):
-            raise ValueError("this state of a token ledger contradicts itself: start without it")
+            raise StateError(
+                "this state of a token ledger contradicts itself. Fix: start without it",
+            )
         return ledger
 
     def _has(self, save: PendingSave) -> bool:
@@ -267,15 +270,19 @@ class Ledger:
 
     def _place(self, layer: int) -> int:
         if layer not in self.layers:
-            raise ValueError(f"layer {layer} has no experts that the ledger counts: it counts those of {self.layers}")
+            raise PolicyError(
+                f"layer {layer} has no experts that the ledger counts. Fix: report the layers {self.layers}",
+                code="counts-misfit",
+            )
         return self.layers.index(layer)
 
     def _row(self, counts: Mapping[int, Sequence[int]], layer: int) -> tuple[int, ...]:
         row, experts = tuple(map(int, counts.get(layer, ()))), len(self.given[self._place(layer)])
         if counts.keys() - set(self.layers) or len(row) != experts or min(row) < 0:
-            raise ValueError(
-                f"the counts of iteration {self.iteration + 1} do not fit the {experts} experts of layer {layer}: the "
-                f"ledger needs one number of tokens for each expert of the layers {self.layers}"
+            raise PolicyError(
+                f"the counts of iteration {self.iteration + 1} do not fit the {experts} experts of layer {layer}. Fix: "
+                f"report one number of tokens for each expert of the layers {self.layers}",
+                code="counts-misfit",
             )
         return row
 
@@ -287,9 +294,10 @@ class Ledger:
     def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, Ledger]) -> Version:
         place = self._place(layer)
         if iteration > self.iteration:
-            raise ValueError(
+            raise PolicyError(
                 f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run goes on "
-                f"from {self.iteration}: take the ledger of the iteration that it goes on from"
+                f"from {self.iteration}. Fix: take the ledger of the iteration that it goes on from",
+                code="ledger-incomplete",
             )
         if iteration == self.iteration:
             return Version(iteration, self.learned[place][expert])
@@ -299,9 +307,10 @@ class Ledger:
                 found[save.iteration] = saved.learned
         found |= {v.iteration: v.learned for v in (getattr(self, name)[place][expert] for name in _TIERS)}
         if iteration not in found:
-            raise ValueError(
+            raise PolicyError(
                 f"what expert {expert} of layer {layer} had learned by iteration {iteration} is not in the ledger of "
-                f"iteration {self.iteration}: add the ledger that was stored with the snapshot of {iteration}"
+                f"iteration {self.iteration}. Fix: add the ledger that was stored with the snapshot of {iteration}",
+                code="ledger-incomplete",
             )
         return Version(iteration, found[iteration])
 
@@ -334,7 +343,10 @@ def _completed(
     """The versions with those that were begun at an iteration, and what remains under way."""
     found = next((save for save in under_way if save.iteration == iteration), None)
     if found is None:
-        raise ValueError(f"no {what} was begun at iteration {iteration}: tell begun() first")
+        raise PolicyError(
+            f"no {what} was begun at iteration {iteration}. Fix: call begun() first",
+            code="ledger-incomplete",
+        )
     rows = list(map(list, table))
     for (place, experts), learned in zip(found.experts, found.learned, strict=True):
         for expert, tokens in zip(experts, learned, strict=True):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from moc.files import decode
 from moc.files.decode import Count
+from moc.policy.errors import PolicyError
 from moc.policy.plan import Load, Policy, SnapshotPlan, check_tables, experts_by_layer
 from moc.policy.selection import Place
 from moc.state.detail import Detail
@@ -207,9 +208,10 @@ class Partial(Policy):
             ValueError: storage has no full checkpoint, without which a partial one is of no use.
         """
         if not self.told.stored and not plan.complete:
-            raise ValueError(
+            raise PolicyError(
                 f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
-                "experts yet: save everything() at the first iteration that goes there"
+                "experts yet. Fix: save everything() at the first iteration that goes there",
+                code="storage-lacks-experts",
             )
         return plan
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from moc.policy.adaptive import TunedSettings, TuningLimits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.partial import Partial, Table
@@ -80,26 +81,39 @@ class Pec(Partial):
 
     def __post_init__(self):
         if self.selection not in SELECTIONS:
-            raise ValueError(
-                f"there is no selection of experts called {self.selection}: choose {' or '.join(SELECTIONS)}"
+            raise PolicyError(
+                f"there is no selection of experts called {self.selection}. Fix: choose {' or '.join(SELECTIONS)}",
+                code="policy-setting-unknown",
             )
         if self.target not in NOT_CHOSEN:
-            raise ValueError(f"there is no target called {self.target}: choose one of {', '.join(NOT_CHOSEN)}")
+            raise PolicyError(
+                f"there is no target called {self.target}. Fix: choose one of {', '.join(NOT_CHOSEN)}",
+                code="policy-setting-unknown",
+            )
         if self.target == "optimizer" and self.plt_limit:
-            raise ValueError(
+            raise PolicyError(
                 "Dynamic-K goes by tokens that weights have lost, and with the target optimizer all weights are saved, "
-                "so it would never act: drop --pec-dynamic-k, or choose another --pec-target"
+                "so it would never act. Fix: drop --pec-dynamic-k, or choose another --pec-target",
+                code="policy-flags-conflict",
             )
         if self.persist_every < 1:
-            raise ValueError(f"persist_every must be at least 1, not {self.persist_every}")
+            raise PolicyError(
+                f"persist_every is {self.persist_every}. Fix: set persist_every to at least 1",
+                code="interval-invalid",
+            )
         for layer, number in self.num_experts.items():
             if not 1 <= self.k <= number or not 0 <= self.k_persist <= self.k:
-                raise ValueError(
+                raise PolicyError(
                     f"of the {number} experts of layer {layer}, {self.k} cannot be in a snapshot and {self.k_persist} "
-                    f"of these go to storage: take from 1 to {number}, and to storage no more than that"
+                    f"of these go to storage. Fix: take from 1 to {number}, and to storage no more than that",
+                    code="experts-per-snapshot-invalid",
                 )
             if self.ep < 1 or number % self.ep:
-                raise ValueError(f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}")
+                raise PolicyError(
+                    f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}. Fix: change the "
+                    "number of experts, or --expert-model-parallel-size",
+                    code="experts-indivisible",
+                )
         if self.auto and self._tuner is None:
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
             limits = TuningLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
@@ -294,7 +308,10 @@ class Pec(Partial):
             stored = storage.at if persists else None
             return self._in_turn(self.k_to_snapshot, self.told.partial, iteration, self._never() | memory.at, stored)
         if load is None:
-            raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
+            raise PolicyError(
+                "nobody counts the tokens of experts. Fix: count them, or select experts sequentially",
+                code="tokens-not-counted",
+            )
         before = self._never() | (storage if persists else memory).tokens
         unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
         return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)

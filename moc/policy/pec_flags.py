@@ -84,29 +84,29 @@ def refusals(asked: Asked) -> Iterator[str]:
     """Yields the refused combinations of these flags, as sentences that name the remedy."""
     if chooses(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
         yield (
-            "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
-            "--persist-interval."
+            "--pec-k auto chooses how many experts go where, and when. Fix: drop --pec-k-snapshot, --pec-k-persist and "
+            "--persist-interval"
         )
     in_snapshot, to_storage = experts_of(asked)
     if in_snapshot < to_storage:
         yield (
-            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower "
-            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}."
+            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot. Fix: lower "
+            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}"
         )
     if in_snapshot != to_storage and asked.ckpt_tier == "disk":
         yield (
             f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
-            "--ckpt-tier disk all of them are there: drop --pec-k-snapshot and --pec-k-persist, or choose --ckpt-tier "
-            "memory or peers."
+            "--ckpt-tier disk all of them are there. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose "
+            "--ckpt-tier memory or peers"
         )
     if asked.pec_dynamic_k and asked.pec_target == "optimizer":
         yield (
             "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights "
-            "are saved, so it would never act: drop one of them."
+            "are saved, so it would never act. Fix: drop one of them"
         )
     acts = asked.pec_dynamic_k or chooses(asked) or asked.ckpt_policy == AUTO
     if asked.pec_plt_limit != PLT_LIMIT and not acts:
         yield (
-            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto: add "
-            "one of them."
+            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto. Fix: add "
+            "one of them"
         )

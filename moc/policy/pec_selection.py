@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from moc.policy.errors import PolicyError
+
 
 def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int, ep: int) -> list[int]:
     """The k experts of one layer that a checkpoint saves (MoC, section 3.2, Figure 4): a function of position alone.
@@ -28,7 +30,10 @@ def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int
         Global expert numbers, ascending.
     """
     if not 1 <= k <= num_experts:
-        raise ValueError(f"K must be from 1 to {num_experts}, the experts of a layer, not {k}")
+        raise PolicyError(
+            f"K = {k} is not possible with {num_experts} experts in a layer. Fix: set K from 1 to {num_experts}",
+            code="experts-per-snapshot-invalid",
+        )
     first = (checkpoint + moe_layer) * k
     places = ((first + i) % num_experts for i in range(k))
     return sorted(place % ep * (num_experts // ep) + place // ep for place in places)
@@ -56,9 +61,17 @@ def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) ->
     """
     for layer, tokens in unsaved.items():
         if not 1 <= k <= len(tokens):
-            raise ValueError(f"K must be from 1 to {len(tokens)}, the experts of layer {layer}, not {k}")
+            raise PolicyError(
+                f"K = {k} is not possible with the {len(tokens)} experts of layer {layer}. Fix: set K from 1 to "
+                f"{len(tokens)}",
+                code="experts-per-snapshot-invalid",
+            )
         if ep < 1 or len(tokens) % ep:
-            raise ValueError(f"the {len(tokens)} experts of layer {layer} are not a multiple of ep = {ep}")
+            raise PolicyError(
+                f"the {len(tokens)} experts of layer {layer} are not a multiple of ep = {ep}. Fix: change the "
+                "number of experts, or --expert-model-parallel-size",
+                code="experts-indivisible",
+            )
     capacity = -(-len(unsaved) * k // ep)
     given = [0] * ep
     chosen = {layer: _of_layer(unsaved[layer], k, given, capacity) for layer in sorted(unsaved, reverse=True)}

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
+from moc.files.decode import StateError
 from moc.policy.debt import Boost
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
 from moc.policy.prices import Machine, Price, Settings
@@ -72,12 +74,17 @@ class SnapshotPlan:
     def __post_init__(self):
         if self.remote is not None:
             if unsaved := [name for name, detail in self.remote.items() if self.operators.get(name) is not detail]:
-                raise ValueError(f"policy {self.policy} plans copies of {min(unsaved)}, which it does not plan to save")
+                raise PolicyError(
+                    f"policy {self.policy} plans copies of {min(unsaved)}, which it does not save. Fix: plan to save "
+                    "it, too, or not to copy it",
+                    code="policy-plan-invalid",
+                )
             object.__setattr__(self, "remote", MappingProxyType(dict(self.remote)))
         if not self.operators:
-            raise ValueError(
-                f"policy {self.policy} plans an empty snapshot for iteration {self.iteration}: its plan() must return "
-                "None where there is nothing to save"
+            raise PolicyError(
+                f"policy {self.policy} plans an empty snapshot for iteration {self.iteration}. Fix: return None from "
+                "its plan() where there is nothing to save",
+                code="policy-plan-invalid",
             )
         object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
         if self.since is None:
@@ -135,7 +142,9 @@ def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, 
             layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
         }
         if rows != num_experts:
-            raise ValueError(f"this is no state of {of} of this model (its experts are others): start without it")
+            raise StateError(
+                f"this is no state of {of} of this model (its experts are others). Fix: start without it",
+            )
 
 
 @dataclass(frozen=True)
@@ -454,22 +463,21 @@ class Policy(ABC):
             if self.replays:
                 if found in (Detail.FULL, Detail.COMPUTE, None):
                     continue
-                needs = "only full and compute can be replayed: plan one of them"
+                needs = "only full and compute can be replayed. Fix: plan one of them"
             elif found is Detail.FULL or one.place is not None and not self.exact:
                 continue
             elif self.exact and self.saves_gradients:
                 if found is Detail.GRAD:
                     continue
-                needs = "a chain is of full saves and gradients: plan one of them"
+                needs = "a chain is of full saves and gradients. Fix: plan one of them"
             elif self.exact:
-                needs = (
-                    "an exact policy that does not replay saves every operator in full: do so, or set exact to False"
-                )
+                needs = "an exact policy that does not replay saves every operator in full. Fix: do so, or drop exact"
             else:
-                needs = "what is not an expert comes back from one snapshot alone: save it in full"
-            raise ValueError(
+                needs = "what is not an expert comes back from one snapshot alone. Fix: save it in full"
+            raise PolicyError(
                 f"policy {self.name} plans {one.name} {'not at all' if found is None else f'as {found.value}'} at "
-                f"iteration {plan.iteration}, but {needs}"
+                f"iteration {plan.iteration}, but {needs}",
+                code="policy-plan-invalid",
             )
 
     def everything(self, iteration: int) -> SnapshotPlan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from moc.policy.errors import PolicyError
+
 Scores = Mapping[int, Sequence[float]]
 """Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""
 
@@ -61,7 +63,10 @@ def hhi(counts: Sequence[float]) -> float:
     """
     total = sum(counts)
     if not total > 0:
-        raise ValueError("no expert of this layer was given a token: there are no shares to add up")
+        raise PolicyError(
+            "no expert of this layer was given a token. Fix: count tokens first",
+            code="counts-misfit",
+        )
     return sum((count / total) ** 2 for count in counts)
 
 
@@ -72,7 +77,10 @@ def skewness(counts: Sequence[float]) -> float:
         ValueError: there are fewer than two experts, or no token.
     """
     if len(counts) < 2:
-        raise ValueError(f"skewness is between experts, and there is {len(counts)}: two are needed")
+        raise PolicyError(
+            f"skewness is between experts, and there is {len(counts)}. Fix: count the tokens of two experts or more",
+            code="counts-misfit",
+        )
     least = 1 / len(counts)
     return (hhi(counts) - least) / (1 - least)
 

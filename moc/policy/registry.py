@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from moc.policy.errors import PolicyError, PolicyImportError
 from moc.policy.plan import Policy
 
 AUTO = "auto"
@@ -33,12 +34,21 @@ def policy(name: str) -> Callable[[Kind], Kind]:
 
     def register(kind: Kind) -> Kind:
         if name in POLICIES:
-            raise ValueError(f"there are two policies called {name}: rename one of them")
+            raise PolicyError(
+                f"there are two policies called {name}. Fix: rename one of them",
+                code="policy-class-invalid",
+            )
         if name == AUTO or not re.fullmatch("[a-z][a-z0-9]*", name):
-            raise ValueError(f"a policy cannot be called {name}: take lower-case letters and digits, but not {AUTO}")
+            raise PolicyError(
+                f"a policy cannot be called {name}. Fix: take lower-case letters and digits, but not {AUTO}",
+                code="policy-class-invalid",
+            )
         for flag in kind.flags:
             if not flag.name.startswith(f"{name}_"):
-                raise ValueError(f"flag {flag.name} of policy {name} must begin with {name}_: rename it")
+                raise PolicyError(
+                    f"flag {flag.name} of policy {name} does not begin with {name}_. Fix: rename it",
+                    code="policy-class-invalid",
+                )
         _check(kind, name)
         kind.name = name
         kind.windows = kind.windows or kind.replays
@@ -50,14 +60,23 @@ def policy(name: str) -> Callable[[Kind], Kind]:
 
 def _check(kind: type[Policy], name: str) -> None:
     if "__dataclass_fields__" not in vars(kind):
-        raise ValueError(f"policy {name} is no dataclass: put @dataclass(frozen=True) below @policy")
+        raise PolicyError(
+            f"policy {name} is no dataclass. Fix: put @dataclass(frozen=True) below @policy",
+            code="policy-class-invalid",
+        )
     if lacking := sorted(kind.__abstractmethods__):
-        raise ValueError(f"policy {name} lacks {', '.join(lacking)}: define it")
+        raise PolicyError(
+            f"policy {name} lacks {', '.join(lacking)}. Fix: define it",
+            code="policy-class-invalid",
+        )
     fields = {field.name for field in dataclasses.fields(kind)}
     maps_flags = any("settings" in vars(base) for base in kind.__mro__[: kind.__mro__.index(Policy)])
     for flag in kind.flags:
         if not maps_flags and (field := flag.name.removeprefix(f"{name}_")) not in fields:
-            raise ValueError(f"flag {flag.name} of policy {name} has no effect: add a field {field}, or settings()")
+            raise PolicyError(
+                f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()",
+                code="policy-class-invalid",
+            )
 
 
 def import_policies() -> None:
@@ -71,11 +90,12 @@ def import_policies() -> None:
         try:
             importlib.import_module(found.module)
             if len(POLICIES) == known:
-                raise ValueError("it registers none: decorate a class with @policy")
+                raise ValueError("it registers no policy")
         except Exception as error:
-            raise ImportError(
-                f"the policies of {found.module}, which an installed package brings as {ENTRY_POINTS}, cannot be had "
-                f"({type(error).__name__}: {error}): repair the package or uninstall it"
+            raise PolicyImportError(
+                f"the policies of {found.module}, which an installed package lists as {ENTRY_POINTS}, cannot be "
+                f"imported ({type(error).__name__}: {error}). Fix: repair the package or uninstall it",
+                code="policy-module-broken",
             ) from error
 
 
@@ -91,7 +111,10 @@ def policy_named(name: str) -> type[Policy]:
         ValueError: no policy has this name; the message lists all names.
     """
     if name not in POLICIES:
-        raise ValueError(f"there is no policy called {name}: choose one of {', '.join(sorted(POLICIES))}")
+        raise PolicyError(
+            f"there is no policy called {name}. Fix: choose one of {', '.join(sorted(POLICIES))}",
+            code="policy-unknown",
+        )
     return POLICIES[name]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from moc.policy.errors import PolicyError
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, steady_risk
 
@@ -92,7 +93,11 @@ def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int
         ValueError: no snapshot is left to count.
     """
     if len(loads) // apart * apart <= skipped:
-        raise ValueError(f"of {len(loads)} iterations, no snapshot counts with one every {apart} after {skipped}")
+        raise PolicyError(
+            f"of {len(loads)} iterations, no snapshot counts with one every {apart} after {skipped}. Fix: simulate "
+            "more iterations, or lower the interval",
+            code="interval-invalid",
+        )
     each = of_iteration(loads)
     unsaved = {layer: [0] * len(row) for layer, row in loads[0].items()}
     ages = {layer: list(row) for layer, row in unsaved.items()}

@@ -12,6 +12,7 @@ from moc.policy import gradient_prices
 from moc.policy.budgets import Sizes
 from moc.policy.choice import STORAGE_CYCLES, Choice, cycle, oldest
 from moc.policy.debt import Boost
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.gradient_prices import OFF
 from moc.policy.interval import Every, Interval
@@ -86,14 +87,21 @@ class Selective(Partial):
         sets = {"rule": RULES, "score": SCORES, "survivors": SURVIVORS, "hide": HIDES, "fold": FOLDS}
         for name, choices in sets.items():
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
+                raise PolicyError(
+                    f"there is no {name} called {value}. Fix: choose {' or '.join(choices)}",
+                    code="policy-setting-unknown",
+                )
         if not self.num_experts:
-            raise ValueError("the model has no experts to select: choose --ckpt-policy full")
+            raise PolicyError(
+                "the model has no experts to select. Fix: choose --ckpt-policy full",
+                code="model-without-experts",
+            )
         fewest = min(self.num_experts.values())
         if self.experts is not None and not 1 <= self.experts <= fewest:
-            raise ValueError(
-                f"{self.experts} experts of each layer cannot be in a snapshot, of {fewest}: set --selective-experts "
-                "to at most that"
+            raise PolicyError(
+                f"{self.experts} experts of each layer cannot be in a snapshot, of {fewest}. Fix: set "
+                f"--selective-experts to at most {fewest}",
+                code="experts-per-snapshot-invalid",
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
@@ -199,9 +207,10 @@ class Selective(Partial):
         for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
-                raise ValueError(
-                    f"a budget of {budget} GB leaves no room for an expert beside the dense operators: set "
-                    f"--selective-{flag.replace('_', '-')} to {rounded_up(least)} or more, or leave it out"
+                raise PolicyError(
+                    f"a budget of {budget} GB leaves no room for an expert beside the dense operators. Fix: set "
+                    f"--selective-{flag.replace('_', '-')} to {rounded_up(least)} or more, or leave it out",
+                    code="snapshot-budget-too-small",
                 )
 
     @property
@@ -215,7 +224,10 @@ class Selective(Partial):
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
         """As :meth:`Partial.plan_partial`."""
         if load is None:
-            raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
+            raise PolicyError(
+                "nobody counts the tokens of experts, which selective snapshots choose by. Fix: count them",
+                code="tokens-not-counted",
+            )
         chosen, copied = self._selected(iteration, load, persists)
         compared = self._compared(chosen, iteration)
         saved, remote = self._with(chosen), None if copied is None else self._with(copied)

@@ -138,47 +138,47 @@ def refusals(asked: Asked) -> Iterator[str]:
     budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
     flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
     if asked.selective_experts is not None and budgets:
-        yield f"--selective-experts fixes the number of experts that {flags} would choose: drop one of them."
+        yield f"--selective-experts fixes the number of experts that {flags} would choose. Fix: drop one of them"
     if asked.selective_remote_gb is not None and asked.ckpt_tier != "peers":
         yield (
-            "--selective-remote-gb is a budget of copies to other nodes: add --ckpt-tier peers, or drop "
-            "--selective-remote-gb."
+            "--selective-remote-gb is a budget of copies to other nodes. Fix: add --ckpt-tier peers, or drop "
+            "--selective-remote-gb"
         )
     if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
-        yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
+        yield "--selective-max-age belongs to --selective-rule per-byte. Fix: drop one of them"
     if asked.selective_rule == "proportional" and asked.selective_score is not None:
-        yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+        yield "--selective-score belongs to --selective-rule per-byte. Fix: drop one of them"
     if asked.selective_fold == "peers" and asked.selective_gradients == "off":
         yield (
-            "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save: "
-            "drop one of them."
+            "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save. "
+            "Fix: drop one of them"
         )
     if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
-        yield "--selective-boost-iterations has no effect with --selective-boost 0: drop one of them."
+        yield "--selective-boost-iterations has no effect with --selective-boost 0. Fix: drop one of them"
 
 
 def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
     """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
     if asked.selective_gradients == "on":
-        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked, job))
+        yield from (f"--selective-gradients on {why}, or drop --selective-gradients" for why in _obstacles(asked, job))
     elif asked.selective_fold == "peers" and asked.selective_gradients is None:
-        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles(asked, job))
+        yield from (f"--selective-fold peers {why}, or drop --selective-fold" for why in _obstacles(asked, job))
     wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
     for name, wants in wanted.items():
         if wants and not job.drops:
             yield (
                 f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
-                f"since otherwise no expert has tokens to make up: change that, or drop --selective-{name}."
+                f"since otherwise no expert has tokens to make up. Fix: change that, or drop --selective-{name}"
             )
     if asked.selective_hide == "bubble" and job.pp == 1:
         yield (
-            "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage: raise "
-            "--pipeline-model-parallel-size, or drop --selective-hide."
+            "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage. Fix: "
+            "raise --pipeline-model-parallel-size, or drop --selective-hide"
         )
     if asked.selective_hide == "bubble" and not job.num_experts:
         yield (
-            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none: add "
-            "--num-experts, or drop --selective-hide."
+            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none. Fix: "
+            "add --num-experts, or drop --selective-hide"
         )
 
 
@@ -192,10 +192,10 @@ def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
 
 def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
     if asked.ckpt_tier == "disk" or job.elastic:
-        yield f"needs the snapshots of every iteration in memory: {job.memory_remedy}"
+        yield f"needs the snapshots of every iteration in memory. Fix: {job.memory_remedy}"
     if asked.snapshot_interval not in ("auto", "1"):
-        yield "needs a snapshot in every iteration: set --snapshot-interval 1"
+        yield "needs a snapshot in every iteration. Fix: set --snapshot-interval 1"
     if job.optimizer != "adam":
-        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
+        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take adam"
     if not job.experts_apart:
-        yield "needs an update of each expert alone: drop --moe-grouped-gemm"
+        yield "needs an update of each expert alone. Fix: drop --moe-grouped-gemm"

@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.files import decode
-from moc.files.decode import Amount, Count
+from moc.files.decode import Amount, Count, StateError
 from moc.policy import popularity
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan, check_tables, experts_by_layer
@@ -162,9 +163,15 @@ class Sparse(Policy):
 
     def __post_init__(self):
         if self.window < 0:
-            raise ValueError(f"a window of {self.window} iterations is not possible: take 1 or more")
+            raise PolicyError(
+                f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
+                code="window-invalid",
+            )
         if self.order not in ORDERS:
-            raise ValueError(f"there is no order called {self.order}: choose one of {', '.join(ORDERS)}")
+            raise PolicyError(
+                f"there is no order called {self.order}. Fix: choose one of {', '.join(ORDERS)}",
+                code="policy-setting-unknown",
+            )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @classmethod
@@ -172,8 +179,8 @@ class Sparse(Policy):
         """As :meth:`Policy.refusals`."""
         if asked.snapshot_interval not in ("auto", "1"):
             yield (
-                f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th: "
-                "drop --snapshot-interval."
+                f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th. "
+                "Fix: drop --snapshot-interval"
             )
 
     @classmethod
@@ -299,7 +306,9 @@ class Sparse(Policy):
         tables = {name: getattr(stored, name) for name in _TABLES}
         check_tables([stored.shares, *tables.values()], experts_by_layer(self.operators), of)
         if stored.order and sorted(stored.order) != list(range(len(self.operators))):
-            raise ValueError(f"this is no state of {of} of this model (its operators are others): start without it")
+            raise StateError(
+                f"this is no state of {of} of this model (its operators are others). Fix: start without it",
+            )
         turns = self._turns(stored.order, stored.length) if stored.order and stored.length else ()
         turns = turns if len(turns) == stored.turns else ()  # of another layout, with other queues
         told = SparseState(

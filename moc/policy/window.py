@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from moc.files import decode
+from moc.policy.errors import PolicyError
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
 from moc.policy.popularity import Scores
 from moc.state.operators import Operator
@@ -61,9 +62,10 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
         ValueError: there is no operator, or time or bandwidth is not positive.
     """
     if not sizes or not iteration_s > 0 or not bandwidth > 0:
-        raise ValueError(
-            f"a window of {len(sizes)} operators cannot be found for {iteration_s} s and {bandwidth} bytes/s: all must "
-            "be positive"
+        raise PolicyError(
+            f"a window of {len(sizes)} operators cannot be found for {iteration_s} s and {bandwidth} bytes/s. Fix: "
+            "pass at least one operator, and a positive time and bandwidth",
+            code="window-invalid",
         )
     active = len(sizes)
     while active > FEWEST and largest_snapshot(sizes, active) / bandwidth > iteration_s:

@@ -11,10 +11,20 @@ from collections.abc import Iterator
 
 import psutil
 
+from moc.errors import UserError
+
 _UNIX = "unix:"
 _LONGEST_PATH = 100  # bytes; the kernel's structure has room for 107
 _KEEPALIVE_S, _UNACKNOWLEDGED_MS = 5, 20_000
 _BACKLOG = 256
+
+
+class AddressError(UserError, ValueError):
+    """An address is malformed, or must not be listened on."""
+
+
+class InterfaceError(UserError, OSError):
+    """A network interface does not exist, or has no address."""
 
 
 def candidates(address: str) -> list[tuple[int, tuple | str]]:
@@ -28,7 +38,10 @@ def candidates(address: str) -> list[tuple[int, tuple | str]]:
         return [(socket.AF_UNIX, address[len(_UNIX) :])]
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{address} is not an address: write host:port or unix:/path")
+        raise AddressError(
+            f"{address} is not an address. Fix: write host:port or unix:/path",
+            code="address-invalid",
+        )
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     return [(family, where) for family, _, _, _, where in found]
 
@@ -42,7 +55,10 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
     """
     family, where = candidates(address)[0]
     if family != socket.AF_UNIX and not beyond_loopback and not ipaddress.ip_address(where[0]).is_loopback:
-        raise ValueError(f"other machines could connect to {address}: listen on 127.0.0.1, or set beyond_loopback")
+        raise AddressError(
+            f"other machines could connect to {address}. Fix: listen on 127.0.0.1, or set beyond_loopback",
+            code="address-exposed",
+        )
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(where, str):
@@ -114,7 +130,10 @@ def address_of_interface(name: str) -> str:
             if one.family == family:
                 return f"[{one.address}]" if family == socket.AF_INET6 else one.address
     known = ", ".join(psutil.net_if_addrs())
-    raise OSError(f"the network interface {name} has no address here: choose one of {known}")
+    raise InterfaceError(
+        f"the network interface {name} has no address here. Fix: choose one of {known}",
+        code="interface-unknown",
+    )
 
 
 def text_of(family: int, where: tuple | str) -> str:

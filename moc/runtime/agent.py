@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.errors import UserError
+from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
@@ -165,7 +165,8 @@ class Agent:
         if len(codes) == self._flags.nproc_per_node and not any(codes) and not self._workers:
             _log.warning("%s: all workers of this node have ended well", error)
             return 0
-        _log.error("%s: %s", error, FROM_WHERE)
+        cause = str(error).partition(". Fix: ")[0]
+        _log.error("%s", with_code(NoControllerError(f"{cause}. Fix: {FROM_WHERE}", code=code_of(error))))
         return SAVED
 
     def signal(self, number: int) -> None:
@@ -212,7 +213,10 @@ class Agent:
                 self._ask(worker)
             elif "ended" in said and said["ended"] in self._workers:
                 self._has_ended(self._workers[said["ended"]], said["code"])
-        raise LostError("the process that workers are forked from has died: see what it wrote above")
+        raise LostError(
+            "the process that workers are forked from has died. Fix: look at what it wrote above",
+            code="zygote-lost",
+        )
 
     def _has_ended(self, worker: _Process, code: int) -> None:
         del self._workers[worker.name]
@@ -358,7 +362,11 @@ class Agent:
             return
         silence_s = self._flags.silence_s
         if self._clock.now - self._zygote_said > silence_s:
-            raise LostError(f"the process that workers are forked from has not answered for {silence_s:g} s")
+            raise LostError(
+                f"the process that workers are forked from has not answered for {silence_s:g} s. Fix: raise "
+                "--silence-timeout, or look at the load of this machine",
+                code="zygote-lost",
+            )
         self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moc.errors import UserError, with_code
 from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime.children import belong, reports
@@ -215,7 +216,12 @@ class Controller:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
             if other is not None and taken and self._clock.now - other.heard < 4 * self._times.says_s:
-                why = f"node {peer.node} is there already, as {other.called}: give each launcher its own --node-rank"
+                refusal = UserError(
+                    f"node {peer.node} is there already, as {other.called}. Fix: give each launcher its "
+                    "own --node-rank",
+                    code="node-rank-taken",
+                )
+                why = with_code(refusal)
                 _log.warning("%s was refused: %s", peer.called, why)
                 await peer.connection.send(Message({"kind": "refused", "why": why}))
                 return False
@@ -379,7 +385,7 @@ class Controller:
             elif isinstance(order, Abort):
                 self._disturbed = self._clock.now
                 _log.warning("generation %d: %s", order.generation, order.reason)
-                self._tell_all("abort", generation=order.generation, reason=order.reason)
+                self._tell_all("abort", generation=order.generation, cause=order.cause, reason=order.reason)
             elif isinstance(order, Go):
                 self._go(order.generation)
             elif isinstance(order, End):

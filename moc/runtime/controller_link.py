@@ -160,7 +160,11 @@ class ControllerLink:
                 raise StoppedError(self.asked)
             most, limit = self._patience()
             if self._clock.now - since > most:
-                raise NoControllerError(f"no controller has been there for {most:g} s ({limit}): {failed}")
+                raise NoControllerError(
+                    f"no controller has been there for {most:g} s ({limit}): {failed}. Fix: start node 0, or correct "
+                    "--rdzv-endpoint",
+                    code="controller-missing",
+                )
             await asyncio.sleep(_AGAIN_S)
         return None
 
@@ -232,7 +236,11 @@ class ControllerLink:
         if self.asked is not None and not self.joined:
             raise StoppedError(self.asked)
         why = "others are lost, or this node is cut off" if self.joined else "others have not come"
-        raise NoControllerError(f"no controller has had a majority of the nodes for {most:g} s ({limit}): {why}")
+        raise NoControllerError(
+            f"no controller has had a majority of the nodes for {most:g} s ({limit}): {why}. Fix: start the other "
+            "nodes, or repair the network",
+            code="controller-without-majority",
+        )
 
     def _hear(self, index: int, said: dict) -> None:
         now, kind = time.monotonic(), said["kind"]

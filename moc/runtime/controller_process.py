@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 
+from moc.errors import with_code
 from moc.runtime import children
 from moc.runtime.addresses import listening_socket, text_of
 from moc.runtime.controller import STEPS_DOWN
@@ -74,7 +75,10 @@ class ControllerProcess:
         )
         assert self._process.stdout is not None  # a pipe
         if not (await self._process.stdout.readline()).strip():
-            raise LostError(f"the controller does not start at {self._address}: see what it wrote above")
+            raise LostError(
+                f"the controller does not start at {self._address}. Fix: look at what it wrote above",
+                code="controller-cannot-start",
+            )
 
     async def keep(self) -> None:
         """Restarts the controller when it dies or hangs, until the job is over; agents restore its state."""
@@ -92,7 +96,7 @@ class ControllerProcess:
             try:
                 await self.start()
             except LostError as error:
-                _log.error("%s", error)
+                _log.error("%s", with_code(error))
 
     async def _end(self) -> str | None:
         """Waits until the process is over; returns why, empty if it stepped down, and None if the job is over."""

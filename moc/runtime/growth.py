@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moc.runtime.exit_codes import USAGE
-from moc.runtime.orders import Kill, Order, StartWorker, Worker
+from moc.runtime.orders import Cause, Kill, Order, StartWorker, Why, Worker
 from moc.runtime.seating import Seating
 
 
@@ -50,17 +50,19 @@ class Growth:
         return bool(guests) and all(guest.built for guest in guests) and bool(self.who_has_come)
 
     @property
-    def who_has_come(self) -> str:
-        """Nodes with which more can train than now, without building, as a sentence; empty if there are none."""
+    def who_has_come(self) -> Why | None:
+        """Nodes with which more can train than now, without building; None if there are none."""
         if len(self.seating.fits_at_once(self.seating.ready)) <= self.seating.whole:
-            return ""
-        return "nodes have waited, and are ready" if self.waited else "nodes have come"
+            return None
+        if self.waited:
+            return Why(Cause.NODES_WAITED, "nodes have waited, and are ready")
+        return Why(Cause.NODES_CAME, "nodes have come")
 
     @property
-    def who_moves(self) -> str:
-        """A node that helps, and is to be built for another part, as a sentence; empty if there is none."""
+    def who_moves(self) -> Why | None:
+        """A node that helps, and is to be built for another part; None if there is none."""
         moves = self.seating.moves(self.seating.fits(self._places.filled))
-        return "a node that helps moves to another part of the model" if moves else ""
+        return Why(Cause.NODE_MOVES, "a node that helps moves to another part of the model") if moves else None
 
     def start_guests(self, generation: int) -> list[Order]:
         """Starts the workers of nodes that have come, as far as they are not there: they build beside the others.

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moc.errors import UserError
+
+
+class HangCapError(UserError, ValueError):
+    """The longest times of sections are invalid."""
+
+
 CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
 """By section, the seconds after which a worker counts as hung in any case."""
 
@@ -25,13 +32,22 @@ def parse_caps(text: str) -> dict[str, float]:
         section, _, seconds = part.partition("=")
         if section not in CAPS:
             known = f"{', '.join(CAPS)}, as in step=600,save=1800"
-            raise ValueError(f"there is no section {section!r}: name some of {known}")
+            raise HangCapError(
+                f"there is no section {section!r}. Fix: name some of {known}",
+                code="hang-timeout-invalid",
+            )
         try:
             caps[section] = float(seconds)
         except ValueError:
-            raise ValueError(f"{part!r} has no number of seconds: write {section}=600") from None
+            raise HangCapError(
+                f"{part!r} has no number of seconds. Fix: write {section}=600",
+                code="hang-timeout-invalid",
+            ) from None
         if not caps[section] > 0:
-            raise ValueError(f"{part!r} leaves no time: give a positive number of seconds")
+            raise HangCapError(
+                f"{part!r} leaves no time. Fix: give a positive number of seconds",
+                code="hang-timeout-invalid",
+            )
     return caps
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moc.errors import UserError
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
 from moc.files.tree import open_single
 
@@ -30,6 +31,10 @@ ACTIONS = {
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 MOST_AT_ONCE = 3  # most workers that one random fault kills
+
+
+class FaultError(UserError, ValueError):
+    """The description of a fault is malformed."""
 
 
 class InjectedError(Exception):
@@ -85,15 +90,24 @@ def faults_of(text: str) -> tuple[Fault, ...]:
 def _fault_of(words: list[str]) -> Fault:
     action, *rest = words
     if action not in ACTIONS:
-        raise ValueError(f"{action} is not one of {', '.join(ACTIONS)}, with which a fault begins")
+        raise FaultError(
+            f"{action} is no fault. Fix: begin the fault with one of {', '.join(ACTIONS)}",
+            code="fault-invalid",
+        )
     values = {}
     for word in rest:
         name, equals, value = word.partition("=")
         name = "ranks" if name == "rank" else name
         if not equals or name not in _READ:
-            raise ValueError(f"{word} is not understood: write {', '.join(f'{n}=' for n in _READ)} behind {action}")
+            raise FaultError(
+                f"{word} is not understood. Fix: write {', '.join(f'{n}=' for n in _READ)} behind {action}",
+                code="fault-invalid",
+            )
         if name in values:
-            raise ValueError(f"{name}= is there twice: drop one")
+            raise FaultError(
+                f"{name}= is there twice. Fix: drop one",
+                code="fault-invalid",
+            )
         values[name] = _read(name, value)
     _check(action, values)
     return Fault(action, **values)
@@ -101,13 +115,25 @@ def _fault_of(words: list[str]) -> Fault:
 
 def _check(action: str, values: dict) -> None:
     if "iteration" not in values:
-        raise ValueError(f"{action} does not say when: add iteration=")
+        raise FaultError(
+            f"{action} does not say when. Fix: add iteration=",
+            code="fault-invalid",
+        )
     if "ranks" not in values and "node" not in values:
-        raise ValueError(f"{action} does not say whom: add rank= or node=")
+        raise FaultError(
+            f"{action} does not say whom. Fix: add rank= or node=",
+            code="fault-invalid",
+        )
     if (action == "slow") != ("seconds" in values):
-        raise ValueError("slow needs seconds=, and nothing else has them")
+        raise FaultError(
+            "slow needs seconds=, and nothing else has them. Fix: set seconds= for slow alone",
+            code="fault-invalid",
+        )
     if values.get("times") == 0 or values.get("seconds") == 0:
-        raise ValueError("times= and seconds= are greater than 0")
+        raise FaultError(
+            "times= and seconds= are not greater than 0. Fix: raise them",
+            code="fault-invalid",
+        )
 
 
 def _number(text: str) -> int:
@@ -143,7 +169,10 @@ def _read(name: str, value: str):
     try:
         return _READ[name](value)
     except ValueError as wanted:
-        raise ValueError(f"{name}= takes {wanted}, not {value or 'nothing'}") from None
+        raise FaultError(
+            f"{name}= takes {wanted}, not {value or 'nothing'}. Fix: change it",
+            code="fault-invalid",
+        ) from None
 
 
 def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[Fault, ...]:

@@ -39,7 +39,10 @@ def make_token_file(path: Path | str) -> bytes:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise TokenError(f"the token file {path} exists already: use it, or remove it first") from None
+        raise TokenError(
+            f"the token file {path} exists already. Fix: use it, or remove it first",
+            code="token-file-exists",
+        ) from None
     with open(descriptor, "w") as file:
         file.write(token.hex() + "\n")
     return token
@@ -56,7 +59,10 @@ def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes
         return _parse(_text_of(path), f"the file {path} ({FILE_VARIABLE})")
     if text := environment.get(VARIABLE):
         return _parse(text, VARIABLE)
-    raise TokenError(f"this job has no token: set {FILE_VARIABLE} to a file with one, or {VARIABLE} to 64 hex digits")
+    raise TokenError(
+        f"this job has no token. Fix: set {FILE_VARIABLE} to a file with one, or {VARIABLE} to 64 hex digits",
+        code="token-missing",
+    )
 
 
 def _text_of(path: str) -> str:
@@ -64,16 +70,29 @@ def _text_of(path: str) -> str:
         # O_NONBLOCK: opening a FIFO must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise TokenError(f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}") from None
+        raise TokenError(
+            f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}. Fix: name a file that this "
+            "user can read",
+            code="token-file-unreadable",
+        ) from None
     try:
         status = os.fstat(descriptor)
         mode = status.st_mode
         if not stat.S_ISREG(mode):
-            raise TokenError(f"the token file {path} ({FILE_VARIABLE}) is not a regular file")
+            raise TokenError(
+                f"the token file {path} ({FILE_VARIABLE}) is not a regular file. Fix: name a regular file",
+                code="token-file-unreadable",
+            )
         if status.st_uid != os.geteuid():
-            raise TokenError(f"the token file {path} belongs to another user, who knows it: make one of your own")
+            raise TokenError(
+                f"the token file {path} belongs to another user, who knows it. Fix: make one of your own",
+                code="token-file-exposed",
+            )
         if mode & 0o077:
-            raise TokenError(f"others than its owner have access to the token file {path}: chmod 600 it")
+            raise TokenError(
+                f"others than its owner have access to the token file {path}. Fix: chmod 600 it",
+                code="token-file-exposed",
+            )
         return os.read(descriptor, _MORE_THAN_A_TOKEN).decode("ascii", "replace")
     finally:
         os.close(descriptor)
@@ -81,5 +100,8 @@ def _text_of(path: str) -> str:
 
 def _parse(text: str, source: str) -> bytes:
     if not _HEX.fullmatch(text.strip()):  # even a malformed token is a secret: not in the message
-        raise TokenError(f"{source} does not hold a token, which is {2 * TOKEN_BYTES} hex digits")
+        raise TokenError(
+            f"{source} does not hold a token, which is {2 * TOKEN_BYTES} hex digits. Fix: set 64 hex digits",
+            code="token-malformed",
+        )
     return bytes.fromhex(text.strip())

@@ -22,12 +22,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from moc.errors import UserError, with_code
 from moc.runtime.assignment import NodeAssignment
 from moc.runtime.broken_devices import MAX_BROKEN, BrokenDevices
 from moc.runtime.crew import Crew
 from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER, USAGE, how_ended
 from moc.runtime.growth import Growth
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
+from moc.runtime.orders import (
+    Abort,
+    Cause,
+    End,
+    GiveUp,
+    Go,
+    Kill,
+    Leave,
+    Order,
+    Seat,
+    StartWorker,
+    Welcome,
+    Why,
+    Worker,
+)
 from moc.runtime.seating import Seating
 from moc.runtime.stop_report import STOPS
 
@@ -157,23 +172,23 @@ class Membership:
         if asked is not None and (end := self.stopping(asked)):
             return end
         if self._can_change and self.has_begun and not self.places.complete:
-            return orders + self._change_members(f"node {node} is there")
+            return orders + self._change_members(Why(Cause.NODE_JOINED, f"node {node} is there"))
         if place not in self.places.members or not self.places.complete:
             return orders
         members = (self.places.filled_by[member] for member in self.places.members)
         news_missed = any(self._told[member] < self.generation for member in members)
         if self.workers and (news_missed or len(self.workers) + len(self._finished) < self.size):
-            return orders + self._next_generation(f"node {node} is there")
+            return orders + self._next_generation(Why(Cause.NODE_JOINED, f"node {node} is there"))
         if not self._all_here():
             self.running = False
             return orders + self._fill()
         if not self.running and any(worker.met < self.generation for worker in self.workers.values()):
             # their store may be gone with the controller that ordered them to connect, or died before it could
-            return orders + self._next_generation("whoever was to bring the workers together is gone")
+            return orders + self._next_generation(Why(Cause.STORE_LOST, "the store by which workers meet is gone"))
         self.running = True
         return orders
 
-    def left(self, node: int, how: str = "is lost") -> list[Order]:
+    def left(self, node: int, gives_up: bool = False) -> list[Order]:
         """A node is lost with all its workers; it may return."""
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
@@ -187,9 +202,11 @@ class Membership:
         if self._finished.issuperset(range(first, first + self.per_node)):
             return []
         instead = "" if spare is None else f", and node {spare} takes its place"
+        cause, how = (Cause.NODE_GAVE_UP, "has given up its place") if gives_up else (Cause.NODE_LOST, "is lost")
+        why = Why(cause, f"node {node} {how}{instead}")
         if self._can_change and (self.growth.under_way or spare is None):
-            return self._change_members(f"node {node} {how}{instead}")
-        return self._next_generation(f"node {node} {how}{instead}")
+            return self._change_members(why)
+        return self._next_generation(why)
 
     @property
     def can_grow(self) -> bool:
@@ -223,7 +240,11 @@ class Membership:
             return [Welcome(self.generation)]
         if self.crew.stays:
             return self.growth.start_guests(self.generation)
-        return self._change_members("nodes have come, and workers do not leave") if asked_before else [Leave()]
+        return (
+            self._change_members(Why(Cause.NODES_CAME, "nodes have come, and workers do not leave"))
+            if asked_before
+            else [Leave()]
+        )
 
     def ended(
         self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: bool = False
@@ -249,24 +270,33 @@ class Membership:
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
         leaves = code == SAVED or code < 0
         if leaves and self.growth.under_way and not self.crew.stays and self.asked is None and self._can_change:
-            return [] if code == SAVED and self.workers else self._change_members("nodes have come")
+            return (
+                [] if code == SAVED and self.workers else self._change_members(Why(Cause.NODES_CAME, "nodes have come"))
+            )
         if code == START_OVER:
             return self._starts_over(worker)
         if code == USAGE and self._may_be_too_many(worker):
             self.seating.refused.add(self.seating.whole)
-            return self._change_members(f"the program refuses to run on {self.seating.whole} nodes")
+            refused = f"the program refuses to run on {nodes_counted(self.seating.whole)}"
+            return self._change_members(Why(Cause.NODES_REFUSED, refused))
         how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
         if code > 0:
             return self._over(code, how, leaving=code == SAVED, as_asked=code == SAVED)
         if ends := self._ends_with(worker, -code):
-            reason = f"{how}: {FROM_WHERE}" if ends == SAVED else how
-            return self._over(ends, reason, as_asked=-code == self.asked and ends != SAVED)
+            if ends == SAVED:
+                return self._over(ends, f"{how}. Fix: {FROM_WHERE}", code="state-partly-lost")
+            return self._over(ends, how, as_asked=-code == self.asked)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
-            return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
+            return self._over(
+                128 - code,
+                f"{how}, and {self.max_restarts} were replaced already. Fix: repair what kills workers, or raise "
+                "--max-restarts",
+                code="restarts-exhausted",
+            )
         if broken and self._broken.wears_out(worker):
             return self._give_up(worker, how)
-        return self._next_generation(how)
+        return self._next_generation(Why(Cause.WORKER_LOST, how))
 
     def _ends_with(self, worker: Worker, number: int) -> int | None:
         """The exit code of the job, if a worker that a signal has killed is not replaced; None if it is.
@@ -282,9 +312,9 @@ class Membership:
 
     def _starts_over(self, worker: Worker) -> list[Order]:
         if self.asked is None:
-            return self._next_generation(f"worker {worker.rank} starts over")
+            return self._next_generation(Why(Cause.WORKER_STARTS_OVER, f"worker {worker.rank} starts over"))
         what = f"no snapshot can restore what was lost, and the job was asked to stop (signal {self.asked})"
-        return self._over(SAVED, f"{what}: {FROM_WHERE}")
+        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="state-partly-lost")
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Takes a node out of the job; its launcher ends, so it does not return by itself."""
@@ -292,8 +322,8 @@ class Membership:
         self._broken.is_well(worker)  # whoever starts the node again has looked at it
         kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
         often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
-        why = f"{how}, {often}: the node gives up its place; look at the device before you start it again"
-        return [*kills, GiveUp(node, why), *self.left(node, "has given up its place")]
+        why = f"{how}, {often}: the node gives up its place. Fix: look at the device before you start it again"
+        return [*kills, GiveUp(node, with_code(UserError(why, code="device-broken"))), *self.left(node, gives_up=True)]
 
     def built(self, name: str, stays: bool = False) -> list[Order]:
         """A worker is ready to train; ``stays`` tells whether it could go on if the number of workers changed."""
@@ -308,7 +338,9 @@ class Membership:
         if parts != self.seating.parts:
             self.seating.parts = parts
             if len(self.places.members) % parts:
-                return self._change_members(f"a copy of the model takes {parts} nodes")
+                return self._change_members(
+                    Why(Cause.PARTS_CHANGED, f"a copy of the model takes {nodes_counted(parts)}")
+                )
         worker = self.workers[name]
         worker.here = generation
         if 0 <= worker.met < generation:  # its device has survived the end of a generation
@@ -337,18 +369,23 @@ class Membership:
         if self.can_grow and (why := self.growth.who_has_come or self.growth.who_moves):
             return self._change_members(why)
         self.growth.under_way = bool(self.guests)  # whoever is gone may come again at once
-        why = "nodes that were ready are gone again" if self.asked is None else "the job is to stop, and meets no more"
-        return self._next_generation(why)
+        if self.asked is None:
+            return self._next_generation(Why(Cause.GUESTS_LOST, "nodes that were ready are gone again"))
+        return self._next_generation(Why(Cause.JOB_STOPS, "the job is to stop, and meets no more"))
 
-    def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
+    def suspected(self, name: str, generation: int, hangs: str | None = None) -> list[Order]:
         """A worker of a generation cannot continue although no loss is known: connections are lost, or it hangs."""
         if name not in self.workers or generation != self.generation or self.end:
             return []
-        what = f"worker {self.workers[name].rank} {how}"
+        what = f"worker {self.workers[name].rank} {hangs or 'has lost connections'}"
         self.suspicions += 1
         if self.suspicions > MAX_SUSPICIONS:
-            return self._over(1, f"{what}, for the {self.suspicions}th time that nobody was lost: look at the network")
-        return self._next_generation(what)
+            return self._over(
+                1,
+                f"{what}, for the {self.suspicions}th time that nobody was lost. Fix: look at the network",
+                code="connections-unstable",
+            )
+        return self._next_generation(Why(Cause.WORKER_HANGS if hangs else Cause.CONNECTIONS_LOST, what))
 
     def calm(self) -> None:
         """Forgets earlier suspicions and broken devices after a long time without trouble."""
@@ -371,8 +408,8 @@ class Membership:
             return []
         what = f"{nodes(missing)} missing, and {why}"
         if not self.has_begun:
-            return self._over(LOST, f"{what}: nothing has begun")
-        return self._over(SAVED, f"{what}: {FROM_WHERE}")
+            return self._over(LOST, f"{what}: nothing has begun. Fix: start all nodes", code="nodes-missing")
+        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="nodes-missing")
 
     @property
     def has_begun(self) -> bool:
@@ -394,7 +431,7 @@ class Membership:
         members = self.places.members[: self.seating.whole]
         return len(members) < self.places.count and not worker.built and bool(self.seating.fits(members[:-1]))
 
-    def _change_members(self, reason: str) -> list[Order]:
+    def _change_members(self, why: Why) -> list[Order]:
         """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
         stay, there = self.crew.stays, self.workers | self.guests
         self.seating.seat_anew(stay)
@@ -410,9 +447,9 @@ class Membership:
         orders += [Kill(one.node, name) for name, one in there.items() if name not in self.workers | self.guests]
         self.growth.waited = stay and self.growth.more_can_train
         count, helping = len(self.places.members), len(self.seating.helpers)
-        why = f"{reason}: training continues on {count} of {self.places.count} nodes"
-        why += f", {helping} of which {'helps' if helping == 1 else 'help'}" if helping else ""
-        return [*orders, *self._next_generation(why)]
+        sentence = f"{why.sentence}: training continues on {count} of {self.places.count} nodes"
+        sentence += f", {helping} of which {'helps' if helping == 1 else 'help'}" if helping else ""
+        return [*orders, *self._next_generation(Why(why.cause, sentence))]
 
     def _is_member(self, worker: Worker) -> bool:
         return self.places.of(worker.node) in self.places.members
@@ -433,12 +470,12 @@ class Membership:
     def _all_here(self) -> bool:
         return len(self.workers) == self.size and all(w.here == self.generation for w in self.workers.values())
 
-    def _next_generation(self, reason: str) -> list[Order]:
+    def _next_generation(self, why: Why) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
         self._finished.clear()
         self._gives_back = None  # survivors resume, and need it
         self._told = dict.fromkeys(self._told, self.generation)
-        return [Abort(self.generation, reason), *self._fill()]
+        return [Abort(self.generation, why.cause, why.sentence), *self._fill()]
 
     def _fill(self) -> list[Order]:
         """Starts missing workers, and kills those that can no longer build in step with all others."""
@@ -464,10 +501,19 @@ class Membership:
         place = self.places.members[rank // self.per_node]
         return StartWorker(node, name, rank, born, together, place, self.size, helpers=helpers)
 
-    def _over(self, code: int, reason: str, leaving: bool = False, as_asked: bool = False) -> list[Order]:
-        asked = self.asked if as_asked else None
-        self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None, asked)
+    def _over(
+        self, exit_code: int, reason: str, leaving: bool = False, as_asked: bool = False, code: str | None = None
+    ) -> list[Order]:
+        """Ends the job; ``code`` is that of an error, unless a worker has printed its own."""
+        asked, gives_back = self.asked if as_asked else None, self._gives_back if exit_code in (0, SAVED) else None
+        reason = reason if code is None else with_code(UserError(reason, code=code))
+        self.end = End(exit_code, reason, leaving, gives_back, asked)
         return [self.end]
+
+
+def nodes_counted(count: int) -> str:
+    """A number of nodes, as ``1 node``."""
+    return f"{count} node{'' if count == 1 else 's'}"
 
 
 def nodes(numbers: list[int]) -> str:

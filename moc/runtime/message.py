@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from moc.errors import UserError
 from moc.files.decode import parse
 
 HEADER_LIMIT = 1 << 20
 """Most bytes of a message's JSON header."""
 
 
-class WireError(RuntimeError):
+class WireError(UserError, RuntimeError):
     """The peer violated the protocol, or does not speak it; the connection is unusable."""
+
+    code = "wire-protocol-violated"
 
 
 class _Header(dict):

@@ -3,7 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a generation begins."""
+
+    WORKER_LOST = "worker-lost"
+    WORKER_HANGS = "worker-hangs"
+    WORKER_STARTS_OVER = "worker-starts-over"
+    CONNECTIONS_LOST = "connections-lost"
+    NODE_LOST = "node-lost"
+    NODE_GAVE_UP = "node-gave-up"
+    NODE_JOINED = "node-joined"
+    NODES_CAME = "nodes-came"
+    NODES_WAITED = "nodes-waited"
+    NODE_MOVES = "node-moves"
+    GUESTS_LOST = "guests-lost"
+    NODES_REFUSED = "nodes-refused"
+    PARTS_CHANGED = "parts-changed"
+    STORE_LOST = "store-lost"
+    JOB_STOPS = "job-stops"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a generation begins, for programs and as a sentence."""
+
+    cause: Cause
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +87,7 @@ class GiveUp:
     """To a node: leave the job, since one of its devices does not work."""
 
     node: int
-    why: str  # one sentence
+    why: str  # one sentence, and the code of the error
 
 
 @dataclass(frozen=True)
@@ -66,7 +95,8 @@ class Abort:
     """To all workers: abort all waits, and report in this generation."""
 
     generation: int
-    reason: str
+    cause: Cause
+    reason: str = field(default="", compare=False)  # one sentence
 
 
 @dataclass(frozen=True)
@@ -81,7 +111,7 @@ class End:
     """To all nodes: the job is over."""
 
     code: int  # exit code of the job
-    reason: str  # one sentence; empty on success
+    reason: str  # one sentence, with the code of an error of the job itself; empty on success
     leaving: bool  # workers are about to exit by themselves, and get time to do so
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
     asked: int | None = None  # number of the signal that asked for this end; launchers report it

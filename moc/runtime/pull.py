@@ -134,7 +134,10 @@ async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None
         name = f"{manifests.NAME} of iteration {wanted.iteration} in the memory of node {wanted.held_by}"
         manifest = Manifest.from_json(text.decode(errors="replace"), name)
         if manifest.iteration != wanted.iteration or not all(map(_FILE.fullmatch, manifest.files)):
-            raise CheckpointError(f"{name} is of iteration {manifest.iteration}: somebody moved it")
+            raise CheckpointError(
+                f"{name} is of iteration {manifest.iteration}. Fix: start without the snapshots of this node's memory",
+                code="snapshot-damaged",
+            )
         store = Store(LocalPlace(into, in_memory=True), slack=True)
         if own is not None:
             remote.alike = held_alike(Store(LocalPlace(own, in_memory=True), slack=True), manifest)
@@ -239,8 +242,9 @@ def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
     except OSError as error:
         raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
             f"{into} has no room for the copy of {file} of node {wanted.of}, of {entry.bytes:,} bytes "
-            f"({error.strerror}): enlarge it (Docker: --shm-size), name another memory file system with "
-            "--ckpt-memory-dir, or keep fewer copies with --replicas"
+            f"({error.strerror}): enlarge it (Docker. Fix: --shm-size), name another memory file system with "
+            "--ckpt-memory-dir, or keep fewer copies with --replicas",
+            code="memory-full",
         ) from None
 
 

@@ -16,6 +16,7 @@ import os
 import time
 from pathlib import Path
 
+from moc.errors import UserError
 from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime import children
@@ -32,6 +33,10 @@ _ASK_S = 5.0
 _HANGS_S = 15.0
 
 _log = logging.getLogger("moc")
+
+
+class ReplicaServerError(UserError, OSError):
+    """The replica server of this node cannot be started."""
 
 
 class ReplicaServer:
@@ -156,7 +161,10 @@ async def keep(
                 listen = address
                 why = await children.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
             elif listen.endswith(":0"):
-                raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
+                raise ReplicaServerError(
+                    f"what keeps copies of snapshots does not start at {listen}. Fix: look at what it wrote above",
+                    code="replica-server-cannot-start",
+                )
             else:  # another process has taken its port
                 why, listen = "cannot listen where it was", f"{listen.rpartition(':')[0]}:0"
         finally:

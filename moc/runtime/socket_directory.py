@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from moc.errors import UserError
 from moc.files.tree import Tree, remove_own
 from moc.store.errors import CheckpointError
 from moc.store.tiers import SOCKETS, memory_home
@@ -29,6 +30,10 @@ def memory_of_program(command: list[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ckpt-memory-dir", nargs="?")
     return parser.parse_known_args(command[1:])[0].ckpt_memory_dir or _MEMORY
+
+
+class SocketDirectoryError(UserError, OSError):
+    """No directory can be made for the sockets of this node."""
 
 
 @contextlib.contextmanager
@@ -74,7 +79,10 @@ def _make_in(parent: Path, prefix: str) -> tuple[Path, int]:
             if (lock := _lock(path)) is not None:
                 _sweep(parent, prefix)
                 return path, lock
-    raise OSError(f"no directory for sockets can be made in {parent}: make room there, or set XDG_RUNTIME_DIR")
+    raise SocketDirectoryError(
+        f"no directory for sockets can be made in {parent}. Fix: make room there, or set XDG_RUNTIME_DIR",
+        code="socket-directory-missing",
+    )
 
 
 def _sweep(parent: Path, prefix: str) -> None:

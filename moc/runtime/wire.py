@@ -12,6 +12,7 @@ import hmac
 import secrets
 import struct
 
+from moc.errors import code_of
 from moc.runtime.job_token import TOKEN_BYTES
 from moc.runtime.message import HEADER_LIMIT, Message, WireError, decode, encode, flat
 
@@ -32,6 +33,8 @@ _ROLES = ("client", "server")
 
 class PeerGoneError(WireError):
     """The peer is unreachable or has disconnected; reconnecting may help."""
+
+    code = "peer-unreachable"
 
 
 class _State(enum.Enum):
@@ -63,7 +66,7 @@ class Channel:
         if role not in _ROLES:
             raise ValueError(f"the role of a channel is one of {', '.join(_ROLES)}, not {role}")
         self._token, self._role, self._body_limit, self._peer = token, role, body_limit, peer
-        self._state, self._why_dead = _State.HELLO, ""
+        self._state, self._why_dead = _State.HELLO, WireError()
         self._hello = _HELLO.pack(_MAGIC, VERSION, body_limit, secrets.token_bytes(32))
         self._handshake, self._buffer = self._hello, bytearray()
         self._transcript = self._send_key = self._receive_key = b""
@@ -130,8 +133,12 @@ class Channel:
         """Handles the end of the peer's stream: raises PeerGoneError; between two messages, sending stays possible."""
         self._check_alive()
         if self._state is not _State.OPEN:
-            reason = "before it proved that it knows the job's token: have both the same one?"
-            self._fail(f"{self._peer} closed the connection {reason}", PeerGoneError)
+            self._fail(
+                f"{self._peer} closed the connection before it proved that it knows the job's token. Fix: give both "
+                "the same token",
+                PeerGoneError,
+                code="token-mismatch",
+            )
         if self._buffer:
             self._fail(f"{self._peer} closed the connection in the middle of a message", PeerGoneError)
         raise PeerGoneError(f"{self._peer} closed the connection")
@@ -139,17 +146,26 @@ class Channel:
     def _read_hello(self) -> None:
         magic = self._buffer[: len(_MAGIC)]
         if not _MAGIC.startswith(magic):
-            self._fail(f"{self._peer} does not speak the protocol of this job's processes: is the address right?")
+            self._fail(
+                f"{self._peer} does not speak the protocol of this job's processes. Fix: correct the address",
+                code="peer-foreign",
+            )
         if len(self._buffer) >= _START.size:  # a longer hello of another version need not be complete
             version = _START.unpack_from(self._buffer)[1]
             if version != VERSION:
-                ours = f"and this process version {VERSION}: install the same release everywhere"
-                self._fail(f"{self._peer} speaks version {version} of the wire protocol {ours}")
+                self._fail(
+                    f"{self._peer} speaks version {version} of the wire protocol and this process version {VERSION}. "
+                    "Fix: install the same release everywhere",
+                    code="release-mismatch",
+                )
         if len(self._buffer) < _HELLO.size:
             return
         theirs = self._take(_HELLO.size)
         if theirs == self._hello:
-            self._fail(f"{self._peer} sent this process's own hello back: the connection leads to itself")
+            self._fail(
+                f"{self._peer} sent this process's own hello back. Fix: correct the address",
+                code="connection-loops",
+            )
         self._peer_body_limit = _HELLO.unpack(theirs)[2]
         client, server = (self._hello, theirs) if self._role == "client" else (theirs, self._hello)
         self._transcript = client + server
@@ -161,7 +177,10 @@ class Channel:
             return
         peer_role = _ROLES[1 - _ROLES.index(self._role)]
         if not hmac.compare_digest(self._take(_MAC_BYTES), self._proof(peer_role)):
-            self._fail(f"{self._peer} does not know the job's token: give all processes of a job the same one")
+            self._fail(
+                f"{self._peer} does not know the job's token. Fix: give all processes of a job the same one",
+                code="token-mismatch",
+            )
         extracted = _hmac(self._transcript, self._token)
         self._send_key = _hmac(extracted, f"messages of the {self._role}".encode() + b"\x01")
         self._receive_key = _hmac(extracted, f"messages of the {peer_role}".encode() + b"\x01")
@@ -181,7 +200,11 @@ class Channel:
             return None
         frame = self._take_frame(mac_at + _MAC_BYTES)
         if not hmac.compare_digest(frame[mac_at:], _mac(self._receive_key, self._received, frame[:mac_at])):
-            self._fail(f"message {self._received} from {self._peer} was changed, replayed, reordered or cut on its way")
+            self._fail(
+                f"message {self._received} from {self._peer} was changed, replayed, reordered or cut on its way. Fix: "
+                "look at the network",
+                code="message-altered",
+            )
         self._received += 1
         try:
             return Message(decode(bytes(frame[_PREFIX.size : body_at])), frame[body_at:mac_at])
@@ -206,12 +229,12 @@ class Channel:
 
     def _check_alive(self) -> None:
         if self._state is _State.DEAD:
-            raise WireError(f"the connection is over: {self._why_dead}")
+            raise WireError(f"the connection is over: {self._why_dead}", code=code_of(self._why_dead))
 
-    def _fail(self, sentence: str, kind: type[WireError] = WireError) -> None:
-        self._state, self._why_dead = _State.DEAD, sentence
+    def _fail(self, sentence: str, kind: type[WireError] = WireError, code: str | None = None) -> None:
+        self._state, self._why_dead = _State.DEAD, kind(sentence, code=code)
         self._buffer, self._handshake = bytearray(), b""
-        raise kind(sentence)
+        raise self._why_dead
 
 
 def _hmac(key: bytes, data: bytes) -> bytes:

@@ -44,8 +44,9 @@ def scheme_named(text: str) -> Scheme:
     rules = [name.strip() for name in text.split(",")]
     if len(rules) != 2:
         raise ShardingError(
-            f"there is no sharding scheme {text!r}: choose one of {', '.join(SCHEMES)}, or name two rules, one for "
-            f"experts and one for the rest, as in equal,adaptive"
+            f"there is no sharding scheme {text!r}. Fix: choose one of {', '.join(SCHEMES)}, or name two rules, one "
+            "for experts and one for the rest, as in equal,adaptive",
+            code="sharding-rule-unknown",
         )
     for name in rules:
         _known(name)
@@ -54,7 +55,10 @@ def scheme_named(text: str) -> Scheme:
 
 def _known(name: str) -> Rule:
     if name not in RULES:
-        raise ShardingError(f"there is no sharding rule {name!r}: choose one of {', '.join(sorted(RULES))}")
+        raise ShardingError(
+            f"there is no sharding rule {name!r}. Fix: choose one of {', '.join(sorted(RULES))}",
+            code="sharding-rule-unknown",
+        )
     return RULES[name]
 
 
@@ -80,10 +84,18 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]
         chosen = choose([items[i] for i in indices], dict(load))
         if len(chosen) != len(indices):
-            raise ShardingError(f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items")
+            raise ShardingError(
+                f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items. Fix: return one rank for "
+                "each item from the rule",
+                code="sharding-rule-broken",
+            )
         for index, rank in zip(indices, chosen, strict=True):
             if rank not in members[id(items[index].holders)]:
-                raise ShardingError(f"the sharding rule {name} gives {items[index].operator} to rank {rank}")
+                raise ShardingError(
+                    f"the sharding rule {name} gives {items[index].operator} to rank {rank}, which does not hold it. "
+                    "Fix: return only ranks that hold the item from the rule",
+                    code="sharding-rule-broken",
+                )
             result[index] = rank
             load[rank] += items[index].nbytes
     return result

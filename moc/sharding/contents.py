@@ -150,7 +150,11 @@ def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]
     num_layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
     num_experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     if num_experts % layout.ep:
-        raise LayoutError(f"{num_experts} experts are not a multiple of ep = {layout.ep}")
+        raise LayoutError(
+            f"{num_experts} experts are not a multiple of ep = {layout.ep}. Fix: change the number of experts, or the "
+            "expert-parallel size",
+            code="experts-indivisible",
+        )
     one_for_all = layout.ep == 1 and layout.etp == layout.tp  # megatron-core then treats experts as ordinary parameters
     for stage in range(layout.pp):
         here = [o for o in operators if _stage(o, layout, num_layers) == stage]
@@ -173,6 +177,10 @@ def _buffer(operators: Sequence[Operator], grid: list[tuple[int, ...]]) -> _Buff
         unsliced = operator.unsliced if slices > 1 else 0
         elements, rest = divmod(operator.parameters - unsliced, slices)
         if rest:
-            raise LayoutError(f"{operator.name} does not divide into {slices} tensor-parallel slices")
+            raise LayoutError(
+                f"{operator.name} does not divide into {slices} tensor-parallel slices. Fix: change the "
+                "tensor-parallel size",
+                code="tensors-indivisible",
+            )
         segments += [_Segment(operator, elements, True), _Segment(operator, unsliced, False)]
     return _Buffer([segment for segment in segments if segment.elements], grid)

@@ -35,10 +35,17 @@ class Layout:
         sizes = dict(world=self.world, tp=self.tp, pp=self.pp, ep=self.ep, expert_tp=self.etp, vpp=self.vpp)
         for name, size in sizes.items():
             if size < 1:
-                raise LayoutError(f"{name} must be at least 1, not {size}")
+                raise LayoutError(
+                    f"{name} is {size}. Fix: set it to 1 or more",
+                    code="layout-size-invalid",
+                )
         for product, names in ((self.tp * self.pp, "tp x pp"), (self.etp * self.ep * self.pp, "expert_tp x ep x pp")):
             if self.world % product:
-                raise LayoutError(f"{self.world} ranks are not a multiple of {names} = {product}")
+                raise LayoutError(
+                    f"{self.world} ranks are not a multiple of {names} = {product}. Fix: change the number of workers, "
+                    "or the parallel sizes",
+                    code="ranks-indivisible",
+                )
 
     @property
     def etp(self) -> int:
@@ -79,5 +86,9 @@ class Layout:
         """The pipeline stage that computes a layer, interleaved with virtual stages."""
         chunks = self.pp * self.vpp
         if num_layers % chunks:
-            raise LayoutError(f"{num_layers} layers are not a multiple of {chunks} pipeline stages")
+            raise LayoutError(
+                f"{num_layers} layers are not a multiple of {chunks} pipeline stages. Fix: change the number of layers "
+                "or of stages",
+                code="layers-indivisible",
+            )
         return layer // (num_layers // chunks) % self.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from moc.errors import UserError
 from moc.sharding.item import Item
 
 Rule = Callable[[Sequence[Item], Mapping[int, int]], Sequence[int]]
@@ -16,12 +17,19 @@ everywhere.  A rank missing from the mapping has no bytes assigned yet.
 RULES: dict[str, Rule] = {}
 
 
+class RuleError(UserError, ValueError):
+    """A sharding rule cannot be registered."""
+
+
 def rule(name: str) -> Callable[[Rule], Rule]:
     """Registers the decorated function as the rule of that name."""
 
     def register(function: Rule) -> Rule:
         if name in RULES:
-            raise ValueError(f"there are two sharding rules called {name}")
+            raise RuleError(
+                f"there are two sharding rules called {name}. Fix: rename one of them",
+                code="sharding-rule-broken",
+            )
         RULES[name] = function
         return function
 

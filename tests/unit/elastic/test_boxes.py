@@ -4,7 +4,6 @@ import numpy
 import pytest
 
 from moc.elastic.boxes import (
-    NoSourceError,
     Tensor,
     copies,
     expert_transfers,
@@ -16,6 +15,7 @@ from moc.elastic.boxes import (
 from moc.elastic.dispatch import filled_up
 from moc.elastic.plan import Plan, Settings, plan
 from moc.state.region import Region
+from tests.errors import raises
 
 LAYERS, EXPERTS = 3, 16
 TENSORS = [
@@ -75,7 +75,7 @@ def test_few_are_levelled_as_many_are(seed):
 
 
 def test_what_nobody_holds_must_be_loaded():
-    with pytest.raises(NoSourceError, match=r"no rank holds layers\.0\.expert\.3: load a checkpoint"):
+    with raises("state-without-source", "layers.0.expert.3"):
         transfers(TENSORS, {}, {"layers.0.expert.3": [1]})
     assert transfers(TENSORS, {}, {}) == []
 

@@ -13,6 +13,7 @@ from moc.elastic.dispatch import even, exchange, level, work_of
 from moc.elastic.domains import cut, least_in_each
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import survived
+from tests.errors import raises
 
 
 def any_case(seed):
@@ -100,7 +101,7 @@ def test_json_tells_domains_and_without_them_there_is_one(seed):
     old = Plan.from_json(told)
     assert old.domains == (len(members),) and (old == made) == (len(made.domains) == 1)
     for domains in ([len(members), 1], [len(members) + 1, -1], []):
-        with pytest.raises(ValueError, match="no plan of experts"):
+        with raises("expert-plan-invalid"):
             Plan.from_json(made.to_json() | {"domains": domains})
     among = made.among(members, [True] * made.size)
     assert among.domains == (len(members),) and (among.held(1) == made.held(1)).all()

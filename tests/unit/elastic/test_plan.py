@@ -17,6 +17,7 @@ from moc.elastic.migration import matched
 from moc.elastic.placement import holders, place_by_load
 from moc.elastic.plan import Plan, Settings, held_before, plan
 from moc.elastic.survival import survival
+from tests.errors import raises
 from tests.unit.policy.routing import RECORDED
 
 LAYERS, NODES, SLOTS = 12, 10, 6  # Lazarus, section 6.1
@@ -49,7 +50,7 @@ def test_json_and_digest():
     assert again == one and again.digest == one.digest and hash(again) == hash(one)
     assert made(seed=2, ranks=2)[0] != one
     assert made(seed=1, ranks=2)[0].digest == one.digest
-    with pytest.raises(ValueError, match="no plan of experts"):
+    with raises("expert-plan-invalid"):
         Plan.from_json({"members": [1]})
 
 
@@ -94,7 +95,7 @@ def _tables(change):
     ids=repr,
 )
 def test_an_invalid_plan_is_refused(wrong):
-    with pytest.raises(ValueError, match="no plan of experts"):
+    with raises("expert-plan-invalid"):
         Plan.from_json(made(seed=1, ranks=2)[0].to_json() | wrong)
 
 

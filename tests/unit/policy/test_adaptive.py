@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from moc.policy import Every, policy_named
 from moc.policy.adaptive import Measured, TuningLimits, candidates, choose, uniform_plt
 from moc.policy.ledger import Ledger
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 from tests.unit.policy.test_pec import persist
 
 MACHINE = Measured(
@@ -105,7 +107,7 @@ def test_a_limit_of_nothing_saves_everything():
     strict = choose(MACHINE, TuningLimits(0.0))
     assert (strict.k_snapshot, strict.k_persist, strict.plt) == (8, 8, 0)
     assert strict.overhead_s == strict.full_overhead_s
-    with pytest.raises(ValueError, match="raise the limit"):
+    with raises("plt-limit-too-low"):
         choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2)
 
 
@@ -148,19 +150,16 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
 
 def test_the_reason_is_said():
     said = choose(MACHINE, TuningLimits(0.05)).reason
-    assert said == (
-        "A snapshot of 4 experts hides: 3 s beside 3 s of forward and backward; one of 5 would take 3.5 s. "
-        "Writing 1 of them takes 15 s, and one snapshot in 4 iterations (16 s) leaves time for that. "
-        "All in all that costs 68 ms an iteration; with all experts it would be 186 ms. "
-        "Faults are expected to lose 0.8 % of the tokens of experts, of at most 5 %."
-    )
+    assert re.findall(r"[\d.]+ (?:s|ms|%|experts?|iterations)(?= |,|;|:|\)|\.)|(?<=one of )\d+", said) == [
+        *("4 experts", "3 s", "3 s", "5", "3.5 s"),
+        *("15 s", "4 iterations", "16 s"),
+        *("68 ms", "186 ms"),
+        *("0.8 %", "5 %"),
+    ]
     waits = choose(dataclasses.replace(MACHINE, forward_backward_s=0.5)).reason
-    assert (
-        "A snapshot of 1 experts takes 1.5 s beside 0.5 s of forward and backward, so training waits for 1 s." in waits
-    )
-    assert waits.endswith("7.7 % of the tokens of experts.")
+    assert all(figure in waits for figure in ("of 1 expert ", " 1.5 s ", " 0.5 s ", " 1 s.", " 7.7 % "))
     quick = choose(dataclasses.replace(MACHINE, snapshot_bandwidth=1e3)).reason
-    assert quick.startswith("A snapshot of all 8 experts hides: 0.5 s beside 3 s of forward and backward. ")
+    assert "all 8 experts" in quick and " 0.5 s " in quick
 
 
 def test_numbers_of_experts_that_are_looked_at():
@@ -181,7 +180,7 @@ def test_numbers_of_experts_that_are_looked_at():
     ids=str,
 )
 def test_what_cannot_have_been_measured_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with raises("measurement-impossible"):
         dataclasses.replace(MACHINE, **wrong)
 
 

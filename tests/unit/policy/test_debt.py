@@ -3,10 +3,9 @@
 import dataclasses
 import json
 
-import pytest
-
 from moc.policy.debt import Debt
 from moc.policy.ledger import Ledger
+from tests.errors import raises
 
 LAYERS = {0: 2, 3: 2}
 
@@ -78,7 +77,7 @@ def test_it_survives_json_and_older_ledgers_owe_nothing():
     older = {name: value for name, value in state.items() if name != "debt"}
     assert Ledger.from_state(older).debt is None
     for wrong in ({"tokens": []}, {"tokens": [[1]], "made_up": [[0]], "left": 3}):
-        with pytest.raises(ValueError, match="start without it"):
+        with raises("saved-state-invalid"):
             Ledger.from_state(state | {"debt": wrong})
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from moc.policy.dynamic_k import DynamicK
 from moc.policy.ledger import Ledger
 from moc.policy.pec_selection import sequential_experts
+from tests.errors import raises
 from tests.unit.policy.routing import RECORDED, made_up, recorded
 
 FAULTS, LIMIT = 32, 0.0375
@@ -96,12 +97,21 @@ def test_k_stays_until_its_share_is_passed():
     assert now.recovered(0).recovered(0) == now
 
 
-@pytest.mark.parametrize("arguments", [(0, 4), (5, 4), (1, 4, 0.0), (1, 4, 1.5)], ids=str)
-def test_what_is_not_possible_is_refused(arguments):
-    with pytest.raises(ValueError, match="K must be from 1 to 4|is not possible"):
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ((0, 4), "experts-per-snapshot-invalid"),
+        ((5, 4), "experts-per-snapshot-invalid"),
+        ((1, 4, 0.0), "plt-limit-invalid"),
+        ((1, 4, 1.5), "plt-limit-invalid"),
+    ],
+    ids=str,
+)
+def test_what_is_not_possible_is_refused(arguments, code):
+    with raises(code):
         DynamicK(*arguments)
 
 
 def test_a_recovery_gives_no_tokens_back():
-    with pytest.raises(ValueError, match="cannot have lost"):
+    with raises("tokens-not-counted", "-0.1"):
         DynamicK(1, 4).recovered(-0.1)

@@ -31,15 +31,15 @@ def test_what_is_expected_follows_from_the_flags(tier):
     text, fields = told(TIERS[tier])
     if tier == "disk":  # ages of 0 to 15 snapshots
         assert fields == {"plt": pytest.approx(75 / 10_000), "oldest": 150}
-        assert "a fault is expected to cost 0.750%" in text and text.endswith("is 150 iterations behind")
+        assert "0.750%" in text and " 150 iterations" in text
         return
     assert fields["plt"] == pytest.approx(15 / 10_000) and fields["oldest"] == 30
-    assert "a fault that leaves memory whole is expected to cost 0.150%" in text and "30 iterations behind" in text
+    assert "0.150%" in text and " 30 iterations" in text
     if tier == "memory and storage":  # one expert of 16 in every fifth snapshot
         assert fields["plt_storage"] == pytest.approx(375 / 10_000) and fields["oldest_storage"] == 750
-        assert "from --ckpt-dir alone 3.750%, and 750 iterations" in text and "add --persist-interval" not in text
+        assert "3.750%" in text and " 750 iterations" in text and "--persist-interval" not in text
     else:
-        assert fields.keys() == {"plt", "oldest"} and text.endswith("trained anew: add --persist-interval")
+        assert fields.keys() == {"plt", "oldest"} and "--persist-interval" in text
 
 
 def test_nothing_is_said_of_what_load_decides():

@@ -14,6 +14,7 @@ from moc.policy.interval import BLOCK, WARM_UP
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
 OPERATORS = model_operators(SHAPE)
@@ -113,9 +114,9 @@ def test_the_state_goes_through_json(window, iterations):
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     following = range(1 + iterations, 30)
     assert run(policy, following) == run(other, following)
-    with pytest.raises(ValueError, match="no state of gradient checkpoints"):
+    with raises("saved-state-invalid"):
         other.load_state_dict({"window": 2})
-    with pytest.raises(ValueError, match="no state of gradient checkpoints"):
+    with raises("saved-state-invalid"):
         other.load_state_dict(policy.state_dict() | {"bases": [1]})
 
 
@@ -142,7 +143,7 @@ def test_the_window_is_measured():
     first, second = run(policy, (20, 21))
     assert first.complete and not second.complete
     assert policy.chosen() == {"gradient_window": 4.0} and policy.window_length == 4
-    assert policy.reason() == "a rank copies 1.2e-08 GB/s, and an iteration leaves it 0.5 s"
+    assert "1.2e-08 GB/s" in policy.reason() and "0.5 s" in policy.reason()
 
 
 def test_a_window_of_one_is_everything_each_time():
@@ -152,11 +153,11 @@ def test_a_window_of_one_is_everything_each_time():
 
 def test_what_is_refused():
     assert list(Gradient.refusals(asked())) == []
-    assert "add --ckpt-tier memory or peers" in next(Gradient.misfits(asked(ckpt_tier="disk"), JobShape()))
+    assert "--ckpt-tier memory" in next(Gradient.misfits(asked(ckpt_tier="disk"), JobShape()))
     assert "drop --elastic" in next(Gradient.misfits(asked(), JobShape(elastic=True)))
-    assert "not in every 5th" in next(Gradient.refusals(asked(snapshot_interval="5")))
+    assert "5th" in next(Gradient.refusals(asked(snapshot_interval="5")))
     assert list(Gradient.misfits(asked(), JobShape())) == []
     assert "take adam" in next(Gradient.misfits(asked(), JobShape(optimizer="sgd")))
     assert "drop --moe-grouped-gemm" in next(Gradient.misfits(asked(), JobShape(experts_apart=False)))
-    with pytest.raises(ValueError, match="a window of -1"):
+    with raises("window-invalid", "-1"):
         Gradient(OPERATORS, None, window=-1)

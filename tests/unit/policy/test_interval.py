@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, Observed, interval_named
 from moc.policy.interval import BLOCK, BLOCKS, PROFILE_BLOCKS, REFRESH, SNAPSHOTS, WARM_UP
+from tests.errors import raises
 from tests.unit.policy.clock import Clock
 
 BUDGETS = st.sampled_from([0.01, 0.03, 0.1])
@@ -233,7 +234,7 @@ def test_a_snapshot_that_another_overtakes_is_not_measured():
 
 @pytest.mark.parametrize("budget", [0, -0.03, math.nan, math.inf])
 def test_the_budget_must_be_positive(budget):
-    with pytest.raises(ValueError, match="take a fraction above 0, such as 0.03"):
+    with raises("overhead-budget-invalid"):
         IntervalTuner(budget)
 
 
@@ -241,7 +242,7 @@ def test_the_budget_must_be_positive(budget):
     "iteration_s, stall_s", [(0, 0), (-1, 0), (1, -1), (math.nan, 0), (1, math.nan), (math.inf, 0)]
 )
 def test_impossible_times_are_refused(iteration_s, stall_s):
-    with pytest.raises(ValueError, match="cannot have been measured"):
+    with raises("measurement-impossible"):
         IntervalTuner().observe(Observed(iteration_s, stall_s))
 
 
@@ -252,7 +253,7 @@ def test_impossible_times_are_refused(iteration_s, stall_s):
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     clock = settled(stall_s=1.5)
     was = clock.interval.state_dict()
-    with pytest.raises(ValueError, match="no state of an interval tuner"):
+    with raises("saved-state-invalid"):
         clock.interval.load_state_dict(state)
     assert clock.interval.state_dict() == was
 
@@ -269,9 +270,7 @@ def test_intervals_by_name():
     assert interval_named("auto", 0.05).budget == 0.05
 
 
-@pytest.mark.parametrize(
-    "text, message", [("0", "take 1 or more"), ("-3", "auto or a number"), ("1.5", "auto or a number"), ("", "auto or")]
-)
-def test_impossible_intervals_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", ""])
+def test_impossible_intervals_are_refused(text):
+    with raises("interval-invalid", text):
         interval_named(text)

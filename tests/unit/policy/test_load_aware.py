@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy.pec_selection import load_aware_experts
+from tests.errors import raises
 
 
 @st.composite
@@ -87,9 +88,13 @@ def test_of_full_ranks_the_one_that_gave_least_gives_more():
 
 
 @pytest.mark.parametrize(
-    ("k", "ep", "sentence"),
-    [(0, 1, "K must be from 1 to 4, the experts of layer 7, not 0"), (5, 2, "not 5"), (1, 3, "not a multiple of ep")],
+    ("k", "ep", "code", "named"),
+    [
+        (0, 1, "experts-per-snapshot-invalid", ["K = 0", "layer 7", "4"]),
+        (5, 2, "experts-per-snapshot-invalid", ["K = 5"]),
+        (1, 3, "experts-indivisible", ["ep = 3"]),
+    ],
 )
-def test_what_does_not_fit_is_refused(k, ep, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_what_does_not_fit_is_refused(k, ep, code, named):
+    with raises(code, *named):
         load_aware_experts({7: [1, 2, 3, 4]}, k, ep)

@@ -7,6 +7,7 @@ import pytest
 from moc.policy import Observed, Transfer
 from moc.policy.interval import BLOCK, BLOCKS, WARM_UP
 from moc.policy.measurements import UNDISTURBED_MTBF_S, Measurements
+from tests.errors import raises
 
 
 def measured(iterations, seen):
@@ -73,5 +74,5 @@ def test_it_goes_on_from_what_is_stored():
     for _ in range(WARM_UP):
         again.observe(Observed(99.0, forward_backward_s=98.0))
     assert again.figures == found.figures
-    with pytest.raises(ValueError, match="no state of the measurements"):
+    with raises("saved-state-invalid"):
         Measurements.from_state({"trained_s": 1.0})

@@ -70,26 +70,26 @@ print(best.name, flags)
 
 def test_one_that_cannot_be_imported_is_named(tmp_path):
     said = run("pretrain_gpt_moe.py", "--help", env=install(tmp_path, FILE + "\n1 / 0\n"), status=1)
-    assert "the policies of busier" in said and "division by zero" in said and "uninstall it" in said
+    assert "busier" in said and "division by zero" in said and "PolicyImportError" in said
 
 
 @pytest.mark.parametrize(
-    "there, instead, sentence",
+    "there, instead, named",
     [
-        ('"busier_experts"', '"experts"', "flag experts of policy busier must begin with busier_: rename it"),
+        ('"busier_experts"', '"experts"', ["flag experts", "busier_."]),
         (
             '"busier_experts"',
             '"busier_expert"',
-            "flag busier_expert of policy busier has no effect: add a field",
+            ["flag busier_expert", "settings()"],
         ),
-        ("@dataclass(frozen=True)\n", "", "policy busier is no dataclass: put @dataclass(frozen=True) below @policy"),
-        ("def plan(", "def plans(", "policy busier lacks plan: define it"),
-        ('@policy("busier")\n', "", "it registers none: decorate a class with @policy"),
+        ("@dataclass(frozen=True)\n", "", ["policy busier", "@dataclass(frozen=True)"]),
+        ("def plan(", "def plans(", ["policy busier", " plan."]),
+        ('@policy("busier")\n', "", ["PolicyImportError", "ValueError"]),
     ],
 )
-def test_one_that_cannot_work_is_refused(there, instead, sentence, tmp_path):
+def test_one_that_cannot_work_is_refused(there, instead, named, tmp_path):
     said = run("-c", "import moc.policy", env=install(tmp_path, FILE.replace(there, instead)), status=1)
-    assert sentence in said
+    assert all(name in said for name in named)
 
 
 def test_no_policy_is_named_outside_of_their_room():

@@ -13,6 +13,7 @@ from moc.policy.pec import NOT_CHOSEN, Pec
 from moc.policy.pec_selection import load_aware_experts, persist_selection
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 from tests.unit.policy.clock import Clock
 
 
@@ -116,7 +117,7 @@ def test_experts_by_load():
     assert saved(take(policy, 2, then)) == load_aware_experts(since, 2, 2) == {1: [1, 2], 2: [1, 2]}
     # these were saved: the others have more unsaved tokens now
     assert saved(policy.plan(3, then)) == {1: [0, 2], 2: [0, 3]}
-    with pytest.raises(ValueError, match="nobody counts the tokens of experts"):
+    with raises("tokens-not-counted"):
         policy.plan(3)
 
 
@@ -169,7 +170,7 @@ def test_storage_needs_everything_once():
     policy = Pec(operators(), Every(1), k=2, k_persist=1)
     take(policy, 1)
     partial = take(policy, 2)
-    with pytest.raises(ValueError, match="partial snapshot of iteration 2 is of no use in storage"):
+    with raises("storage-lacks-experts", "2"):
         policy.for_storage(partial)
     whole = policy.everything(3)
     assert policy.for_storage(whole) == whole
@@ -255,27 +256,27 @@ def test_faults_raise_both_numbers():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("wrong", "code", "named"),
     [
-        ({"k": 5}, "of the 4 experts of layer 1, 5 cannot be in a snapshot"),
-        ({"k": 0}, "0 cannot be in a snapshot"),
-        ({"k": 2, "k_persist": 3}, "2 cannot be in a snapshot and 3 of these go to storage"),
-        ({"ep": 3}, "not a multiple of ep = 3"),
-        ({"selection": "random"}, "no selection of experts called random"),
-        ({"target": "W"}, "no target called W"),
-        ({"target": "optimizer", "plt_limit": 0.0375}, "all weights are saved, so it would never act: drop"),
-        ({"persist_every": 0}, "persist_every must be at least 1"),
+        ({"k": 5}, "experts-per-snapshot-invalid", ["4 experts", "layer 1", " 5 "]),
+        ({"k": 0}, "experts-per-snapshot-invalid", [" 0 "]),
+        ({"k": 2, "k_persist": 3}, "experts-per-snapshot-invalid", [" 2 ", " 3 "]),
+        ({"ep": 3}, "experts-indivisible", ["ep = 3"]),
+        ({"selection": "random"}, "policy-setting-unknown", ["random"]),
+        ({"target": "W"}, "policy-setting-unknown", [" W."]),
+        ({"target": "optimizer", "plt_limit": 0.0375}, "policy-flags-conflict", ["--pec-dynamic-k", "--pec-target"]),
+        ({"persist_every": 0}, "interval-invalid", ["persist_every"]),
     ],
     ids=str,
 )
-def test_settings_must_fit(wrong, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_settings_must_fit(wrong, code, named):
+    with raises(code, *named):
         Pec(operators(), Every(1), **wrong)
 
 
 @pytest.mark.parametrize("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
 def test_what_is_no_state_is_refused(broken):
-    with pytest.raises(ValueError, match="start without it"):
+    with raises("saved-state-invalid"):
         Pec(operators(), Every(1)).load_state_dict(broken)
 
 

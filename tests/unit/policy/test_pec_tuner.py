@@ -3,7 +3,6 @@
 import json
 from statistics import mode
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from moc.policy.interval import PROFILE_BLOCKS, WARM_UP
 from moc.policy.pec import Pec
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 
 EXPERTS, DAY = 8, 86400.0
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=EXPERTS, expert_ffn_hidden_size=16))
@@ -141,7 +141,7 @@ def test_a_resumed_run_knows_what_was_measured():
     resumed.load_state_dict(json.loads(json.dumps(trainer.policy.state_dict())))
     resumed.interval.load_state_dict(json.loads(json.dumps(trainer.policy.interval.state_dict())))
     assert resumed.gauges() == trainer.policy.gauges() and resumed.reason() == trainer.policy.reason()
-    with pytest.raises(ValueError, match="no state of a tuner"):
+    with raises("saved-state-invalid"):
         resumed.interval.load_state_dict(trainer.policy.interval.state_dict() | {"copied": [1]})
 
 

@@ -11,6 +11,7 @@ from moc.policy.flags import JobShape, number_or_auto
 from moc.policy.prices import Machine, Price, Sizes
 from moc.policy.window import OperatorBytes
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 
 ONE, FOUR = OperatorBytes(12.0, 2.0), [OperatorBytes(12.0, 2.0)] * 4
 SMALL = [OperatorBytes(6.0, 1.0)] * 6
@@ -95,17 +96,17 @@ def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
     [
         ({}, []),
         (dict(pec_k="auto"), []),
-        (dict(pec_k="auto", pec_k_snapshot=2, pec_k_persist=2), ["--pec-k auto chooses"]),
-        (dict(pec_k="auto", persist_interval=4), ["--pec-k auto chooses"]),
-        (dict(pec_k="auto", pec_k_persist=2), ["--pec-k auto chooses", "--pec-k-persist 2 is more than the 1"]),
+        (dict(pec_k="auto", pec_k_snapshot=2, pec_k_persist=2), ["--pec-k auto"]),
+        (dict(pec_k="auto", persist_interval=4), ["--pec-k auto"]),
+        (dict(pec_k="auto", pec_k_persist=2), ["--pec-k auto", "--pec-k-persist 2"]),
         (dict(pec_k_snapshot=3), []),
-        (dict(pec_k_persist=3), ["--pec-k-persist 3 is more than the 2"]),
-        (dict(pec_k_snapshot=3, ckpt_tier="disk"), ["of the 3 experts in a snapshot, 2 would go on"]),
+        (dict(pec_k_persist=3), ["--pec-k-persist 3"]),
+        (dict(pec_k_snapshot=3, ckpt_tier="disk"), ["--ckpt-tier disk"]),
         (dict(ckpt_tier="disk"), []),
         (dict(pec_dynamic_k=True), []),
         (dict(pec_target="optimizer"), []),
-        (dict(pec_dynamic_k=True, pec_target="optimizer"), ["so it would never act: drop one"]),
-        (dict(pec_plt_limit=0.01), ["--pec-plt-limit needs --pec-dynamic-k"]),
+        (dict(pec_dynamic_k=True, pec_target="optimizer"), ["--pec-target optimizer"]),
+        (dict(pec_plt_limit=0.01), ["--pec-plt-limit"]),
         (dict(pec_plt_limit=0.01, pec_dynamic_k=True), []),
         (dict(pec_plt_limit=0.01, pec_k="auto"), []),
         (dict(pec_plt_limit=0.01, ckpt_policy="auto"), []),
@@ -120,13 +121,13 @@ def test_flags_that_cannot_work_together_are_refused(flags, sentences):
 def test_sparse_windows_take_a_snapshot_in_every_iteration():
     refusals = policy_named("sparse").refusals
     assert [list(refusals(asked(snapshot_interval=every))) for every in ("auto", "1")] == [[], []]
-    assert "not in every 4th" in next(refusals(asked()))
+    assert "4th" in next(refusals(asked()))
 
 
 def test_numbers_and_auto():
     assert [number_or_auto(text) for text in ("auto", "1", 12)] == ["auto", "1", "12"]
     for wrong in ("0", "-1", "1.5", "", "all"):
-        with pytest.raises(ValueError, match="at least 1"):
+        with raises("number-or-auto-invalid", repr(wrong)):
             number_or_auto(wrong)
     assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03
 

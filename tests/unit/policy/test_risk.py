@@ -4,6 +4,7 @@ import pytest
 
 from moc.policy.risk import Risk, by_share, in_turn, lost_by_layer, replay, rules, steady
 from moc.policy.selection import number_of_experts
+from tests.errors import raises
 
 PLACES = [(0, 0), (0, 1)]
 
@@ -26,7 +27,7 @@ def test_what_a_fault_right_after_a_snapshot_would_lose():
     assert found == Risk(mlt=pytest.approx(0.5), mlt_per_layer=pytest.approx(0.5), oldest=2)
     assert replay(loads, rules(limits, 99)["in turn"], skipped=3).mlt == pytest.approx(0.6)
     assert replay(loads, rules(limits, 99)["in turn"], apart=2).mlt == pytest.approx(1.0)  # 8, then 12
-    with pytest.raises(ValueError, match="no snapshot counts with one every 3 after 3"):
+    with raises("interval-invalid", "3"):
         replay(loads, rules(limits, 99)["in turn"], apart=3, skipped=3)
 
 

@@ -2,12 +2,11 @@
 
 import json
 
-import pytest
-
 from moc.policy import Observed, Transfer
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.pec_tuner import PecTuner, TuningLimits
 from moc.policy.selective_tuner import SelectiveTuner
+from tests.errors import raises
 
 
 def observe(tuner, number=1, seconds=1.0, **seen):
@@ -88,5 +87,5 @@ def test_another_tuners_state_is_ignored_and_a_damaged_one_refused():
     tuner.load_state_dict(PecTuner(TuningLimits(0.1), 1.0).state_dict())
     assert tuner.local is None and not tuner.due(1)
     for damaged in ([], state | {"copied": 3}, state | {"faults": "many"}):
-        with pytest.raises(ValueError, match="start without"):
+        with raises("saved-state-invalid"):
             tuner.load_state_dict(damaged)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy.pec_selection import sequential_experts
+from tests.errors import raises
 
 
 @st.composite
@@ -43,5 +44,5 @@ def test_every_expert_is_saved_within_one_rotation(rotation, start, layer):
 
 @pytest.mark.parametrize("k", [0, 9])
 def test_k_must_fit(k):
-    with pytest.raises(ValueError, match=f"from 1 to 8, the experts of a layer, not {k}"):
+    with raises("experts-per-snapshot-invalid", f"K = {k}", " 8"):
         sequential_experts(0, 0, k, 8, 2)

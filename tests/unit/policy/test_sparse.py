@@ -11,6 +11,7 @@ from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
 OPERATORS = model_operators(SHAPE)
@@ -191,13 +192,15 @@ def test_everything_ends_a_window():
 
 @pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
 def test_no_state_of_this_policy(state):
-    with pytest.raises(ValueError, match="no state of sparse checkpoints"):
+    with raises("saved-state-invalid"):
         Sparse(OPERATORS, None).load_state_dict(state)
 
 
-@pytest.mark.parametrize("bad", [dict(window=-1), dict(order="luck")])
-def test_settings_that_are_not_possible(bad):
-    with pytest.raises(ValueError, match="not possible|no order"):
+@pytest.mark.parametrize(
+    ("bad", "code"), [(dict(window=-1), "window-invalid"), (dict(order="luck"), "policy-setting-unknown")]
+)
+def test_settings_that_are_not_possible(bad, code):
+    with raises(code, str(*bad.values())):
         Sparse(OPERATORS, None, **bad)
 
 

@@ -227,7 +227,7 @@ def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, rem
 
 def test_folding_what_is_not_saved_is_refused():
     (sentence,) = Selective.refusals(asked(selective_fold="peers", selective_gradients="off"))
-    assert "drop one of them" in sentence
+    assert "--selective-fold peers" in sentence and "--selective-gradients off" in sentence
     assert not [*Selective.refusals(asked(selective_fold="peers")), *Selective.misfits(asked(), JobShape())]
     assert Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_fold="peers"), JobShape())).folds_beside
     assert not Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape())).folds_beside

@@ -17,6 +17,7 @@ from moc.policy.window import (
 )
 from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 
 FIGURE_6 = ("E1", "E2", "E3", "E4", "NE", "G")
 EQUAL = [OperatorBytes(12.0, 2.0)] * 6
@@ -77,7 +78,7 @@ def test_the_largest_snapshot_is_one_of_the_schedule(sizes, active):
 
 @pytest.mark.parametrize("bad", [([], 1.0, 1.0), (EQUAL, 0.0, 1.0), (EQUAL, 1.0, 0.0)])
 def test_nothing_to_find_a_window_by(bad):
-    with pytest.raises(ValueError, match="all must be positive"):
+    with raises("window-invalid"):
         find_window_size(*bad)
 
 

@@ -16,12 +16,13 @@ from moc.runtime.addresses import (
     short,
     text_of,
 )
+from tests.errors import raises
 from tests.unit.runtime.peers import fill
 
 
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
 def test_what_is_no_address(address):
-    with pytest.raises(ValueError, match="is not an address: write host:port or unix:/path"):
+    with raises("address-invalid"):
         candidates(address)
 
 
@@ -32,7 +33,7 @@ def test_an_address_is_written_as_it_was_read(address):
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
 def test_other_interfaces_than_loopback_have_to_be_asked_for(address):
-    with pytest.raises(ValueError, match="other machines could connect to .* set beyond_loopback"):
+    with raises("address-exposed"):
         listening_socket(address, beyond_loopback=False)
 
 
@@ -104,5 +105,5 @@ def test_interfaces_have_names_and_addresses():
     assert name_of_interface("127.0.0.1") == "lo"
     assert address_of_interface("lo") == "127.0.0.1"
     assert name_of_interface("192.0.2.1") is None  # of no machine: RFC 5737
-    with pytest.raises(OSError, match="nosuch0 has no address here"):
+    with raises("interface-unknown", "nosuch0"):
         address_of_interface("nosuch0")

@@ -4,7 +4,7 @@ import json
 
 from moc.runtime.exit_codes import SAVED, USAGE
 from moc.runtime.membership import Membership
-from moc.runtime.orders import Abort, End, Go, Kill, Leave, StartWorker, Worker
+from moc.runtime.orders import Abort, Cause, End, Go, Kill, Leave, StartWorker, Worker
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, begun, names, starts, told_of
 
 
@@ -20,7 +20,7 @@ def test_it_begins_with_the_nodes_that_are_there():
 def test_a_lost_node_is_not_waited_for():
     membership, workers = begun()
     *kills, abort = (order for order in membership.left(1) if not isinstance(order, StartWorker))
-    assert abort == Abort(1, "node 1 is lost: training continues on 3 of 4 nodes")
+    assert abort == Abort(1, Cause.NODE_LOST) and "3 of 4" in abort.reason
     assert {order.worker for order in kills} == set(workers[:2] + workers[4:])
     assert [(w.node, w.rank) for w in membership.workers.values()] == [(0, 0), (0, 1), (2, 2), (2, 3), (3, 4), (3, 5)]
     assert membership.size == 6 and all(worker.together for worker in membership.workers.values())
@@ -38,14 +38,14 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_others_stay():
     membership, _ = begun()
     membership.joined(4)
     abort, *start = membership.left(1)
-    assert abort.reason == "node 1 is lost, and node 4 takes its place"
+    assert abort.cause is Cause.NODE_LOST and "node 1" in abort.reason and "node 4" in abort.reason
     assert [(order.node, order.rank) for order in start] == [(4, 2), (4, 3)]
 
 
 def test_too_few_nodes_wait_and_go_on_as_they_were_when_the_same_come_back():
     membership, _ = begun(2)
     abort = membership.left(1)
-    assert abort == [Abort(1, "node 1 is lost")] and membership.waits_for() == [1, 2, 3]
+    assert abort == [Abort(1, Cause.NODE_LOST)] and membership.waits_for() == [1, 2, 3]
     assert [(order.node, order.rank) for order in starts(membership.joined(1))] == [(1, 2), (1, 3)]
     assert len(membership.workers) == 4 and membership.size == 4
 
@@ -67,7 +67,7 @@ def test_a_node_that_comes_is_taken_in_once_all_have_saved():
     for name in workers[:-1]:
         assert membership.ended(name, SAVED, gives_back="/memory") == []
     orders = membership.ended(workers[-1], SAVED)
-    assert orders[0] == Abort(2, "nodes have come: training continues on 4 of 4 nodes")
+    assert orders[0] == Abort(2, Cause.NODES_CAME) and "4 of 4" in orders[0].reason
     assert [order.rank for order in starts(orders)] == list(range(8)) and not membership.growth.under_way
     assert membership.restarts == 0
 
@@ -130,7 +130,8 @@ def test_a_program_that_refuses_a_number_of_nodes_is_started_on_fewer():
     workers = names(membership.left(1))
     orders = membership.ended(workers[0], USAGE)
     assert [order.node for order in starts(orders)] == [0, 0, 2, 2]
-    assert "the program refuses to run on 3 nodes: training continues on 2 of 4 nodes" in str(orders)
+    (abort,) = [order for order in orders if isinstance(order, Abort)]
+    assert abort.cause is Cause.NODES_REFUSED and "3 nodes" in abort.reason and "2 of 4" in abort.reason
     told_of(membership, orders)
     assert not membership.can_grow  # on three, that is
     membership.joined(1)
@@ -139,7 +140,8 @@ def test_a_program_that_refuses_a_number_of_nodes_is_started_on_fewer():
 
 def test_a_program_that_refuses_any_number_ends_the_job():
     membership, workers = begun()
-    assert membership.ended(workers[0], USAGE) == [End(USAGE, "worker 0 failed (exit code 2)", leaving=False)]
+    (end,) = membership.ended(workers[0], USAGE)
+    assert end == End(USAGE, end.reason, leaving=False) and "worker 0" in end.reason
 
 
 def test_who_waits_in_the_same_generation_is_told_to_go():

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from moc.errors import codes_in
 from moc.runtime import async_connections as wire
 from moc.runtime import job_token
 from moc.runtime.controller import Controller, waiting_for
@@ -281,7 +282,7 @@ def test_a_second_process_of_a_node_is_refused_while_the_first_is_well_and_taken
             (first, second), _ = await begun(job)
             other = await job.agent(1, instance="another")
             why = (await hears(other, "refused"))["why"]
-            assert why == "node 1 is there already, as process 1: give each launcher its own --node-rank"
+            assert codes_in(why) == ["node-rank-taken"] and "node 1" in why and "--node-rank" in why
             second.abort()
             other = await job.agent(1, instance="another")
             assert (await hears(other, "start"))["rank"] == 1
@@ -383,7 +384,5 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
 
 
 def test_what_to_do_about_a_missing_node_is_said():
-    assert waiting_for([1, 4], 90.2, "--max-wait") == (
-        "nodes 1, 4 are missing: waiting for a spare, or for `mocrun ... --node-rank 1`, `mocrun ... --node-rank 4`; "
-        "giving up in 90 s (--max-wait)"
-    )
+    said = waiting_for([1, 4], 90.2, "--max-wait")
+    assert all(part in said for part in ("1, 4", "`mocrun ... --node-rank 1`", "--node-rank 4`", "90 s", "--max-wait"))

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from moc.errors import codes_in
 from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER
+from moc.runtime.exit_codes import LOST, SAVED, START_OVER
 from moc.runtime.membership import MAX_SUSPICIONS, Membership
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, StartWorker, Worker
+from moc.runtime.orders import Abort, Cause, End, GiveUp, Go, Kill, StartWorker, Worker
 
 SIZE, PER_NODE = 4, 2
 
@@ -40,7 +41,7 @@ def test_all_begin_together_when_all_nodes_are_there():
 def test_a_lost_worker_is_replaced_and_the_others_stay():
     membership, names = running()
     abort, start = membership.ended(names[2], -9)
-    assert abort == Abort(1, "worker 2 was killed by signal 9")
+    assert abort == Abort(1, Cause.WORKER_LOST) and "worker 2" in abort.reason
     assert (start.rank, start.node, start.generation, start.together) == (2, 1, 1, False)
     new = [names[0], names[1], start.worker, names[3]]
     assert [order for name in new for order in membership.here(name, 1)] == [Go(1)]
@@ -68,11 +69,10 @@ def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place(
     orders, started = breaks(membership, name)
     assert orders[0] == Kill(1, names[2])
     assert isinstance(orders[1], GiveUp) and orders[1].node == 1
-    assert orders[1].why == (
-        "worker 3 was killed by signal 9: it has a broken device, as were 2 before it with device 1 of node 1: "
-        "the node gives up its place; look at the device before you start it again"
-    )
-    assert orders[2].reason == "node 1 has given up its place, and node 2 takes its place"
+    assert codes_in(orders[1].why) == ["device-broken"]
+    assert all(name in orders[1].why for name in ("worker 3", "signal 9", "device 1 of node 1"))
+    assert orders[2].cause is Cause.NODE_GAVE_UP
+    assert "node 1" in orders[2].reason and "node 2" in orders[2].reason
     assert len(started) == 2 and all(membership.workers[each].node == 2 for each in started)
 
 
@@ -116,7 +116,7 @@ def test_two_at_once():
 def test_a_node_that_is_lost_is_waited_for():
     membership, names = running()
     orders = membership.left(1)
-    assert orders == [Abort(1, "node 1 is lost")]
+    assert orders == [Abort(1, Cause.NODE_LOST)] and "node 1" in orders[0].reason
     assert [membership.here(name, 1) for name in names[:2]] == [[], []]
     orders = membership.joined(1)
     assert [order.rank for order in orders if isinstance(order, StartWorker)] == [2, 3]
@@ -126,7 +126,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
     membership, names = running()
     assert membership.joined(7) == []
     abort, *starts = membership.left(1)
-    assert abort == Abort(1, "node 1 is lost, and node 7 takes its place")
+    assert abort == Abort(1, Cause.NODE_LOST)
+    assert "node 1" in abort.reason and "node 7" in abort.reason
     assert [(start.node, start.rank) for start in starts] == [(7, 2), (7, 3)]
     assert membership.joined(1) == [] == membership.waits_for()
     assert [(start.node, start.rank) for start in membership.left(7)[1:]] == [(1, 2), (1, 3)]
@@ -158,7 +159,7 @@ def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_are_told_wh
     membership, names = running()
     membership.left(1)
     told = [Worker(name, 1, rank, True, True, here=0) for rank, name in enumerate(names) if rank > 1]
-    assert membership.joined(1, told, 0) == [Abort(2, "node 1 is there")]
+    assert membership.joined(1, told, 0) == [Abort(2, Cause.NODE_JOINED)]
 
 
 def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
@@ -169,14 +170,15 @@ def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
 
 def test_a_job_gives_up_when_a_lost_node_does_not_come():
     membership, names = running()
-    assert membership.gives_up("nobody has come") == []  # nobody is missing
+    assert membership.gives_up("late") == []  # nobody is missing
     membership.left(1)
-    (end,) = membership.gives_up("nobody has come")
-    assert end.code == SAVED and not end.leaving and end.reason.startswith("node 1 is missing")
+    (end,) = membership.gives_up("late")
+    assert end.code == SAVED and not end.leaving and "node 1" in end.reason
+    assert codes_in(end.reason) == ["nodes-missing"]
     assert membership.waits_for() == []
     membership = Membership(SIZE, PER_NODE, 1)
     membership.joined(0)
-    assert membership.gives_up("nobody has come")[0].code == LOST
+    assert membership.gives_up("late")[0].code == LOST
 
 
 def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
@@ -206,7 +208,7 @@ def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
     membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
     starts = [order for order in membership.ended(names[1], -9) if isinstance(order, StartWorker)]
     membership.left(1)
-    assert starts and membership.gives_up("nobody has come")[0] == membership.end
+    assert starts and membership.gives_up("late")[0] == membership.end
     assert membership.end.code == SAVED and membership.end.gives_back is None
 
 
@@ -244,7 +246,8 @@ def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to
     membership.joined(2)
     membership = restarted(membership)
     assert membership.joined(2) == [] == membership.waits_for()
-    assert membership.left(1)[0] == Abort(1, "node 1 is lost, and node 2 takes its place")
+    first = membership.left(1)[0]
+    assert first == Abort(1, Cause.NODE_LOST) and "node 2" in first.reason
     assert membership.left(1) == []
 
 
@@ -288,17 +291,17 @@ def test_what_it_has_missed_begins_a_generation():
 
 
 @pytest.mark.parametrize(
-    "code, restarts, job, why",
+    "code, restarts, job, errors",
     [
-        (-9, 0, 137, "worker 0 was killed by signal 9, and 0 were replaced already"),
-        (1, 9, 1, "worker 0 failed"),
-        (75, 9, 75, "worker 0 was asked to stop, and has ended in good order"),
+        (-9, 0, 137, ["restarts-exhausted"]),
+        (1, 9, 1, []),
+        (75, 9, 75, []),
     ],
 )
-def test_how_a_job_ends_before_its_time(code, restarts, job, why):
+def test_how_a_job_ends_before_its_time(code, restarts, job, errors):
     membership, names = running(max_restarts=restarts)
     (end,) = membership.ended(names[0], code)
-    assert end.code == job and end.reason.startswith(why)
+    assert end.code == job and codes_in(end.reason) == errors and "worker 0" in end.reason
     assert membership.ended(names[1], -9) == []
 
 
@@ -317,7 +320,7 @@ def test_who_is_lost_when_others_are_done_brings_them_back():
 def test_who_loses_connections_again_and_again_ends_the_job():
     membership, names = running()
     for generation in range(MAX_SUSPICIONS):
-        assert membership.suspected(names[0], generation) == [Abort(generation + 1, "worker 0 has lost connections")]
+        assert membership.suspected(names[0], generation) == [Abort(generation + 1, Cause.CONNECTIONS_LOST)]
     assert membership.suspected(names[0], 0) == []  # of a generation that is over
     assert membership.suspected(names[0], MAX_SUSPICIONS)[0].code == 1
 
@@ -341,13 +344,14 @@ def test_a_long_calm_ends_it_too():
 def test_it_is_said_why_a_worker_was_killed():
     membership, names = running()
     (abort, _) = membership.ended(names[1], -9, "had been in its step for 70 s")
-    assert abort.reason == "worker 1 was killed by signal 9: it had been in its step for 70 s"
+    assert abort.cause is Cause.WORKER_LOST and "worker 1" in abort.reason and "70 s" in abort.reason
 
 
 def test_a_job_whose_program_ends_by_the_signal_that_asks_it_to_stop_is_over():
     membership, names = running()
     membership.stopping(15)
-    assert membership.ended(names[0], -15) == [End(143, "worker 0 was killed by signal 15", False, asked=15)]
+    (end,) = membership.ended(names[0], -15)
+    assert end == End(143, end.reason, False, asked=15) and "worker 0" in end.reason and "signal 15" in end.reason
 
 
 def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
@@ -375,24 +379,21 @@ def test_where_nobody_is_left_who_could_save_it_is_said_from_what_the_job_goes_o
     _, *starts = membership.ended(names[0], -9)[-SIZE - 1 :]  # all build anew
     membership.stopping(15)
     (end,) = membership.ended(starts[0].worker, -15)
-    assert (end.code, end.leaving) == (SAVED, False) and end.reason.endswith(FROM_WHERE)
+    assert (end.code, end.leaving) == (SAVED, False) and codes_in(end.reason) == ["state-partly-lost"]
 
 
 def test_a_job_that_was_asked_to_stop_does_not_start_over():
     membership, names = running()
     membership.stopping(15)
     (end,) = membership.ended(names[0], START_OVER)
-    assert end.code == SAVED and end.reason == (
-        "no snapshot can restore what was lost, and the job was asked to stop (signal 15): " + FROM_WHERE
-    )
+    assert end.code == SAVED and codes_in(end.reason) == ["state-partly-lost"]
 
 
 def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
     membership = Membership(SIZE, PER_NODE, 1000)
     membership.joined(0)
-    assert membership.stopping(2) == [
-        End(130, "the job was asked to stop (signal 2): nothing has begun", False, asked=2)
-    ]
+    (end,) = membership.stopping(2)
+    assert end == End(130, end.reason, False, asked=2) and "signal 2" in end.reason
 
     membership = Membership(SIZE, PER_NODE, 1000)
     assert membership.joined(0, asked=15)[0].code == 143
@@ -403,9 +404,8 @@ def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
     membership.left(1)
     assert membership.stopping(15) == []
     (end,) = membership.gives_up("nobody has come for 30 s (--silence-timeout)")
-    assert end == End(
-        SAVED, f"node 1 is missing, and nobody has come for 30 s (--silence-timeout): {FROM_WHERE}", False
-    )
+    assert end == End(SAVED, end.reason, False) and codes_in(end.reason) == ["nodes-missing"]
+    assert "node 1" in end.reason and "--silence-timeout" in end.reason
 
 
 def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import Abort, Go, Kill, Seat, Welcome, Worker
+from moc.runtime.orders import Abort, Cause, Go, Kill, Seat, Welcome, Worker
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, meet_guests, names, staying
 
 
@@ -13,7 +13,7 @@ def test_workers_that_stay_get_other_ranks_and_nobody_is_started():
     membership, workers = staying()
     *seats, abort = membership.left(1)
     assert seats == [Seat(n // 2, workers[n], rank, 1, 6) for rank, n in enumerate((0, 1, 4, 5, 6, 7))]
-    assert abort == Abort(1, "node 1 is lost: training continues on 3 of 4 nodes")
+    assert abort == Abort(1, Cause.NODE_LOST) and "3 of 4" in abort.reason
     assert [order for name in (*workers[:2], *workers[4:]) for order in membership.here(name, 1)] == [Go(1)]
 
 
@@ -32,7 +32,7 @@ def test_workers_of_a_node_that_comes_build_beside_the_others_and_are_seated_whe
     assert membership.growth.guests_are_ready
     *seats, abort = meet_guests(membership)
     assert sorted((seat.rank, seat.node) for seat in seats) == [(rank, rank // 2) for rank in range(8)]
-    assert abort.reason == "nodes have come: training continues on 4 of 4 nodes" and not membership.guests
+    assert abort.cause is Cause.NODES_CAME and "4 of 4" in abort.reason and not membership.guests
 
 
 def with_guests():
@@ -57,7 +57,8 @@ def test_until_all_workers_have_parted_the_generation_goes_on_and_another_contro
         there = [*membership.workers.values(), *membership.guests.values()]
         assert again.joined(node, [Worker(**worker.told) for worker in there if worker.node == node], 0) == []
     assert again.running and again.growth.guests_are_ready and not again.welcomes_guests  # it tells so itself
-    assert again.parted(workers[-1], 0)[-1].reason == "nodes have come: training continues on 4 of 4 nodes"
+    abort = again.parted(workers[-1], 0)[-1]
+    assert abort.cause is Cause.NODES_CAME and "4 of 4" in abort.reason
     assert again.parted(workers[-1], 0) == [] and again.generation == 1  # of a generation that is over
 
 
@@ -67,7 +68,7 @@ def test_where_guests_are_lost_before_all_have_parted_the_others_meet_again_and_
     for name in workers[:-1]:
         membership.parted(name, 0)
     membership.ended(guests[0], -9)
-    assert membership.parted(workers[-1], 0) == [Abort(1, "nodes that were ready are gone again")]
+    assert membership.parted(workers[-1], 0) == [Abort(1, Cause.GUESTS_LOST)]
     for name in workers:
         membership.here(name, 1)
     assert (
@@ -86,7 +87,7 @@ def test_a_node_that_is_lost_before_all_have_parted_is_left_behind_and_the_guest
     for name in workers[:parted]:
         membership.parted(name, 0)
     *seats, abort = membership.left(1)
-    assert abort == Abort(1, "node 1 is lost: training continues on 3 of 4 nodes")
+    assert abort == Abort(1, Cause.NODE_LOST) and "3 of 4" in abort.reason
     assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:], *guests}
     left = [workers[0], *workers[4:], *guests]
     assert [order for name in [workers[1], *left] for order in membership.here(name, 1)] == [Go(1)]
@@ -98,9 +99,7 @@ def test_a_worker_that_is_lost_or_hangs_before_it_has_parted_begins_a_generation
     membership.grow()
     for name in workers[1:]:
         membership.parted(name, 0)
-    assert membership.suspected(workers[0], 0, "has been in its step for 60 s") == [
-        Abort(1, "worker 0 has been in its step for 60 s")
-    ]
+    assert membership.suspected(workers[0], 0, "has been in its step for 60 s") == [Abort(1, Cause.WORKER_HANGS)]
     for name in workers[1:]:
         membership.here(name, 1)
     assert not membership.running and not membership.can_grow  # for as long as the other one hangs
@@ -118,7 +117,7 @@ def test_a_job_that_is_to_stop_meets_nobody():
     assert membership.stopping(15) == []
     *others, last = workers
     assert [order for name in others for order in membership.parted(name, 0)] == []
-    assert membership.parted(last, 0) == [Abort(1, "the job is to stop, and meets no more")]
+    assert membership.parted(last, 0) == [Abort(1, Cause.JOB_STOPS)]
 
 
 def test_a_guest_that_dies_disturbs_nobody_and_is_started_again():
@@ -135,4 +134,4 @@ def test_a_loss_while_guests_build_does_not_wait_for_them():
     guests = names(membership.grow())
     *seats, abort = membership.left(1)
     assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:6]} and set(membership.guests) == set(guests)
-    assert abort.reason == "node 1 is lost: training continues on 2 of 4 nodes"
+    assert abort.cause is Cause.NODE_LOST and "2 of 4" in abort.reason

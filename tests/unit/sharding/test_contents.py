@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.sharding import Item, Layout, LayoutError, StateBytes, contents, cut_large
+from moc.sharding import Item, Layout, StateBytes, contents, cut_large
 from moc.sharding.contents import flat_ranges
 from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
 STATE = StateBytes()
@@ -93,15 +94,15 @@ def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
 
 
 @pytest.mark.parametrize(
-    "layout, message",
+    "layout, code, named",
     [
-        (Layout(6, ep=3), "4 experts are not a multiple of ep = 3"),
-        (Layout(6, tp=3, expert_tp=1), "embedding does not divide into 3 tensor-parallel slices"),
-        (Layout(4, pp=4), "2 layers are not a multiple of 4 pipeline stages"),
+        (Layout(6, ep=3), "experts-indivisible", "ep = 3"),
+        (Layout(6, tp=3, expert_tp=1), "tensors-indivisible", "embedding"),
+        (Layout(4, pp=4), "layers-indivisible", "4 pipeline stages"),
     ],
 )
-def test_what_does_not_divide_is_refused(layout, message):
-    with pytest.raises(LayoutError, match=message):
+def test_what_does_not_divide_is_refused(layout, code, named):
+    with raises(code, named):
         contents(model_operators(EXPERTS), layout, STATE)
 
 

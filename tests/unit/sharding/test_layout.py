@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.process import cpu
+from tests.errors import raises
 
 cpu.install()  # comes before megatron.core
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
-from moc.sharding import Layout, LayoutError  # noqa: E402
+from moc.sharding import Layout  # noqa: E402
 from tests.unit.sharding.strategies import layouts  # noqa: E402
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -55,18 +56,18 @@ def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, pe
 
 
 @pytest.mark.parametrize(
-    "sizes, message",
+    "sizes, code, named",
     [
-        (dict(world=0), "world must be at least 1, not 0"),
-        (dict(world=6, tp=4), "6 ranks are not a multiple of tp x pp = 4"),
-        (dict(world=4, ep=3), "4 ranks are not a multiple of expert_tp x ep x pp = 3"),
+        (dict(world=0), "layout-size-invalid", "world"),
+        (dict(world=6, tp=4), "ranks-indivisible", "tp x pp = 4"),
+        (dict(world=4, ep=3), "ranks-indivisible", "expert_tp x ep x pp = 3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(LayoutError, match=message):
+def test_sizes_that_do_not_fit_are_refused(sizes, code, named):
+    with raises(code, named):
         Layout(**sizes)
 
 
 def test_layers_that_do_not_divide_are_refused():
-    with pytest.raises(LayoutError, match="5 layers are not a multiple of 2 pipeline stages"):
+    with raises("layers-indivisible", "5 layers"):
         Layout(2, pp=2).stage_of_layer(0, 5)

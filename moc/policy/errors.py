@@ -1,0 +1,15 @@
+"""Errors of settings, flags, states and plans of policies."""
+
+from __future__ import annotations
+
+from moc.errors import UserError
+
+
+class PolicyError(UserError, ValueError):
+    """A policy cannot work as asked, or with what it was given; the message names the value."""
+
+    code = "policy-invalid"
+
+
+class PolicyImportError(UserError, ImportError):
+    """A package that brings a policy cannot be imported."""
