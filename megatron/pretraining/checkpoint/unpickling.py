@@ -50,6 +50,7 @@ _CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET"}
 _MOST_STEPS = 256
 _MOST_NUMBER = 1 << 60
 _MOST_STEPS_OF_FLAGS = 1 << 16  # an object in common.pt has all flags of a run
+_MOST_WAITING = 1 << 16  # a pickle writes a thousand elements of a container at once
 _LEAST_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
 _LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
@@ -159,6 +160,8 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
             raise CheckpointError(".metadata has more operations than torch_dist checkpoints have: refused")
+        if len(stack) > _MOST_WAITING:
+            raise CheckpointError(".metadata has more objects in one another than torch_dist checkpoints have: refused")
         name = operation.name
         if name in _PUTS:
             place = len(memo) if argument is None else argument
