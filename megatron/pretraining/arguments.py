@@ -187,7 +187,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
     """
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
-            content = yaml.load(file, _LOADER)  # noqa: S506  # both loaders make plain values alone
+            content = yaml.load(file, _LOADER)  # noqa: S506  # both loaders make only plain values
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
     except RecursionError:

@@ -50,7 +50,7 @@ _CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET"}
 _MOST_STEPS = 256
 _MOST_NUMBER = 1 << 60
 _MOST_STEPS_OF_FLAGS = 1 << 16  # an object in common.pt has all flags of a run
-_MOST_WAITING = 1 << 16  # a pickle writes a thousand elements of a container at once
+_MOST_WAITING = 1 << 16  # a pickle writes containers in groups of a thousand elements
 _LEAST_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
 _LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
