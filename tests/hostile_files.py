@@ -217,6 +217,8 @@ def _metadata() -> Iterator[bytes]:
     yield b""
     yield b"\0" * MOST
     yield b"N" * (MOST - 1) + b"."
+    yield b"\x80\x04" + b"N0" * (MOST // 2 - 2) + b"N."
+    yield b"\x80\x04N" + b"\x94" * (MOST - 4) + b"."
     yield pickle.dumps({"a": 1})
     yield pickle.dumps([doubled])[:-1] + b"0}" + b"."
     stream = io.BytesIO()

@@ -163,6 +163,8 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
         if len(stack) > _MOST_WAITING:
             raise CheckpointError(".metadata has more objects in one another than torch_dist checkpoints have: refused")
         name = operation.name
+        if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
+            raise CheckpointError(".metadata drops an object, which no torch_dist checkpoint does: refused")
         if name in _PUTS:
             place = len(memo) if argument is None else argument
             if place > len(data):
