@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.errors import FIX, UserError, code_of, codes_in
 from moc.files.text import one_line, printable
-from moc.files.tree import Tree, remove_own
+from moc.files.tree import RefusedFileError, Tree, remove_own
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +195,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields the path of a new file that replaces ``path`` on success; creates its directory.
 
     Nobody can foresee its name, and plant a link there.
+
+    Raises:
+        RefusedFileError: there is a device, a FIFO, a directory, or a link to one: root could replace ``/dev/null``.
+        OSError: the file cannot be written.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise RefusedFileError("it is not a regular file, so it is not replaced", path)
     partial = _created_beside(path)
     try:
         yield partial

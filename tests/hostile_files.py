@@ -13,6 +13,7 @@ import pickle
 import random
 import resource
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ from moc.store.errors import CheckpointError  # noqa: E402
 
 MOST = 1_000_000  # bytes of a file
 CPU_S, MEMORY = 4, 200 << 20  # guards; allocators reserve more addresses than they use
+MOST_MB = 100  # of memory that a file takes
 STATE = dict(
     iteration=3, consumed_samples=12, skipped_iterations=0, optimizer="adam", optimizer_step=3, params_dtype="bf16",
     fp8=None, main_params_dtype="fp32", moments=None, grad_scaler={"scale": [1.0], "growth_tracker": 0,
@@ -215,6 +217,8 @@ def _metadata() -> Iterator[bytes]:
     yield b""
     yield b"\0" * MOST
     yield b"N" * (MOST - 1) + b"."
+    yield b"\x80\x04" + b"N0" * (MOST // 2 - 2) + b"N."
+    yield b"\x80\x04N" + b"\x94" * (MOST - 4) + b"."
     yield pickle.dumps({"a": 1})
     yield pickle.dumps([doubled])[:-1] + b"0}" + b"."
     stream = io.BytesIO()
@@ -268,21 +272,35 @@ def outcome(read: Callable[[Path], object], path: Path) -> str:
     return "read"
 
 
-def _guarded(read: Callable[[Path], object], path: Path) -> str:
-    """As :func:`outcome`, in a process with limits; names the signal that ended it."""
+def _resident(field: str) -> float:
+    """Resident memory of this process in MB, now (``VmRSS``) or at most (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
+
+
+def guarded(read: Callable[[Path], object], path: Path) -> tuple[str, float, float]:
+    """As :func:`outcome`, in a process with limits.
+
+    Returns:
+        The outcome, or the signal that ended it; its CPU seconds; its additional memory at most, in MB.
+    """
     receives, sends = os.pipe()
     child = os.fork()
     if child == 0:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-        os.write(sends, outcome(read, path).encode()[-4000:])
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, began = _resident("VmRSS"), time.process_time()
+        said = outcome(read, path)
+        seconds = time.process_time() - began
+        os.write(sends, json.dumps([said[-4000:], seconds, _resident("VmHWM") - before]).encode())
         os._exit(0)
     os.close(sends)
     with open(receives, "rb") as pipe:
-        said = pipe.read().decode()
+        said = pipe.read()
     status = os.waitpid(child, 0)[1]
-    return said or f"ended by signal {os.WTERMSIG(status)}"
+    return tuple(json.loads(said)) if said else (f"ended by signal {os.WTERMSIG(status)}", CPU_S, 0.0)
 
 
 def main(name: str, directory: str) -> None:
@@ -290,7 +308,7 @@ def main(name: str, directory: str) -> None:
     path, outcomes = Path(directory, name), []
     for content in EXAMPLES[name]():
         path.write_bytes(content)
-        outcomes.append((content[:60].decode("latin-1"), len(content), _guarded(READERS[name], path)))
+        outcomes.append((content[:60].decode("latin-1"), len(content), *guarded(READERS[name], path)))
     print(json.dumps(outcomes))
 
 

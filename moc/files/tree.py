@@ -106,7 +106,7 @@ class Tree:
     def read(self, path: str, most: int) -> bytes:
         """The contents of a regular file of at most ``most`` bytes."""
         with open(self.open(path, most), "rb") as file:
-            return file.read(os.fstat(file.fileno()).st_size)  # a larger size would be allocated
+            return file.read(min(most, os.fstat(file.fileno()).st_size))  # a larger size would be allocated
 
     def lines(self, path: str, most: int) -> Iterator[bytes]:
         """Yields the lines of a regular file; raises :class:`RefusedFileError` at one of more than ``most`` bytes."""

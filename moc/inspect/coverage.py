@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ PARAM = "param"
 """The slot of compute weights, and of module state, which no optimizer updates."""
 MOST_OPERATORS = 1 << 18
 """Largest number of operators of a model that is read from a file."""
-_MOST_COMPARED = 100_000  # pairs of a box and a hole
+_MOST_COMPARED = 100_000  # numbers of a box and a hole
+_MOST_SWEPT, _LEAST = 3_000_000, 200  # numbers of two boxes, and as many as a step of the sweep takes for itself
+_PRIME = (1 << 61) - 1
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
@@ -187,23 +190,40 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
         if box.region.intersect(whole) != box.region:
             yield f"{_place(box.region)} in {box.file} reaches out of the tensor, which is {_place(whole)}"
             return
-    overlap = _overlap(boxes)
+    if _tile(whole, [box.region for box in boxes]):
+        return
+    overlap, holes = _overlap(boxes), _holes(whole, boxes)
     if overlap is not None:
         first, second, common = overlap
         yield f"overlaps at {_place(common)} in {first.file} and {second.file}"
-    lost = whole.numel - sum(box.region.numel for box in boxes)
-    if overlap is not None or lost != 0:
-        holes = _holes(whole, boxes)
-        if holes is None:
-            if overlap is None:
-                yield f"has holes: {lost:,} of {whole.numel:,} elements are in no file"
-        elif holes:
-            lost = sum(hole.numel for hole in holes)
-            yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
+    if holes:
+        lost = sum(hole.numel for hole in holes)
+        yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
+    elif overlap is None:  # the search was given up
+        held = sum(box.region.numel for box in boxes)
+        yield f"has holes, or boxes that overlap: files hold {held:,} elements, and the tensor has {whole.numel:,}"
+
+
+def _tile(whole: Region, boxes: list[Region]) -> bool:
+    """Whether boxes inside a region hold each of its elements exactly once, in linear time for any boxes.
+
+    It compares two sums of indicator functions.  The indicator of a box is a product over axes of differences of step
+    functions, one step at each end.  Any steps are linearly independent, so with random numbers modulo a prime in their
+    place, different sums are equal with a probability below 2^-54.  The numbers are secret: no file can be made to fit.
+    """
+    steps = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in whole.shape]
+
+    def indicator(box: Region) -> int:
+        product = 1
+        for step, offset, size in zip(steps, box.offset, box.shape, strict=True):
+            product = product * (step[offset + size] - step[offset]) % _PRIME
+        return product
+
+    return sum(map(indicator, boxes)) % _PRIME == indicator(whole)
 
 
 def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | None:
-    """Two boxes that overlap, and their overlap, by a sweep along the axis with most offsets."""
+    """Two boxes that overlap, and their overlap, by a sweep along the axis with most offsets; bounded in time."""
     offsets = numpy.array([box.region.offset for box in boxes], dtype=numpy.int64)
     ends = offsets + numpy.array([box.region.shape for box in boxes], dtype=numpy.int64)
     axes = offsets.shape[1]
@@ -211,7 +231,11 @@ def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | No
         return (boxes[0], boxes[1], boxes[1].region) if len(boxes) > 1 else None
     axis = max(range(axes), key=lambda axis: len(numpy.unique(offsets[:, axis])))
     reached = numpy.empty(0, dtype=numpy.int64)  # boxes that reach beyond the start of the next one
+    compared = 0
     for number in numpy.argsort(offsets[:, axis], kind="stable"):
+        compared += (_LEAST + len(reached)) * axes
+        if compared > _MOST_SWEPT:
+            return None
         reached = reached[ends[reached, axis] > offsets[number, axis]]
         meets = ((offsets[reached] < ends[number]) & (ends[reached] > offsets[number])).all(axis=1)
         if meets.any():
@@ -225,7 +249,7 @@ def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region] | None:
     """The parts of a tensor that no box holds; None if there are too many boxes and holes to compare."""
     rest, compared = [whole], 0
     for box in boxes:
-        compared += len(rest)
+        compared += len(rest) * len(whole.shape)
         if compared > _MOST_COMPARED:
             return None
         common = ((part, part.intersect(box.region)) for part in rest)

@@ -100,21 +100,20 @@ class ObjectPlace(Storage):
         return False
 
     def read(self, path: str, most: int = MANIFEST) -> bytes:
-        """See :class:`Storage`."""
+        """See :class:`Storage`; an object that is too large is not fetched."""
+        size = self._size(path)
+        if size > most:
+            raise RefusedFileError(f"it has {size} bytes, more than {most}", self.path(path))
+        if size == 0:
+            return b""  # which has no range
         with self._explained(path):
-            content = self._fs.cat_file(self._key(path))
+            content = self._fs.cat_file(self._key(path), start=0, end=size)  # it may have been replaced by a larger one
             assert isinstance(content, bytes)
-        if len(content) > most:
-            raise RefusedFileError(f"it has {len(content)} bytes, more than {most}", self.path(path))
         return content
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
-        with self._explained(path):
-            info = self._fs.info(self._key(path))
-            if info["type"] != "file":
-                raise FileNotFoundError(path)
-        return ObjectBlob(self, path, info["size"])
+        return ObjectBlob(self, path, self._size(path))
 
     def names(self, directory: str = "") -> list[str]:
         """See :class:`Storage`; never cached."""
@@ -191,6 +190,13 @@ class ObjectPlace(Storage):
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
+
+    def _size(self, path: str) -> int:
+        with self._explained(path):
+            info = self._fs.info(self._key(path))
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+        return info["size"]
 
     def _write_in_parts(self, path: str, chunks: Iterable[bytearray]) -> None:
         with self._explained(path):

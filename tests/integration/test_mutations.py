@@ -11,7 +11,7 @@ from tests.integration.tiny import FLAGS
 from tests.shared import ALL
 from tests.worlds import run_world
 
-EACH = 1200 if ALL else 50  # 10,800 in all cases
+BATCHES, EACH = (24, 50) if ALL else (1, 50)  # 10,800 in all cases
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120, ckpt_keep=4)  # until several snapshots are taken
 MEMORY = dict(snapshot_interval=1, ckpt_tier="memory", persist_interval=2)
@@ -35,8 +35,9 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("name", CASES)
-def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, data, tmp_path):
+def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_dir=f"{memory}/snapshots", log_dir=str(tmp_path / "log"), ckpt_memory_dir=memory)
         flags = FLAGS | data | places | dict(ckpt_keep=99, train_iters=1000) | CASES[name]
@@ -51,9 +52,9 @@ def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, data, tmp_path
         for directory, copy in kept.items():
             shutil.copytree(directory, copy)
         body = "tests.integration.mutation_bodies:resume_each"
-        then = dict(flags=flags | dict(exit_interval=1), kept=kept, seed=len(name), number=EACH)
+        then = dict(flags=flags | dict(exit_interval=1), kept=kept, seed=100 * batch + len(name), number=EACH)
         (told,) = run_world(1, body, timeout=3600, **then)
     assert not told["failed"], "\n".join(f"{where}\n{error}" for where, error in told["failed"][:20])
     assert sum(told["starts"].values()) == EACH and "0" not in told["starts"], told["starts"]
     assert len(told["starts"]) > 1, told["starts"]
-    print(name, told["starts"], "trained:", told["trained"])
+    print(name, batch, told["starts"], "trained:", told["trained"])

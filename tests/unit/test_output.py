@@ -4,6 +4,8 @@ import ast
 import io
 import json
 import logging
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -153,3 +155,17 @@ def test_a_name_with_dollars_is_drawn(tmp_path):
     panel.legend()
     figure.savefig(tmp_path / "plot.png")
     plots.close(figure)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
+    """As root, a program could otherwise replace /dev/null."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    if linked:
+        path = tmp_path / "link"
+        path.symlink_to("pipe")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(OSError), output.replacing(path):
+        raise AssertionError("it would be written")
+    assert sorted(os.listdir(tmp_path)) == before and stat.S_ISFIFO(path.stat().st_mode)

@@ -27,10 +27,13 @@ PROGRAMS = {
     "tokenizer": (tokenizer_training.main, "--input {} --output-prefix out --vocab-size 300"),
 }  # fmt: skip
 PATHS = [
-    "", "file", "fifo", "dangling", "loop", "closed", "partly", "to_file", "to_directory", "socket", "/dev/null",
-    "/proc/self/mem", "checkpoints", "links", "nothing", "file/inner", "x" * 5000, "d/" * 3000, "\udcff", "a\nb\x1b[2J",
-    *(f"checkpoints/iter_000000{number}" for number in range(1, 6)), "closed/iter_0000003", "partly/iter_0000003",
+    "", "file", "fifo", "dangling", "loop", "closed", "partly", "to_file", "to_directory", "socket", "checkpoints",
+    "links", "nothing", "file/inner", "x" * 5000, "d/" * 3000, "\udcff", "a\nb\x1b[2J", "closed/iter_0000003",
+    "partly/iter_0000003", *(f"checkpoints/iter_000000{number}" for number in range(1, 6)),
 ]  # fmt: skip
+
+
+READ_ONLY = ["/dev/null", "/proc/self/mem"]  # given to commands that write nowhere
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def test_odd_paths_are_refused_in_one_sentence(here, capsys, name):
     for access in (contextlib.nullcontext(), without_access(here)):
         with access:
             for command in commands:
-                for path in paths:
+                for path in paths if "good" in command else (*paths, *READ_ONLY):
                     assert ended(main, [word.replace("{}", path) for word in command.split()], capsys) in (0, 1, 2)
 
 

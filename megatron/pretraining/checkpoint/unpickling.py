@@ -13,7 +13,8 @@ import io
 import os
 import pickle
 import pickletools
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 
 from moc import private_interfaces
 from moc.errors import code_of
-from moc.files import tree
+from moc.files import decode, tree
 from moc.files.text import shown
 from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
@@ -49,8 +50,19 @@ _CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET"}
 _MOST_STEPS = 256
 _MOST_NUMBER = 1 << 60
+_MOST_STEPS_OF_FLAGS = 1 << 16  # an object in common.pt has all flags of a run
+_MOST_WAITING = 1 << 16  # a pickle writes containers in groups of a thousand elements
+_LEAST_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
 _LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
+_CONFIG = "metadata.json"
+"""What megatron-core's directories are recognized by."""
+_DTYPES = {
+    "BFloat16Storage": torch.bfloat16, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8, "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "IntStorage": torch.int32, "LongStorage": torch.int64, "ShortStorage": torch.int16,
+}  # fmt: skip
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch: ``torch.load`` is ``weights_only``, whatever its caller says."""
 
@@ -97,31 +109,39 @@ class _Node:
         steps: steps that its hash takes; those of a list or a dict, which have none, count as one.
         inner: sum of the steps of its elements.
         shared: the pickle has used the object a second time.
+        odd: it is a number that no size can be, or has one in it.
+
+    Args:
+        most: largest number of steps.
     """
 
-    __slots__ = ("inner", "shared", "steps")
+    __slots__ = ("inner", "most", "odd", "shared", "steps")
 
-    def __init__(self, steps: int, inner: int = 0):
-        self.steps, self.inner, self.shared = 0, inner, False
+    def __init__(self, steps: int, most: int, inner: int = 0):
+        self.steps, self.inner, self.shared, self.odd, self.most = 0, inner, False, False, most
         self.grow(steps)
 
     def grow(self, steps: int) -> None:
         """Adds steps; raises CheckpointError if they are too many."""
         self.steps += steps
-        if self.steps > _MOST_STEPS:
+        if self.steps > self.most:
             raise CheckpointError(
-                f".metadata has an object whose hash takes more than {_MOST_STEPS} steps. Fix: use a checkpoint from "
-                "a source that you trust",
+                f".metadata has an object whose hash takes more than {self.most} steps. Fix: use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
 
 
-def _check_cost(data: bytes) -> None:
+def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = False) -> None:
     """Checks that unpickling takes linear time and memory, by following the pickle's stack without making objects.
 
     A tuple that holds the one before twice, 60 levels deep, has a hash of 2^60 steps.  Numbers that are negative or
     large may have equal hashes, and slow down dicts.  Python makes room for the largest number that an object is
     remembered by.
+
+    Args:
+        data: the pickle.
+        most_steps: of the hash of an object.
+        any_number: accept numbers that are no sizes, other than as keys.
 
     Raises:
         CheckpointError: it may take more.
@@ -129,7 +149,8 @@ def _check_cost(data: bytes) -> None:
     """
     stack: list[_Node | None] = []  # None is a mark
     memo: dict[Any, _Node | None] = {}
-    atom = _Node(1)
+    atom, odd, hashed = _Node(1, most_steps), _Node(1, most_steps), 0
+    odd.odd = True
 
     def popped(operation) -> list[_Node]:
         if operation.stack_before[-1:] != [pickletools.stackslice]:
@@ -148,11 +169,20 @@ def _check_cost(data: bytes) -> None:
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
             raise CheckpointError(
-                ".metadata has more operations than torch_dist checkpoints have. Fix: use a checkpoint from a source "
-                "that you trust",
+                ".metadata has more operations than torch_dist checkpoints have. Fix: use a checkpoint from a source that you trust",
+                code="metadata-refused",
+            )
+        if len(stack) > _MOST_WAITING:
+            raise CheckpointError(
+                ".metadata has more objects in one another than torch_dist checkpoints have. Fix: use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         name = operation.name
+        if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
+            raise CheckpointError(
+                ".metadata drops an object, which no torch_dist checkpoint does. Fix: use a checkpoint from a source that you trust",
+                code="metadata-refused",
+            )
         if name in _PUTS:
             place = len(memo) if argument is None else argument
             if place > len(data):
@@ -171,6 +201,18 @@ def _check_cost(data: bytes) -> None:
             stack.append(None)
         elif name in _CHANGES:
             target, *added = popped(operation)
+            keys = {"SETITEM": added[::2], "SETITEMS": added[::2], "ADDITEMS": added}.get(name, [])
+            hashed += sum(one.steps for one in keys)
+            if hashed > _LEAST_HASHED + _HASHED_OF_BYTE * len(data):
+                raise CheckpointError(
+                    ".metadata has keys whose hashes take long. Fix: use a checkpoint from a source that you trust",
+                    code="metadata-refused",
+                )
+            if any(one.odd for one in keys):
+                raise CheckpointError(
+                    ".metadata has a number as a key that no size can be. Fix: use a checkpoint from a source that you trust",
+                    code="metadata-refused",
+                )
             if name != "BUILD":
                 target.inner += sum(one.steps for one in added)
             elif target.shared:
@@ -185,19 +227,178 @@ def _check_cost(data: bytes) -> None:
             parts = popped(operation)
             inner = sum(one.steps for one in parts)
             if name in _CONTAINERS:
-                stack.append(_Node(1, inner))
-            elif parts:
-                stack.append(_Node(1 + inner, sum(one.inner or one.steps for one in parts)))
-            else:
-                if type(argument) is int and not 0 <= argument < _MOST_NUMBER:
+                if name == "DICT":
                     raise CheckpointError(
-                        f".metadata has the number {shown(argument)}, which no size can be. Fix: use a checkpoint "
-                        "from a source that you trust",
+                        ".metadata makes a dict in a way that torch_dist checkpoints do not. Fix: use a checkpoint from a source that you trust",
                         code="metadata-refused",
                     )
-                stack.append(atom)
+                stack.append(_Node(1, most_steps, inner))
+            elif parts:
+                node = _Node(1 + inner, most_steps, sum(one.inner or one.steps for one in parts))
+                node.odd = any(one.odd for one in parts)
+                stack.append(node)
+            else:
+                strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
+                if strange and not any_number:
+                    raise CheckpointError(
+                        f".metadata has the number {shown(argument)}, which no size can be. Fix: use a checkpoint from a source that you trust",
+                        code="metadata-refused",
+                    )
+                stack.append(odd if strange else atom)
         elif operation.stack_before:
             popped(operation)
+
+
+class _Described:
+    """Stands for any object that a pickle of tensors makes; nothing of it is called."""
+
+    def __new__(cls, *_, **__):
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def append(self, value: object) -> None:
+        """Does nothing, as for a list."""
+
+    def __call__(self, *_, **__) -> _Described:
+        return self
+
+
+class _Storages(pickle.Unpickler):
+    """Reads which storages a pickle of tensors needs, and makes no object but plain values and stand-ins.
+
+    Attributes:
+        needed: by record, the bytes of its storage.
+    """
+
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data))
+        self.needed: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "bytearray":
+            raise CheckpointError(
+                "has an array of bytes, which no torch_dist checkpoint needs. Fix: use a checkpoint from a source that you trust",
+                code="metadata-refused",
+            )
+        return type(name, (_Described,), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, storage, record, _, count = pid
+        dtype = _DTYPES.get(storage.__name__, torch.uint8)  # an untyped one counts bytes
+        if kind != "storage" or type(count) is not int or count < 0:
+            raise ValueError("its storages are not of torch")
+        self.needed[record] = max(count * dtype.itemsize, self.needed.get(record, 0))
+        return _Described()
+
+
+class _Part(io.RawIOBase):
+    """What is left of a stream.  Torch's own view of a part of a file cannot seek from its end."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._begin, self._at = stream, stream.tell(), 0
+        self.size = stream.seek(0, os.SEEK_END) and stream.tell() - self._begin
+
+    def seekable(self) -> bool:
+        """Always True."""
+        return True
+
+    def readable(self) -> bool:
+        """Always True."""
+        return True
+
+    def tell(self) -> int:
+        """The place in the part."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to a place in the part."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if self._at < 0:
+            raise OSError("a place before the begin")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads up to the size of a buffer."""
+        self._stream.seek(self._begin + self._at)
+        data = self._stream.read(min(len(buffer), max(0, self.size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _check_saved(stream: Any) -> None:
+    """Checks that torch reads what ``torch.save`` has written in little memory and time, and no memory beside it.
+
+    Torch expands compressed records, and believes the pickle about the sizes of storages.
+
+    Raises:
+        CheckpointError: it may take more, or it is damaged.
+    """
+    begin = stream.tell()
+    try:
+        part = _Part(stream)
+        with zipfile.ZipFile(io.BufferedReader(part)) as archive:
+            records = archive.infolist()
+            if any(one.compress_type != zipfile.ZIP_STORED for one in records):
+                raise CheckpointError(
+                    "has compressed records, which torch does not write. Fix: use a checkpoint from a source that you trust",
+                    code="metadata-refused",
+                )
+            if sum(one.file_size for one in records) > part.size:
+                raise CheckpointError(
+                    "has records that are larger than the file. Fix: use a checkpoint from a source that you trust",
+                    code="metadata-refused",
+                )
+            sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
+            for one in records:
+                if one.filename.endswith(".pkl"):
+                    if one.file_size > tree.MANIFEST:
+                        raise CheckpointError(
+                            f"has {one.file_size} bytes of objects, more than {tree.MANIFEST}. Fix: use a checkpoint from a source that you trust",
+                            code="metadata-refused",
+                        )
+                    data = archive.read(one)
+                    _check_cost(data, _MOST_STEPS_OF_FLAGS, any_number=True)
+                    storages = _Storages(data)
+                    storages.load()
+                    for record, needed in storages.needed.items():
+                        if sizes[f"data/{record}"] < needed:
+                            raise CheckpointError(
+                                f"has a tensor of {needed} bytes in a record that is shorter. Fix: use a checkpoint from a source that you trust",
+                                code="metadata-refused",
+                            )
+    except CheckpointError as error:
+        raise CheckpointError(str(error).removeprefix(".metadata "), code=code_of(error)) from None
+    except Exception as error:  # whatever a damaged file raises
+        raise CheckpointError(
+            f"cannot be read as torch wrote it ({type(error).__name__}: {error}). Fix: use another checkpoint",
+            code="checkpoint-damaged",
+        ) from None
+    finally:
+        stream.seek(begin)
+
+
+def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.load`` that checks what it reads, and opens regular files alone."""
+
+    def checked(file: Any, *arguments: Any, **how: Any) -> Any:
+        if not isinstance(file, (str, os.PathLike)):
+            _check_saved(file)
+            return load(file, *arguments, **how)
+        path = Path(file)
+        with open(Tree(path.parent).open(path.name, tree.MANIFEST), "rb") as opened:
+            try:
+                _check_saved(opened)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path} {error}", code=code_of(error)) from None
+            return load(opened, *arguments, **how)
+
+    return checked
 
 
 def _check_paths(metadata: Any) -> None:
@@ -234,13 +435,13 @@ def nothing_runs() -> Iterator[None]:
     for mismatch in private_interfaces.check({"reading checkpoints"}):
         raise CheckpointError(str(mismatch), code="release-unknown")
     torchs: Any = filesystem  # which declares no such thing as its module pickle
-    before, forced = torchs.pickle, os.environ.get(_WEIGHTS_ONLY)
-    torchs.pickle = _Pickle()
+    before, load, forced = torchs.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
+    torchs.pickle, torch.load = _Pickle(), _checked_load(load)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
         yield
     finally:
-        torchs.pickle = before
+        torchs.pickle, torch.load = before, load
         if forced is None:
             del os.environ[_WEIGHTS_ONLY]
         else:
@@ -254,9 +455,18 @@ def check_metadata(directory: Path) -> list[str]:
         CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
     """
     try:
-        return list(read_metadata(directory).state_dict_metadata)
+        keys = list(read_metadata(directory).state_dict_metadata)
     except FileNotFoundError:
         return []  # another format: megatron-core says what it misses
+    try:
+        decode.parse(Tree(directory).read(_CONFIG, tree.SMALL))
+    except FileNotFoundError:
+        pass  # the same
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory / _CONFIG} cannot be read ({error}). Fix: use another checkpoint", code="checkpoint-damaged"
+        ) from None
+    return keys
 
 
 def read_metadata(directory: Path) -> Any:

@@ -108,8 +108,8 @@ def on_regex(pattern: str) -> Splitter:
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
     """The given files, whatever their names are, and in sorted order the files below given directories.
 
-    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.  Of pipes and devices,
-    only given ones are read.
+    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.  Pipes and devices there are left
+    out: only a given one is read.
     """
     patterns, files = tuple(patterns), []
     for name in inputs:

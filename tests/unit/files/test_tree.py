@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from moc.files import tree as trees
-from moc.files.tree import RefusedFileError, Tree, empty
+from moc.files.tree import RefusedFileError, Tree, empty, open_single
 
 OURS = "iter_0000100"
 ROOT = Path(__file__).parents[3]
@@ -305,3 +306,43 @@ def test_lines_have_a_limit(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(RefusedFileError):
         list(Tree(tmp_path).lines("sparse", 1000))
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+def test_only_a_file_with_one_name_is_changed_in_place(tmp_path, plant):
+    (tmp_path / "precious").write_text("precious")
+    plant(tmp_path / "log", tmp_path / "precious")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("log", "fifo"):
+        with pytest.raises(RefusedFileError):
+            open_single(tmp_path / name, os.O_RDWR | os.O_CREAT)
+    os.close(open_single(tmp_path / "new", os.O_RDWR | os.O_CREAT))
+    assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "new").is_file()
+
+
+def test_a_directory_of_many_names_is_listed_and_deleted_in_linear_time(tree):
+    def seconds(many):
+        directory = tree.root / "iter_0000001"
+        directory.mkdir()
+        for number in range(many):
+            (directory / f"{number}").touch()
+        began = time.process_time()
+        assert len(tree.names("iter_0000001")) == many
+        tree.remove("iter_0000001")
+        return time.process_time() - began
+
+    assert seconds(20_000) < 60 * seconds(2000)
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_up_to_its_limit(tree, monkeypatch):
+    path = tree.root / "file"
+    path.write_bytes(bytes(10))
+    opened = tree.open
+
+    def grows(name, most):
+        descriptor = opened(name, most)
+        os.truncate(path, 1 << 30)
+        return descriptor
+
+    monkeypatch.setattr(tree, "open", grows)
+    assert len(tree.read("file", 100)) <= 100

@@ -6,14 +6,17 @@ import random
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.errors import codes_in
+from moc.inspect import coverage
 from moc.inspect import verify as tool
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.inspect.coverage import coverage_problems
@@ -353,3 +356,34 @@ def test_it_needs_no_torch(tmp_path, tool):
         [sys.executable, "-c", program], env={"PYTHONPATH": str(REPOSITORY / "tools")}, capture_output=True, text=True
     )
     assert done.stdout.endswith("False\n"), done.stderr
+
+
+def test_boxes_are_whole_if_each_element_is_in_one_of_them():
+    """Compared with counting elements, for random boxes of small tensors."""
+    rng, whole = random.Random(4), 0
+    for _ in range(3000):
+        shape = tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
+        boxes, counts = [], numpy.zeros(shape, dtype=int)
+        while counts.min() == 0 and len(boxes) < 30:
+            offset = tuple(rng.randrange(size) for size in shape)
+            part = tuple(rng.randint(1, size - at) for size, at in zip(shape, offset, strict=True))
+            here = tuple(slice(at, at + size) for at, size in zip(offset, part, strict=True))
+            if rng.random() < 0.02 or not counts[here].any():
+                counts[here] += 1
+                boxes.append(StoredBox("file", "w", "master", shape, Region(offset, part), 0))
+        problems = list(coverage._problems_of_tensor("w", {"master": boxes}))
+        assert bool(problems) == bool((counts != 1).any())
+        whole += not problems
+    assert whole > 100
+
+
+@pytest.mark.parametrize("reach", [lambda n, many: (2 * many - n, 1), lambda n, many: (2 * many, 1), lambda *_: (1, 1)])
+def test_any_boxes_are_compared_in_linear_time(reach):
+    def seconds(many):
+        regions = [Region((n, n), reach(n, many)) for n in range(many)]
+        boxes = [StoredBox("file", "w", "master", (4 * many, 4 * many), region, 0) for region in regions]
+        began = time.process_time()
+        assert list(coverage._problems_of_tensor("w", {"master": boxes}))
+        return time.process_time() - began
+
+    assert seconds(100_000) < 25 * seconds(10_000)  # 100 times if every box were compared with every other

@@ -1,10 +1,13 @@
 """Nothing in a torch_dist checkpoint runs when it is read, and no file outside it is opened."""
 
+import argparse
 import builtins
 import io
 import os
 import pickle
 import random
+import time
+import zipfile
 
 import pytest
 import torch
@@ -13,9 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
-from moc.store.errors import CheckpointError
-from tests.shared import ALL
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+from megatron.core.safe_globals import register_safe_globals  # noqa: E402
+
+from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
+from tests.shared import ALL  # noqa: E402
 
 
 class Bomb:
@@ -129,3 +137,93 @@ def test_any_bytes_are_metadata_or_an_error(directory):
             check_metadata(directory)
         except CheckpointError:
             pass
+
+
+def saved(*values):
+    """What ``torch.save`` writes, as records by name."""
+    stream = io.BytesIO()
+    torch.save(*values, stream)
+    with zipfile.ZipFile(stream) as archive:
+        return {one.filename: archive.read(one) for one in archive.infolist()}
+
+
+def archive(records, how=zipfile.ZIP_STORED):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", how) as made:
+        for name, data in records.items():
+            made.writestr(name, data)
+    return stream.getvalue()
+
+
+def with_pickle(data):
+    records = saved({"a": 1})
+    return archive({name: data if name.endswith("data.pkl") else old for name, old in records.items()})
+
+
+def doubled(levels):
+    found = ()
+    for _ in range(levels):
+        found = (found, found)
+    stream = io.BytesIO()
+    pickle.Pickler(stream, 2).dump(found)
+    return stream.getvalue()[:-1]
+
+
+def a_bomb():
+    name, *_ = saved({"a": 1})
+    return archive({**saved({"a": 1}), f"{name.partition('/')[0]}/data/0": bytes(200 << 20)}, zipfile.ZIP_DEFLATED)
+
+
+def a_lie():
+    """A tensor of a gigabyte, of which four bytes are there."""
+    records = saved({"a": torch.zeros(1)})
+    stream = {name: data for name, data in records.items() if name.endswith("data.pkl")}
+    ((name, data),) = stream.items()
+    large, one = b"J" + (1 << 28).to_bytes(4, "little"), b"K\x01"
+    return archive({**records, name: data.replace(one, large)})
+
+
+HOSTILE = {
+    "compressed": a_bomb,
+    "a tensor that is not there": a_lie,
+    "64 GB of zeros": lambda: with_pickle(b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."),
+    "a key of 2^60 steps": lambda: with_pickle(b"\x80\x02}" + doubled(60)[2:] + b"Ns."),
+    "a key of 2^14 steps, often": lambda: with_pickle(
+        b"\x80\x02" + doubled(14)[2:] + b"r\xff\x00\x00\x000}(" + b"j\xff\x00\x00\x00N" * 100_000 + b"u."
+    ),
+    "numbers with one hash": lambda: with_pickle(
+        b"\x80\x02}(" + b"".join(b"\x8a\x0a" + ((2**61 - 1) * n).to_bytes(10, "little") + b"N" for n in range(70_000))
+        + b"u."
+    ),
+    "no archive": lambda: pickle.dumps({"a": 1}),
+    "nothing": bytes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_objects_beside_tensors_take_little(tmp_path, hostile):
+    path = tmp_path / "common.pt"
+    path.write_bytes(hostile())
+    began = time.process_time()
+    with nothing_runs():
+        for source in (path, io.BytesIO(path.read_bytes())):
+            with pytest.raises(CheckpointError):
+                torch.load(source, weights_only=True)
+    assert time.process_time() - began < 30  # seconds, and not years
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
+def test_only_regular_files_are_loaded(tmp_path, make):
+    make(tmp_path / "common.pt")
+    with nothing_runs(), pytest.raises(OSError):
+        torch.load(tmp_path / "common.pt", weights_only=True)
+
+
+def test_what_stock_checkpoints_hold_is_loaded(tmp_path):
+    flags = argparse.Namespace(**{f"flag_{n}": [n, -n, "x", None, 1 << 70] for n in range(900)})
+    state = {"args": flags, "iteration": 3, "rng": [torch.get_rng_state()], "half": torch.ones(3, dtype=torch.bfloat16)}
+    torch.save(state, tmp_path / "common.pt")
+    register_safe_globals()
+    with nothing_runs():
+        loaded = torch.load(tmp_path / "common.pt")
+    assert loaded["args"] == flags and loaded["half"].tolist() == [1, 1, 1]

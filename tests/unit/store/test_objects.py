@@ -17,6 +17,7 @@ import fsspec
 import pytest
 import torch
 
+from moc.files.tree import RefusedFileError
 from moc.state.region import Region
 from moc.store import objects
 from moc.store.claims import Claim
@@ -134,6 +135,20 @@ def test_what_is_written_is_read_listed_and_removed(any_place):
     with pytest.raises(FileNotFoundError):
         any_place.blob("iter_10")
     assert any_place.free_bytes() is None
+
+
+def test_an_object_that_is_too_large_is_not_fetched(any_place, monkeypatch):
+    any_place.write("large", [bytes(1000)])
+    any_place.write("empty", [])
+    fetched, kind = [], type(any_place._fs)
+    original = kind.cat_file
+    monkeypatch.setattr(
+        kind, "cat_file", lambda self, *args, **how: (fetched.append(args), original(self, *args, **how))[1]
+    )
+    with pytest.raises(RefusedFileError):
+        any_place.read("large", most=999)
+    assert not fetched
+    assert any_place.read("large", most=1000) == bytes(1000) and any_place.read("empty", most=0) == b""
 
 
 def test_ranges_are_read_like_slices(any_place, monkeypatch):
