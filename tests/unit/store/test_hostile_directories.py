@@ -111,7 +111,8 @@ def logs(ckpt, memory):
     log.newest("iteration")
     log.write("start", iteration=0)
     log.close()
-    each(lambda: read_events(ckpt))
+    with contextlib.suppress(ValueError):  # it is no log of events, as programs report
+        each(lambda: read_events(ckpt))
 
 
 def renews(ckpt, memory):
