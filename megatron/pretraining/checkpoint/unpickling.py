@@ -126,7 +126,8 @@ class _Node:
         self.steps += steps
         if self.steps > self.most:
             raise CheckpointError(
-                f".metadata has an object whose hash takes more than {self.most} steps. Fix: use a checkpoint from a source that you trust",
+                f".metadata has an object whose hash takes more than {self.most} steps. Fix: "
+                "use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
 
@@ -169,18 +170,21 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
             raise CheckpointError(
-                ".metadata has more operations than torch_dist checkpoints have. Fix: use a checkpoint from a source that you trust",
+                ".metadata has more operations than torch_dist checkpoints have. Fix: "
+                "use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         if len(stack) > _MOST_WAITING:
             raise CheckpointError(
-                ".metadata has more objects in one another than torch_dist checkpoints have. Fix: use a checkpoint from a source that you trust",
+                ".metadata has more objects in one another than torch_dist checkpoints have. Fix: "
+                "use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         name = operation.name
         if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
             raise CheckpointError(
-                ".metadata drops an object, which no torch_dist checkpoint does. Fix: use a checkpoint from a source that you trust",
+                ".metadata drops an object, which no torch_dist checkpoint does. Fix: "
+                "use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         if name in _PUTS:
@@ -210,7 +214,8 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
                 )
             if any(one.odd for one in keys):
                 raise CheckpointError(
-                    ".metadata has a number as a key that no size can be. Fix: use a checkpoint from a source that you trust",
+                    ".metadata has a number as a key that no size can be. Fix: "
+                    "use a checkpoint from a source that you trust",
                     code="metadata-refused",
                 )
             if name != "BUILD":
@@ -229,7 +234,8 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
             if name in _CONTAINERS:
                 if name == "DICT":
                     raise CheckpointError(
-                        ".metadata makes a dict in a way that torch_dist checkpoints do not. Fix: use a checkpoint from a source that you trust",
+                        ".metadata makes a dict in a way that torch_dist checkpoints do not. Fix: "
+                        "use a checkpoint from a source that you trust",
                         code="metadata-refused",
                     )
                 stack.append(_Node(1, most_steps, inner))
@@ -241,7 +247,8 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
                 strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
                 if strange and not any_number:
                     raise CheckpointError(
-                        f".metadata has the number {shown(argument)}, which no size can be. Fix: use a checkpoint from a source that you trust",
+                        f".metadata has the number {shown(argument)}, which no size can be. Fix: "
+                        "use a checkpoint from a source that you trust",
                         code="metadata-refused",
                     )
                 stack.append(odd if strange else atom)
@@ -282,7 +289,8 @@ class _Storages(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "bytearray":
             raise CheckpointError(
-                "has an array of bytes, which no torch_dist checkpoint needs. Fix: use a checkpoint from a source that you trust",
+                "has an array of bytes, which no torch_dist checkpoint needs. Fix: "
+                "use a checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         return type(name, (_Described,), {})
@@ -346,7 +354,8 @@ def _check_saved(stream: Any) -> None:
             records = archive.infolist()
             if any(one.compress_type != zipfile.ZIP_STORED for one in records):
                 raise CheckpointError(
-                    "has compressed records, which torch does not write. Fix: use a checkpoint from a source that you trust",
+                    "has compressed records, which torch does not write. Fix: "
+                    "use a checkpoint from a source that you trust",
                     code="metadata-refused",
                 )
             if sum(one.file_size for one in records) > part.size:
@@ -359,7 +368,8 @@ def _check_saved(stream: Any) -> None:
                 if one.filename.endswith(".pkl"):
                     if one.file_size > tree.MANIFEST:
                         raise CheckpointError(
-                            f"has {one.file_size} bytes of objects, more than {tree.MANIFEST}. Fix: use a checkpoint from a source that you trust",
+                            f"has {one.file_size} bytes of objects, more than {tree.MANIFEST}. Fix: "
+                            "use a checkpoint from a source that you trust",
                             code="metadata-refused",
                         )
                     data = archive.read(one)
@@ -369,7 +379,8 @@ def _check_saved(stream: Any) -> None:
                     for record, needed in storages.needed.items():
                         if sizes[f"data/{record}"] < needed:
                             raise CheckpointError(
-                                f"has a tensor of {needed} bytes in a record that is shorter. Fix: use a checkpoint from a source that you trust",
+                                f"has a tensor of {needed} bytes in a record that is shorter. Fix: "
+                                "use a checkpoint from a source that you trust",
                                 code="metadata-refused",
                             )
     except CheckpointError as error:
