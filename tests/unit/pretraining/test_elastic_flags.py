@@ -33,7 +33,7 @@ REFUSED = [
     ),
     (
         f"{ELASTIC} --moe-grouped-gemm",
-        "elastic-excludes-flag package-missing expert-biases-unsupported expert-biases-unsupported --moe-grouped-gemm",
+        "elastic-excludes-flag package-missing expert-biases-unsupported --moe-grouped-gemm",
     ),
     (
         f"{ELASTIC} --moe-token-dispatcher-type flex",
