@@ -16,8 +16,9 @@ from megatron.pretraining.process.early_stop import end_at_once
 if __name__ == "__main__":
     end_at_once("pretrain_gpt_moe.py")  # before imports that take seconds
 
-from megatron.pretraining.arguments import parse_config, valid_config
-from megatron.pretraining.config import Config, Workers
+from megatron.pretraining.arguments import build_parser, parse_config, valid_config
+from megatron.pretraining.config import Config, ConfigError, Workers
+from megatron.pretraining.process.outputs import check_directories
 from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 from moc.runtime import environment
@@ -97,8 +98,16 @@ def prepare_core(config: Config | None = None) -> None:
 
 
 def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> None:
-    """Exits with a message if the flags cannot work with these workers, for a launcher that starts them."""
-    parse_config(arguments, Workers(least_nodes, nodes, per_node))
+    """Exits with a message if the flags cannot work with these workers, for a launcher that starts them.
+
+    Directories of a job of several nodes are checked by its first worker, which alone knows whether training began.
+    """
+    config = parse_config(arguments, Workers(least_nodes, nodes, per_node))
+    if nodes == 1:
+        try:
+            check_directories(config)
+        except ConfigError as error:
+            build_parser().refuse(error)
 
 
 def workers_here() -> Workers | None:

@@ -41,7 +41,7 @@ from moc.runtime.wire import WireError
 _log = logging.getLogger("moc")
 
 
-class LaunchError(UserError, OSError):
+class LaunchError(UserError):
     """Something that the launcher's flags name cannot be used."""
 
 
@@ -157,11 +157,19 @@ def _mistakes(own: argparse.Namespace, address: str | None, candidates: int) -> 
             "nodes",
             code="rendezvous-missing",
         )
-    if candidates > nodes and not own.no_controller:
+    if candidates > nodes > 0 and not own.no_controller:
         yield UserError(
             f"--rdzv-endpoint names {counted(candidates, 'node')}, and the job has {nodes}. Fix: name at most {nodes}",
             code="rendezvous-exceeds-nodes",
         )
+    for endpoint in address.split(",") if address is not None else ():
+        host, port = _split(endpoint)
+        if not host or not (port or str(own.master_port)).isdecimal() or int(port or own.master_port) > 65535:
+            yield UserError(
+                f"--rdzv-endpoint {endpoint}, or --master-addr with --master-port {own.master_port}, is no address. "
+                "Fix: write HOST:PORT with a port up to 65535",
+                code="address-malformed",
+            )
     if own.network_interface is not None:
         try:
             address_of_interface(own.network_interface)
@@ -231,7 +239,7 @@ def launch(flags: Flags, reports: bool = True) -> int:
     except CannotStartError as error:
         print_lines(error, error=True)
         return FAILED
-    except (LostError, WireError, job_token.TokenError, OSError) as error:
+    except (LaunchError, LostError, WireError, job_token.TokenError, OSError) as error:
         print_lines(f"mocrun: error: {with_code(error)}", error=True)
         return LOST
 
@@ -246,7 +254,7 @@ def _token(flags: Flags) -> bytes:
 async def _run(flags: Flags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
-        flags.log_dir.mkdir(parents=True, exist_ok=True)
+        _make_log_dir(flags.log_dir)
     if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
         return (await _run_agent(flags, list(flags.endpoints), token, signals, reports))[0]
     async with ControllerProcess(flags, token) as controller:
@@ -268,6 +276,16 @@ async def _run(flags: Flags, token: bytes, reports: bool) -> int:
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+def _make_log_dir(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {directory} cannot be made: {error.strerror}. Fix: correct the path or its permissions",
+            code="output-not-writable",
+        ) from None
 
 
 def _unusable(address: str, error: OSError) -> LaunchError:

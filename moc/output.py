@@ -231,7 +231,7 @@ def human(size: float) -> str:
 def counted(number: int, what: str) -> str:
     """A number and its noun, such as ``1 worker`` and ``2 workers``."""
     plural = what.removesuffix("y") + "ies" if what.endswith("y") else what + "s"
-    return f"{number} {what if number == 1 else plural}"
+    return f"{number:,} {what if number == 1 else plural}"
 
 
 @contextmanager

@@ -6,21 +6,19 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
-from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
-from moc.errors import with_code
+from moc.errors import UserError, with_code
 from moc.output import print_lines
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
 from moc.session.settings import SettingsError
-from moc.state.module_bytes import ModuleStateError
-from moc.store.errors import CheckpointError
 
 EXIT_FLAGS = 2
 EXIT_FAILED = 1
@@ -31,22 +29,24 @@ def reported(program: str = "pretrain_gpt_moe.py"):
     """Ends the process with one sentence if the cause is known; rank 0 speaks for all that raise it."""
     try:
         yield
-    except (CheckpointError, ModuleStateError, NonFiniteError) as error:
-        _end(program, with_code(error), EXIT_FAILED)
-    except (ConfigError, SettingsError, TokenizerError) as error:
-        _end(program, with_code(error), EXIT_FLAGS)
+    except ConfigError as error:
+        _end(program, map(with_code, error.problems), EXIT_FLAGS)
+    except (SettingsError, TokenizerError) as error:
+        _end(program, [with_code(error)], EXIT_FLAGS)
     except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
-        _end(
-            program,
+        unreachable = UserError(
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
-            "lost worker: read its last messages, and restart the job to resume [worker-unreachable]",
-            EXIT_FAILED,
+            "lost worker. Fix: read its last messages, and restart the job to resume",
+            code="worker-unreachable",
         )
+        _end(program, [with_code(unreachable)], EXIT_FAILED)
+    except UserError as error:
+        _end(program, [with_code(error)], EXIT_FAILED)
 
 
-def _end(program: str, sentence: str, code: int) -> NoReturn:
+def _end(program: str, sentences: Iterable[str], code: int) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
     let_first_worker_speak()
     rank = os.environ.get("RANK", "0")
-    print_lines(f"{program}: error (worker {rank}): {sentence}", error=True, flush=True)
+    print_lines(*(f"{program}: error (worker {rank}): {one}" for one in sentences), error=True, flush=True)
     sys.exit(code)

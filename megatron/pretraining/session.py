@@ -10,6 +10,7 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
+from moc.errors import UserError
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.runtime.environment import numbers_of_nodes
@@ -31,7 +32,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
-            raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
+            code = error.code if isinstance(error, UserError) else "policy-flags-conflict"
+            raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}", code=code) from None
     return Settings(
         directory=config.snapshot_dir or "",
         train_iters=train_iterations(config, engine.world.size),
@@ -138,7 +140,11 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
     """
     policy, others = flags["ckpt_policy"], flags_of(SnapshotFlags)
     unknown = flags.keys() - {spec.name for spec in others}  # flags of a policy that is no longer installed
-    refuse(unknown, f"the policy of {', '.join(sorted(unknown))} is not installed: install it.")
+    refuse(
+        unknown,
+        f"the policy of {', '.join(sorted(unknown))} is not installed. Fix: install it on all nodes",
+        code="policy-not-installed",
+    )
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
     return asked.replace("snapshot", **plain | dict(flags))
 

@@ -316,7 +316,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     if config.elastic.elastic and modules.of_users:
         raise ConfigError(
             f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot move "
-            "between nodes. Fix: drop --elastic, or keep the values in parameters."
+            "between nodes. Fix: drop --elastic, or keep the values in parameters",
+            code="elastic-excludes-module-state",
         )
     optimizer = build_optimizer(config, chunks)
     dispatch = config.elastic.elastic_dispatch
@@ -404,7 +405,10 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
     splits = {split for split, count in readers.items() if count}
     if "train" not in splits:
-        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
+        raise ConfigError(
+            "the data leave nothing to train on. Fix: make the first number of --split greater than 0",
+            code="split-empty",
+        )
     log.events.write(
         "start",
         iteration=position.iteration,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
-from moc.errors import with_code
+from moc.errors import UserError, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
@@ -84,8 +84,12 @@ def warm_up(script: str) -> str | None:
         private_interfaces.require("mocrun", "snapshots")
     except private_interfaces.UnknownReleaseError as error:
         return f"mocrun: error: {with_code(error)}"
-    if not is_guarded(Path(script).read_text()):
-        return None
+    try:
+        if not is_guarded(Path(script).read_text(encoding="utf-8")):
+            return None
+    except (SyntaxError, ValueError) as error:
+        sentence = f"{script} is not a Python program: {error}. Fix: name a Python program, or correct this one"
+        return f"mocrun: error: {with_code(UserError(sentence, code='program-not-python'))}"
     sys.path.insert(0, str(Path(script).resolve().parent))
     hook.install()
     try:

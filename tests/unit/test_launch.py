@@ -1,10 +1,15 @@
 """The launcher's command line."""
 
+import sys
+
 import pytest
 
 import moc
+from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
 from moc.runtime.hangs import CAPS
+from moc.runtime.program import check_arguments
+from tests.errors import only_code
 
 ENDPOINT = ("--rdzv-endpoint", "node0:29500")
 
@@ -86,21 +91,59 @@ def test_a_sole_candidate_for_the_controller_is_announced(flags, names):
 
 
 @pytest.mark.parametrize(
-    "flags, complaint",
+    "flags, code, named",
     [
-        (("--nnodes", "2"), "--rdzv-endpoint"),
-        (("--spares", "1", "--node-rank", "1"), "--rdzv-endpoint"),
-        (("--spares", "-1"), "--spares"),
-        (("--nnodes", "2", "--rdzv-endpoint", "a,b,c"), "--rdzv-endpoint names 3 nodes, and the job has 2"),
-        (("--no-controller",), "--no-controller needs --rdzv-endpoint"),
-        (("--node-rank", "1"), "--node-rank must be from 0 to 0"),
-        (("--hang-timeout", "stop=3"), "there is no section 'stop'"),
-        (("--network-interface", "nosuch0"), "the network interface nosuch0 has no address here: choose one of lo"),
-        (("--silence-timeout", "0"), "--silence-timeout 0 leaves no time"),
-        (("--max-wait", "-1"), "--max-wait -1 leaves no time"),
+        (("--nnodes", "2"), "rendezvous-missing", "--rdzv-endpoint"),
+        (("--spares", "1", "--node-rank", "1"), "rendezvous-missing", "--rdzv-endpoint"),
+        (("--spares", "-1"), "value-out-of-range", "--spares is -1"),
+        (("--nnodes", "2", "--rdzv-endpoint", "a,b,c"), "rendezvous-exceeds-nodes", "--rdzv-endpoint"),
+        (("--rdzv-endpoint", "a:99999"), "address-malformed", "a:99999"),
+        (("--master-addr", "a", "--master-port", "99999"), "address-malformed", "99999"),
+        (("--no-controller",), "rendezvous-missing", "--rdzv-endpoint"),
+        (("--node-rank", "1", *ENDPOINT), "node-rank-out-of-range", "--node-rank 1"),
+        (("--hang-timeout", "stop=3"), "hang-timeout-malformed", "stop"),
+        (("--network-interface", "nosuch0"), "network-interface-missing", "nosuch0"),
+        (("--silence-timeout", "0"), "value-out-of-range", "--silence-timeout is 0"),
+        (("--max-wait", "-1"), "value-out-of-range", "--max-wait is -1"),
+        (("--nproc-per-node", "two"), "flag-invalid", "--nproc-per-node"),
     ],
 )
-def test_a_mistake_is_named(flags, complaint, capsys):
+def test_a_mistake_is_named(flags, code, named, capsys):
     with pytest.raises(SystemExit) as leaving:
         parsed(*flags)
-    assert leaving.value.code == 2 and complaint in capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert leaving.value.code == 2 and only_code(output) == code and named in output
+
+
+def test_all_mistakes_are_named_together(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--nproc-per-node", "0", "--max-wait", "-1", "--no-controller", "/no/program.py"])
+    out_of_range = "value-out-of-range"
+    expected = [out_of_range, "program-missing", out_of_range, "rendezvous-missing"]
+    assert codes_in(capsys.readouterr().err) == expected
+
+
+CHECKING = """
+import sys
+def check_arguments(arguments, least_nodes, nodes, per_node):
+    sys.exit(f"{arguments} {least_nodes}:{nodes} {per_node}" if arguments else None)
+if __name__ == "__main__":
+    raise AssertionError("it is only loaded")
+"""
+
+
+def test_a_program_checks_its_arguments_before_workers_start(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(CHECKING)
+    words, places = sys.argv, sys.path[:]
+    with pytest.raises(SystemExit) as leaving:
+        check_arguments(parse(["--nproc-per-node", "3", str(script), "--word"]))
+    assert leaving.value.code == "['--word'] 1:1 3"
+    assert sys.argv == words and sys.path == places
+
+
+@pytest.mark.parametrize("text", ["raise AssertionError", "no python", "def check_arguments(*_): raise AssertionError"])
+def test_arguments_of_other_programs_pass_unparsed(text, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(text)
+    check_arguments(parse([str(script), "--word"]))

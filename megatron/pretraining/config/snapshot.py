@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +179,7 @@ class _EveryPolicy(FlagGroup):
         )
 
     def _ask(self, kind: type[Policy], problems: Problems) -> None:
-        for sentence in kind.refusals(self):
+        for sentence in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
             problems.refuse(True, sentence, code="policy-flags-conflict")
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:

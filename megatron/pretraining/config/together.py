@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from megatron.pretraining.config.deepspeed_fit import check_deepspeed
@@ -9,7 +10,7 @@ from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import Problems, dashed
 from megatron.pretraining.config.groups import FlagGroups
-from moc.policy import POLICIES, JobShape
+from moc.policy import AUTO, POLICIES, JobShape
 
 
 def check_together(config: FlagGroups) -> None:
@@ -119,16 +120,18 @@ def _check_directories(config: FlagGroups, problems: Problems) -> None:
 
 
 def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
-    snapshot = config.snapshot
+    kind = POLICIES.get(config.snapshot.ckpt_policy or "")
+    if not config.snapshot.upstream_logging or kind is None or not kind.replays:
+        return
     problems.refuse(
-        snapshot.upstream_logging and config.parallel.pipeline_model_parallel_size == 1,
+        config.parallel.pipeline_model_parallel_size == 1,
         "--upstream-logging needs --pipeline-model-parallel-size greater than 1. Fix: raise it, or drop "
         "--upstream-logging",
         code="upstream-logging-unsupported",
     )
     # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
     problems.refuse(
-        snapshot.upstream_logging and not config.network.untie_embeddings_and_output_weights,
+        not config.network.untie_embeddings_and_output_weights,
         "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow. "
         "Fix: add --untie-embeddings-and-output-weights, or drop --upstream-logging",
         code="upstream-logging-unsupported",
@@ -137,7 +140,8 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
 
 def _check_policies(config: FlagGroups, problems: Problems) -> None:
     snapshot, job = config.snapshot, job_shape(config)
-    misfits = [sentence for kind in POLICIES.values() for sentence in kind.misfits(snapshot, job)]
+    asked = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
+    misfits = [sentence for kind in asked for sentence in itertools.islice(kind.misfits(snapshot, job), 1)]
     for sentence in misfits:
         problems.refuse(True, sentence, code="policy-flags-conflict")
     problems.refuse(  # unless the policy that needs memory does not fit itself
@@ -302,7 +306,7 @@ def _check_fp8(config: FlagGroups, problems: Problems) -> None:
     precision = config.mixed_precision
     by_torch = precision.fp8_format and config.network.transformer_impl == "local"
     problems.refuse(
-        by_torch and precision.fp8_recipe != "tensorwise",
+        by_torch and precision.fp8_recipe not in ("tensorwise", "delayed"),
         f"--fp8-recipe {precision.fp8_recipe} needs Transformer Engine. Fix: install it and choose --transformer-impl "
         "transformer_engine, or choose tensorwise",
         code="package-missing",
@@ -396,7 +400,7 @@ def _check_biases(config: FlagGroups, problems: Problems) -> None:
         code="expert-biases-unsupported",
     )
     problems.refuse(
-        config.fusion.bias_dropout_fusion,
+        config.network.transformer_impl != "local" and config.fusion.bias_dropout_fusion,
         "--moe-grouped-gemm needs --disable-bias-linear or --no-bias-dropout-fusion. Fix: add one",
         code="expert-biases-unsupported",
     )

@@ -31,6 +31,10 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _BOM = b"\xef\xbb\xbf"
 
 
+CORRECT = "correct it, or leave such documents out with --skip-bad"
+"""Remedy of a document that cannot be used."""
+
+
 class BadText(ToolError):
     """An unusable document, or the unusable rest of a file."""
 
@@ -62,7 +66,7 @@ class DocumentPiece:
             text = self.data.decode("utf-8")
         except UnicodeDecodeError as error:
             line = self.line + self.data.count(b"\n", 0, error.start)
-            raise BadText(f"{self.path}, line {line}: not UTF-8 ({error.reason}).") from None
+            raise BadText(f"{self.path}, line {line}: not UTF-8 ({error.reason}). Fix: {CORRECT}") from None
         return self._parse(text, keys) if self.is_json else {"text": text}
 
     def _parse(self, text: str, keys: Iterable[str]) -> dict[str, str]:
@@ -70,20 +74,20 @@ class DocumentPiece:
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
-            raise BadText(f"{where}: not JSON ({error.msg} at character {error.pos + 1}).") from None
+            raise BadText(f"{where}: not JSON ({error.msg} at character {error.pos + 1}). Fix: {CORRECT}") from None
         except RecursionError:
-            raise BadText(f"{where}: JSON nested too deeply.") from None
+            raise BadText(f"{where}: JSON nested too deeply. Fix: {CORRECT}") from None
         if not isinstance(record, dict):
-            raise BadText(f"{where}: a JSON object is wanted on every line.")
+            raise BadText(f"{where}: a JSON object is wanted on every line. Fix: {CORRECT}")
         found = {}
         for key in keys:
             if not isinstance(record.get(key), str):
-                raise BadText(f"{where}: {'no text under' if key in record else 'no'} key {key!r}.")
+                raise BadText(f"{where}: {'no text under' if key in record else 'no'} key {key!r}. Fix: {CORRECT}")
             found[key] = record[key]
             try:
                 found[key].encode("utf-8")
             except UnicodeEncodeError:
-                raise BadText(f"{where}: key {key!r} holds half of a surrogate pair.") from None
+                raise BadText(f"{where}: key {key!r} holds half of a surrogate pair. Fix: {CORRECT}") from None
         return found
 
 
@@ -101,7 +105,9 @@ def on_regex(pattern: str) -> Splitter:
     try:
         found = re.compile(pattern.encode()).search
     except re.error as error:
-        raise ToolError(f"{pattern!r} is no regular expression: {error}.") from None
+        raise ToolError(
+            f"--split-on-regex {pattern!r} is no regular expression: {error}. Fix: correct it", code="value-unreadable"
+        ) from None
     return lambda line: "before" if found(line.rstrip(b"\r\n")) else None
 
 
@@ -116,12 +122,15 @@ def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) ->
         if os.path.isdir(name):
             below = [path for path in _walk(name) if _matches(path, patterns)]
             if not below:
-                raise ToolError(f"No file in {name} matches {' or '.join(patterns)}: see --glob.")
+                raise ToolError(
+                    f"no file in {name} matches {' or '.join(patterns)}. Fix: give --glob, or another --input",
+                    code="input-missing",
+                )
             files += below
         elif os.path.exists(name):
             files.append(name)
         else:
-            raise ToolError(f"The input {name} does not exist.")
+            raise ToolError(f"--input {name} does not exist. Fix: correct the path", code="input-missing")
     return files
 
 
@@ -303,11 +312,6 @@ def cut(text: str) -> Iterator[str]:
     for piece in _text_pieces("", io.BytesIO(text.encode("utf-8")), None):
         if piece.data:
             yield piece.data.decode("utf-8")
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def sync(path: str | Path) -> None:

@@ -41,11 +41,11 @@ def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
     remedy = f"remove it, or pass --data-cache-path with a directory of your own instead of {os.path.dirname(path)}"
     for one in (Path(path).parent, Path(path)):
         if one.stat().st_uid not in (os.geteuid(), 0):
-            raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read: {remedy}")
+            raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read. Fix: {remedy}")
     try:
         with open(path, "rb") as file:
             numpy.lib.format.read_magic(file)  # of an archive, numpy.load would give something else
         return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except _REFUSED as error:
         why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
-        raise IndexCacheError(f"{path} is no plain array ({why}): {remedy}") from None
+        raise IndexCacheError(f"{path} is no plain array ({why}). Fix: {remedy}") from None

@@ -51,11 +51,15 @@ class PairWriter:
         self._lock = open(self._bin, "ab", opener=open_single)
         if not _locked(self._lock.fileno()):
             self._lock.close()
-            raise ToolError(f"Another process is writing {self.prefix}.bin.")
+            raise ToolError(
+                f"another process is writing {self.prefix}.bin. Fix: wait for its end, or choose another "
+                "--output-prefix",
+                code="output-in-use",
+            )
         for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
             if os.path.exists(path) and not self._overwrite:
                 self._discard()
-                raise ToolError(f"{path} exists: give --overwrite to replace it.")
+                raise ToolError(f"{path} exists. Fix: add --overwrite to replace it", code="output-exists")
         self._builder = IndexedDatasetBuilder(_again(self._lock.fileno()), dtype=self.dtype)
         return self
 

@@ -22,11 +22,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from megatron.pretraining.data.documents import (
+    CORRECT,
     BadText,
     DocumentPiece,
     Reader,
     add_input_arguments,
-    counted,
     cut,
     find_files,
     is_json,
@@ -34,7 +34,7 @@ from megatron.pretraining.data.documents import (
     on_regex,
 )
 from megatron.pretraining.data.pairs import PairWriter
-from moc.output import Parser, ToolError, console, escapes_output, print_lines, refused
+from moc.output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as error:
         return refused("preprocess_data", error, args.output_prefix)
     except BrokenProcessPool:
-        print_lines("preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.", error=True)
-        return 1
+        killed = "a worker was killed, maybe for want of memory. Fix: give fewer --workers"
+        return refused("preprocess_data", ToolError(killed, code="worker-killed"))
     except KeyboardInterrupt:
         print_lines("preprocess_data: interrupted; no dataset was written.", error=True)
         return 130
@@ -118,7 +118,9 @@ def _interrupt(signum, frame):
 def preprocess(args: argparse.Namespace) -> str:
     """Writes the datasets, and returns the summary to print."""
     if args.workers < 1:
-        raise ToolError("--workers must be at least 1.")
+        raise ToolError(
+            f"--workers is {args.workers}. Fix: give a number that is at least 1", code="value-out-of-range"
+        )
     split = on_blank_lines if args.split_on_blank_lines else None
     split = on_regex(args.split_on_regex) if args.split_on_regex else split
     reader = Reader(_files(args), split)
@@ -136,7 +138,9 @@ def preprocess(args: argparse.Namespace) -> str:
         progress = stack.enter_context(_progress(reader, args.log_interval))
         counts = _write(encoded(reader, encode, pool), pairs, args.skip_bad, progress)
         if not counts["documents"]:
-            raise ToolError("There is no document with text in the input.")
+            raise ToolError(
+                "the input has no document with text. Fix: give other files, or other --json-keys", code="input-empty"
+            )
         for pair in pairs.values():
             pair.complete()
         for pair in pairs.values():
@@ -148,7 +152,9 @@ def _files(args: argparse.Namespace) -> list[str]:
     files = find_files(args.input, args.glob)
     plain = [f for f in files if not is_json(f)]
     if plain and "text" not in args.json_keys:
-        raise ToolError(f"{plain[0]} is plain text, which goes by the key 'text': add it to --json-keys.")
+        raise ToolError(
+            f"{plain[0]} is plain text, whose key is 'text'. Fix: add text to --json-keys", code="key-missing"
+        )
     return files
 
 
@@ -157,14 +163,16 @@ def _load_tokenizer(args: argparse.Namespace):
         from megatron.pretraining.data import tokenizer
         from megatron.pretraining.process import cpu
     except ModuleNotFoundError as error:
-        raise ToolError(f"{error.name} is not installed: run pip install -e . in the repository.") from None
+        raise ToolError(
+            f"{error.name} is not installed. Fix: run pip install -e . in the repository", code="package-missing"
+        ) from None
     cpu.install()
     try:
         made = tokenizer.build_tokenizer(
             args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.tokenizer_revision
         )
     except tokenizer.TokenizerError as error:
-        raise ToolError(str(error)) from None
+        raise ToolError(str(error), code=error.code) from None
     from megatron.core.datasets.indexed_dataset import DType
 
     return made, DType.optimal_dtype(made.vocab_size)
@@ -205,9 +213,13 @@ class Encoder:
         try:
             ids = [i for part in self._parts(piece, text) if part for i in self._tokenizer.tokenize(part)]
         except ValueError as error:
-            raise BadText(f"{piece.path}, line {piece.line}: the tokenizer refuses it ({error}).") from None
+            raise BadText(
+                f"{piece.path}, line {piece.line}: the tokenizer refuses it ({error}). Fix: {CORRECT}"
+            ) from None
         if ids and not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
-            raise BadText(f"{piece.path}, line {piece.line}: token ids beyond --vocab-size.")
+            raise BadText(
+                f"{piece.path}, line {piece.line}: token ids are beyond --vocab-size. Fix: raise it, or {CORRECT}"
+            )
         return numpy.array(ids, dtype=self._dtype)
 
 

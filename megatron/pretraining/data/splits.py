@@ -15,7 +15,7 @@ import numpy
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTLowLevelDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import Problems
 
 NAMES = ("train", "valid", "test")
 
@@ -151,10 +151,16 @@ def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
     Raises:
         ConfigError: a split has no document or no token, or less than one sample in a dataset that is read once.
     """
+    problems = Problems()
     for split in splits:
         for source in split.sources:
             missing = _missing(source, config.sequence_length)
-            refuse(missing is not None, f"{_whose(split, source, config)} {missing}: {_remedy(split, config)}.")
+            problems.refuse(
+                missing is not None,
+                f"{_whose(split, source, config)} {missing}. Fix: {_remedy(split, config)}",
+                code="split-empty",
+            )
+    problems.raise_found()
 
 
 def _missing(source: SplitSource, seq_length: int) -> str | None:

@@ -25,6 +25,7 @@ from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import index_cache
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.process.topology import Topology
+from moc.output import counted
 from moc.runtime.children import serve_host
 
 Batch = dict[str, torch.Tensor]
@@ -66,7 +67,8 @@ class BatchStream:
             if batch is None:
                 raise ConfigError(
                     f"--train-iters and --global-batch-size give fewer samples than the {consumed_samples} that the "
-                    "run has read: resume with the global batch size that the checkpoint was saved with."
+                    "run has read. Fix: resume with the global batch size that the checkpoint was saved with",
+                    code="samples-too-few",
                 )
             if turn == topology.rounds - 1:  # nobody asks for more than the last one
                 self._place = topology, consumed_samples + topology.global_batch_size
@@ -137,8 +139,9 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
     datasets = Datasets(train, valid, test, tuple(split.describe(data.seq_length) for split in splits))
     refuse(
         train is not None and len(train) < samples[0],
-        f"the run wants {samples[0]} samples and prefixes without weights are read only once: give each a weight, "
-        "or train for less.",
+        f"the run wants {counted(samples[0], 'sample')}, and prefixes without weights are read only once. Fix: give "
+        "each a weight, or train for less",
+        code="samples-too-few",
     )
     return datasets
 

@@ -33,6 +33,8 @@ class Vocabulary:
 class TokenizerError(UserError, ValueError):
     """The requested tokenizer is unavailable; the message gives the reason in one sentence."""
 
+    code = "tokenizer-unusable"
+
 
 def build_tokenizer(
     tokenizer_type: str,
@@ -67,9 +69,15 @@ def build_tokenizer(
         return _hugging_face(path if os.path.exists(path) else _from_hub(path, revision))
     if tokenizer_type == "NullTokenizer":
         if not vocab_size or vocab_size < 1:
-            raise TokenizerError("NullTokenizer needs --vocab-size, the number of its token ids.")
+            raise TokenizerError(
+                "NullTokenizer needs --vocab-size, the number of its token ids. Fix: add it",
+                code="tokenizer-incomplete",
+            )
         return _from_core("null-text", None, vocab_size=vocab_size + 1)  # which counts the end-of-document token
-    raise TokenizerError(f"There is no tokenizer type {tokenizer_type!r}: give one of {', '.join(TOKENIZER_TYPES)}.")
+    raise TokenizerError(
+        f"there is no tokenizer type {tokenizer_type!r}. Fix: choose one of {', '.join(TOKENIZER_TYPES)}",
+        code="value-not-a-choice",
+    )
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -80,15 +88,17 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 
 def _existing(tokenizer_type: str, path: str | None) -> str:
     if not path:
-        raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model.")
+        raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model. Fix: add it", code="tokenizer-incomplete")
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"
     if not os.path.exists(path):
         if wants_directory and on_hub(path):
             return path
-        raise TokenizerError(f"The tokenizer {path} does not exist.")
+        raise TokenizerError(
+            f"--tokenizer-model {path} does not exist. Fix: correct the path", code="tokenizer-missing"
+        )
     if os.path.isdir(path) != wants_directory:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
-        raise TokenizerError(f"{tokenizer_type} needs {kind} as --tokenizer-model, not {path}.")
+        raise TokenizerError(f"--tokenizer-model {path} is not {kind}. Fix: name one for {tokenizer_type}")
     return path
 
 
@@ -96,7 +106,10 @@ def _sentencepiece(path: str) -> Any:
     try:
         tokenizer = _from_core("sentencepiece", path)
     except (OSError, RuntimeError) as error:
-        raise TokenizerError(f"{path} is not a SentencePiece model, or not a whole one.") from error
+        raise TokenizerError(
+            f"--tokenizer-model {path} is not a SentencePiece model, or not a whole one. Fix: copy it again, or name "
+            "another one"
+        ) from error
     # megatron-core's `eod` reads this attribute; if it is missing, it falls back to eos, or to -1 for "none"
     tokenizer._tokenizer.eod_id = _end_of_document(tokenizer._tokenizer.tokenizer, path)
     return tokenizer
@@ -107,13 +120,17 @@ def _end_of_document(processor, path: str) -> int:
     if eod == processor.unk_id():
         eod = processor.eos_id()
     if eod < 0:
-        raise TokenizerError(f"{path} has neither an <eod> nor an end-of-sentence piece.")
+        raise TokenizerError(
+            f"--tokenizer-model {path} has neither an <eod> nor an end-of-sentence piece. Fix: name another one"
+        )
     return eod
 
 
 def _need_transformers() -> None:
     if not installed("transformers"):
-        raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
+        raise TokenizerError(
+            "HuggingFaceTokenizer needs the package transformers. Fix: pip install -e '.[hf]'", code="package-missing"
+        )
 
 
 def _from_hub(name: str, revision: str | None) -> str:
@@ -122,16 +139,17 @@ def _from_hub(name: str, revision: str | None) -> str:
     try:
         refuse_without_commit(name, revision)
     except ConfigError as error:
-        raise TokenizerError(str(error)) from None
+        raise TokenizerError(str(error), code=error.code) from None
     from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # comes with transformers
 
     try:
         return snapshot_download(name, revision=revision, allow_patterns=_DATA)
     except (OSError, ValueError) as error:
         raise TokenizerError(
-            f"The tokenizer {name} at {revision} is not in the hub's cache on this machine, and could not be "
-            f"downloaded ({first_line(error)}): jobs download nothing unless HF_HUB_OFFLINE=0 is in their environment, "
-            "but tools/preprocess_data.py does."
+            f"the tokenizer {name} at {revision} is not in the hub's cache on this machine, and cannot be downloaded: "
+            f"{first_line(error)}. Fix: run tools/preprocess_data.py with it on this machine, which downloads it, or "
+            "set HF_HUB_OFFLINE=0",
+            code="tokenizer-not-cached",
         ) from error
 
 
@@ -142,9 +160,13 @@ def _hugging_face(path: str) -> Any:
     try:
         tokenizer = _from_core("huggingface", path, use_fast=True)
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"transformers finds no tokenizer in {path}: {first_line(error)}") from error
+        raise TokenizerError(
+            f"transformers finds no tokenizer in {path}: {first_line(error)}. Fix: name another directory"
+        ) from error
     if tokenizer.eod is None:
-        raise TokenizerError(f"The tokenizer in {path} names no eos_token to end documents with.")
+        raise TokenizerError(
+            f"the tokenizer in {path} names no eos_token to end documents with. Fix: add it to tokenizer_config.json"
+        )
     return tokenizer
 
 

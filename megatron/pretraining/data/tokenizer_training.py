@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, counted, find_files, sync
-from moc.output import Parser, ToolError, check_output, escapes_output, print_lines, refused, replacing
+from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
+from moc.output import Parser, ToolError, check_output, counted, escapes_output, print_lines, refused, replacing
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -86,7 +86,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """Reads the text, trains, checks and writes the tokenizer, and reports each step."""
     for path in (f"{args.output}.model", f"{args.output}.vocab"):
         if os.path.exists(path) and not args.overwrite:
-            raise ToolError(f"{path} exists: give --overwrite to replace it.")
+            raise ToolError(f"{path} exists. Fix: add --overwrite to replace it", code="output-exists")
     check_output(f"{args.output}.model")
     files = find_files(args.input, args.glob)
     sample = Sample(args.max_bytes, args.seed)
@@ -94,7 +94,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         sample.add(text)
     chunks = sample.chunks()
     if not chunks:
-        raise ToolError("There is no text in the input.")
+        raise ToolError("the input has no text. Fix: give other files, or other --json-keys", code="input-empty")
     print_lines(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
     model = train(chunks, args)
@@ -179,16 +179,24 @@ def train(chunks: list[str], args: argparse.Namespace) -> bytes:
             max_sentence_length=8 * CHUNK_CHARACTERS,
         )
     except RuntimeError as error:
-        raise ToolError(_explain(str(error), args.vocab_size)) from None
+        raise _explain(str(error), args.vocab_size) from None
     return model.getvalue()
 
 
-def _explain(error: str, vocab_size: int) -> str:
+def _explain(error: str, vocab_size: int) -> ToolError:
     if most := re.search(r"too high \(\d+\).*<= (\d+)", error):
-        return f"--vocab-size {vocab_size} is too high for so little text: at most {most[1]}."
+        return ToolError(
+            f"--vocab-size {vocab_size} is too high for so little text. Fix: give at most {most[1]}, or more text",
+            code="vocabulary-size-unsuitable",
+        )
     if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return f"--vocab-size {vocab_size} is too low for the single characters: at least {least[1]}."
-    return f"SentencePiece cannot train on this text: {error}"
+        return ToolError(
+            f"--vocab-size {vocab_size} is too low for the single characters. Fix: give at least {least[1]}",
+            code="vocabulary-size-unsuitable",
+        )
+    return ToolError(
+        f"SentencePiece cannot train on this text: {error}. Fix: give other text", code="text-not-trainable"
+    )
 
 
 def _check(model: bytes, chunks: list[str]) -> str:

@@ -20,6 +20,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.placing import (
     NodesOfStages,
     Plans,
+    PlansDiffer,
     first_plans,
     no_loads,
     nodes_there,
@@ -156,13 +157,13 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
         own: the plan of this worker, if nobody of the stage has trained.
 
     Raises:
-        RuntimeError: workers that have trained hold experts by other plans.
+        PlansDiffer: workers that have trained hold experts by other plans.
     """
     found = set(in_force)
     possible = found & set(awaited) or found or {own}
     if len(possible) > 1:
-        raise RuntimeError(
-            "workers that are left hold experts by different plans: restart the job from its last checkpoint, and "
+        raise PlansDiffer(
+            "workers that are left hold experts by different plans. Fix: restart the job from its last checkpoint, and "
             "report this as an error of the program"
         )
     return possible.pop()

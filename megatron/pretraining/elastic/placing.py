@@ -15,6 +15,7 @@ from megatron.pretraining.elastic.layer import ElasticLayer
 from megatron.pretraining.process.nodes import goes_by_copies, per_node, stages_here
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, plan
+from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
 from moc.runtime.environment import numbers_of_nodes
@@ -25,6 +26,12 @@ Plans = Mapping[int, Plan]
 
 CAPACITIES = {"level": level, "even": even}
 """By the value of ``--elastic-dispatch``."""
+
+
+class PlansDiffer(UserError, RuntimeError):
+    """Workers hold experts by different plans, or optimizer state by different cuts."""
+
+    code = "elastic-plans-differ"
 
 
 class Nodes(NamedTuple):

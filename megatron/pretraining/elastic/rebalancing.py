@@ -14,7 +14,7 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plans, fit, plans_for
+from megatron.pretraining.elastic.placing import Plans, PlansDiffer, fit, plans_for
 from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
@@ -28,10 +28,6 @@ from moc.session.engine import VoteParticipant
 
 _BITS = 32  # of a hash in a vote
 _PROBE = 1 << 20  # bytes that each worker sends to each other one, to measure how fast state travels
-
-
-class PlansDiffer(RuntimeError):
-    """Workers hold experts by different plans, or optimizer state by different cuts."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +155,14 @@ class Rebalancer(VoteParticipant):
         """
         if tally["elastic_plan"] != float(hash_of(self._replicas.plans)) * self._world.size:
             raise PlansDiffer(
-                "workers hold experts by different plans, so their gradients do not belong together: restart the job "
-                "from its last checkpoint, and report this as an error of the program"
+                "workers hold experts by different plans, so their gradients do not belong together. Fix: restart the "
+                "job from its last checkpoint, and report this as an error of the program"
             )
         counts = torch.tensor(tally["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
         if bool(((counts != 0.0) & (counts != counts[:, -1:])).any()):
             raise PlansDiffer(
-                "workers hold optimizer state by different cuts, so some updates would be lost: restart the job from "
-                "its last checkpoint, and report this as an error of the program"
+                "workers hold optimizer state by different cuts, so some updates would be lost. Fix: restart the job "
+                "from its last checkpoint, and report this as an error of the program"
             )
         told = {"expert_tokens": tally["elastic_tokens"], "sent_tokens": tally["elastic_sent"]}
         for layer, tokens in self._tally.by_layer(told)[0].items():

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Nodes
+from megatron.pretraining.elastic.placing import Nodes, PlansDiffer
 from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
@@ -177,9 +177,9 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     landing = in_force & {as_now(known[one.awaited]) for one in beside if one.awaited}
     possible = landing or in_force or {as_now(shards.cut)}
     if len(possible) > 1:
-        raise RuntimeError(
-            "workers that are left hold optimizer state by different cuts: restart the job from its last checkpoint, "
-            "and report this as an error of the program"
+        raise PlansDiffer(
+            "workers that are left hold optimizer state by different cuts. Fix: restart the job from its last "
+            "checkpoint, and report this as an error of the program"
         )
     now, wanted = possible.pop(), shards.cut_of(nodes)
     if shards.awaited is not None and trained and as_now(shards.awaited) == now:

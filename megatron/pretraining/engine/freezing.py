@@ -37,8 +37,8 @@ class Freezer:
             c.ddp_config.overlap_grad_reduce or c.ddp_config.overlap_param_gather for c in self._chunks
         ):
             raise FreezingError(
-                "operators cannot be frozen while communication overlaps with computation: "
-                "turn off --overlap-grad-reduce and --overlap-param-gather"
+                "operators cannot be frozen while communication overlaps with computation. "
+                "Fix: turn off --overlap-grad-reduce and --overlap-param-gather"
             )
         self._keep_frozen(self.frozen | operators)
 
@@ -50,8 +50,8 @@ class Freezer:
         for owners in self._operators.values():
             if owners & wanted and not owners <= wanted:
                 raise FreezingError(
-                    f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together: "
-                    "drop --moe-grouped-gemm, or name all of them"
+                    f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together. "
+                    "Fix: drop --moe-grouped-gemm, or name all of them"
                 )
         for parameter, owners in self._operators.items():
             self._freeze_one(parameter, bool(owners & wanted))

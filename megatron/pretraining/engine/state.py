@@ -27,6 +27,7 @@ from moc.runtime.agreement import settled_among
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
+from moc.state.interface import FreezingError
 from moc.state.operators import operator_of
 
 PARAM = "param"
@@ -79,7 +80,7 @@ class MegatronState:
         """The parameters of some operators on this rank.
 
         Raises:
-            ValueError: a parameter holds others, too, so that they cannot be updated apart.
+            FreezingError: a parameter holds others, too, so that they cannot be updated apart.
         """
         wanted, found = set(operators), []
         for parameter, pieces in self._parameters.items():
@@ -87,7 +88,7 @@ class MegatronState:
             if owners and owners <= wanted:
                 found.append(parameter)
             elif owners & wanted:
-                raise ValueError(f"{', '.join(sorted(owners))} share one parameter: drop --moe-grouped-gemm")
+                raise FreezingError(f"{', '.join(sorted(owners))} share one parameter. Fix: drop --moe-grouped-gemm")
         return found
 
     def adam_groups(self, operators: Iterable[str]) -> list[tuple[str, AdamGroup]]:

@@ -180,7 +180,7 @@ class Stepper:
             self.modules.discard()
             raise NonFiniteError(
                 f"iteration {record.iteration}: loss {loss} and gradient norm {record.grad_norm} are not finite; "
-                "no weight has moved: lower --lr, look at the data, or let such iterations be skipped "
+                "no weight has moved. Fix: lower --lr, look at the data, or let such iterations be skipped "
                 "with --no-check-for-nan-in-loss-and-grad"
             )
         return record

@@ -153,8 +153,9 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
         raise ConfigError(
-            f"{torch.cuda.get_device_name()} does not multiply in 8 bits, which takes compute capability 8.9: drop "
-            "--fp8-format."
+            f"{torch.cuda.get_device_name()} does not multiply in 8 bits, which takes compute capability 8.9. Fix: "
+            "drop --fp8-format",
+            code="fp8-unsupported",
         )
     for name, module in chunk.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not name.endswith("output_layer"):
@@ -162,6 +163,7 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
             if any(side % TILE for side in shape):
                 raise ConfigError(
                     f"the weight of {name} is {' x '.join(map(str, shape))}, and products in 8 bits take multiples of "
-                    f"{TILE}: change the sizes of the model or --tensor-model-parallel-size, or drop --fp8-format."
+                    f"{TILE}. Fix: change the sizes of the model or --tensor-model-parallel-size, or drop --fp8-format",
+                    code="fp8-unsupported",
                 )
             module._forward_impl = partial(linear, fp8_format=fp8_format)

@@ -6,6 +6,7 @@ from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config import Config
 from megatron.pretraining.model.shape import model_shape
 from megatron.pretraining.presets import PRESETS
+from moc.output import ToolError
 from moc.state.operators import Operator
 from moc.state.shape import model_operators
 
@@ -38,10 +39,10 @@ def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
     """Every operator of the model; the vocabulary before padding is by default the preset's.
 
     Raises:
-        ValueError: neither a vocabulary nor a preset is given.
+        ToolError: neither a vocabulary nor a preset is given.
     """
     if vocab_size is None and config.model is None:
-        raise ValueError("--vocab-size is missing: give it, or a --model")
+        raise ToolError("--vocab-size is missing. Fix: give it, or a --model", code="flag-missing")
     size = vocab_size or PRESETS[config.model or ""].vocab_size
     multiple = config.network.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     return model_operators(model_shape(config.network, config.moe, -(-size // multiple) * multiple))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.together import may_save_gradients
+from moc.output import ToolError
 from moc.policy import AUTO, POLICIES
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
@@ -59,13 +60,16 @@ def chosen(
     """The assumed run, and the policy chosen for it.
 
     Raises:
-        ValueError: a flag is missing or invalid, or no policy keeps to the limits.
+        ToolError: a flag is missing or invalid, or no policy keeps to the limits.
     """
     if args.mtbf_hours is None or not args.mtbf_hours > 0:
-        raise ValueError("--explain-policy needs --mtbf-hours, above 0: add it")
+        raise ToolError("--explain-policy needs --mtbf-hours, above 0. Fix: add it", code="flag-needs-another")
     run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
     if args.replicas is not None and not 1 <= args.replicas < run.nodes:
-        raise ValueError(f"--replicas must be from 1 to the {run.nodes - 1} other nodes, not {args.replicas}")
+        raise ToolError(
+            f"--replicas is {args.replicas}. Fix: give a number from 1 to {run.nodes - 1}, the other nodes",
+            code="value-out-of-range",
+        )
     limits = PlanLimits(
         exact_only=args.exact_only,
         host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
@@ -146,7 +150,7 @@ def figures(
         layout: the parallel layout.
 
     Raises:
-        ValueError: a figure is missing, or there are more nodes than ranks.
+        ToolError: a figure is missing, or there are more nodes than ranks.
     """
     cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
     found = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
@@ -154,10 +158,15 @@ def figures(
         if getattr(args, flag) is not None:
             found[name] = unit * getattr(args, flag)
         elif name not in found and name in names:
-            raise ValueError(f"{asking} needs --{flag.replace('_', '-')}, or a --cluster: add what was measured")
+            raise ToolError(
+                f"{asking} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
+                code="flag-needs-another",
+            )
     nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
     if not 0 < nodes <= layout.world:
-        raise ValueError(f"--nodes {nodes} is not possible with {layout.world} ranks: give 1 or more, one rank each")
+        raise ToolError(
+            f"--nodes is {nodes}. Fix: give a number from 1 to {layout.world}, the ranks", code="value-out-of-range"
+        )
     return found, nodes
 
 

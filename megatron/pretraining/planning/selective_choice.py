@@ -11,7 +11,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
 from moc.files.tree import MANIFEST, open_named
-from moc.output import ToolError
+from moc.output import ToolError, counted
 from moc.policy.bubbles import bubble_share
 from moc.policy.budgets import fitting
 from moc.policy.chained_risk import ChainedRisk, alike
@@ -163,17 +163,22 @@ def chosen(
         ToolError: a flag is missing or does not belong here, or the recording is of no use.
     """
     for refusal in _refusals(args):
-        raise ToolError(refusal)
+        raise refusal
     if not args.explain_selective:
         return None
     if not any(one.place for one in operators):
-        raise ToolError("--explain-selective chooses among experts: take a model that has some")
+        raise ToolError(
+            "--explain-selective chooses among experts. Fix: take a model that has some", code="model-without-experts"
+        )
     needed = ["iteration_s", "forward_backward_s", "copy_rate", *_RATES.get(args.tier, ())]
     found, nodes = figures("--explain-selective", needed, args, config, operators, layout)
     replicas = _replicas(args, nodes)
     found = {name: found[name] for name in needed}
     if not min(found.values()) > 0 or found["forward_backward_s"] > found["iteration_s"]:
-        raise ToolError("rates and seconds must be above 0, and --forward-backward-s at most --iteration-s")
+        raise ToolError(
+            "a rate or a time is not above 0, or --forward-backward-s is above --iteration-s. Fix: correct the figures",
+            code="value-out-of-range",
+        )
     asked = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
     own = Selective.settings(asked, job_shape(config))
     own = {name: own[name] for name in ("tier", "gradients", "no_gradients")}
@@ -190,27 +195,43 @@ def chosen(
 _RATES = {"peers": ("replicate_rate",), "disk": ("write_rate",)}
 
 
-def _refusals(args: argparse.Namespace) -> Iterator[str]:
+def _refusals(args: argparse.Namespace) -> Iterator[ToolError]:
     if not args.explain_selective:
         if args.routing is not None:
-            yield "--routing belongs to --explain-selective: add it, or drop --routing"
+            yield ToolError(
+                "--routing has no effect without --explain-selective. Fix: add it, or drop --routing",
+                code="flag-has-no-effect",
+            )
         return
     if args.keep_master:
-        yield "--keep-master belongs to partial experts checkpointing (--pec-k): drop it, or --explain-selective"
+        yield ToolError(
+            "--keep-master is of partial experts checkpointing (--pec-k). Fix: drop it, or --explain-selective",
+            code="flags-exclude-each-other",
+        )
     if args.tier != "peers" and (args.replicate_gbs is not None or args.replicas is not None):
-        yield "--replicate-gbs and --replicas are of copies on other nodes: add --tier peers, or drop them"
+        yield ToolError(
+            "--replicate-gbs and --replicas are of copies on other nodes. Fix: add --tier peers, or drop them",
+            code="tier-lacks-flag",
+        )
     if args.tier != "disk" and args.persist_gbs is not None and not (args.explain_k or args.explain_policy):
-        yield "--persist-gbs is a budget only with --tier disk: drop one of them"
+        yield ToolError(
+            "--persist-gbs is a budget only with --tier disk. Fix: drop one of them", code="tier-lacks-flag"
+        )
 
 
 def _replicas(args: argparse.Namespace, nodes: int) -> int:
     if args.tier != "peers":
         return 0
     if nodes < 2:
-        raise ToolError("--tier peers needs 2 nodes or more: give --nodes, or another --tier")
+        raise ToolError(
+            "--tier peers needs 2 nodes or more. Fix: give --nodes, or another --tier", code="nodes-too-few"
+        )
     replicas = 1 if args.replicas is None else args.replicas
     if not 1 <= replicas < nodes:
-        raise ToolError(f"--replicas must be from 1 to the {nodes - 1} other nodes, not {replicas}")
+        raise ToolError(
+            f"--replicas is {replicas}. Fix: give a number from 1 to {nodes - 1}, the other nodes",
+            code="value-out-of-range",
+        )
     return replicas
 
 
@@ -304,20 +325,31 @@ def read_routing(path: str) -> list[Counts]:
             with numpy.load(file, allow_pickle=False) as arrays:
                 tokens = arrays["tokens"]
     except OSError as error:
-        raise ToolError(f"--routing {path} cannot be read: {error.strerror or error}") from error
+        raise ToolError(
+            f"--routing {path} cannot be read: {error.strerror or error}. Fix: correct the path",
+            code="routing-unreadable",
+        ) from error
     except KeyError as error:
-        raise ToolError(f"--routing {path} has no array called tokens: give {_EXPECTED}") from error
+        raise ToolError(
+            f"--routing {path} has no array called tokens. Fix: give {_EXPECTED}", code="routing-malformed"
+        ) from error
     except (AttributeError, EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ToolError(f"--routing {path} holds no numbers: give {_EXPECTED}") from error
+        raise ToolError(
+            f"--routing {path} holds no numbers. Fix: give {_EXPECTED}", code="routing-malformed"
+        ) from error
     shape = "x".join(map(str, tokens.shape))
     if tokens.ndim != 3 or 0 in tokens.shape or tokens.dtype.kind not in "iu":
         raise ToolError(
-            f"--routing {path}: tokens is {shape} of {tokens.dtype}, not integers by iteration, layer and expert"
+            f"--routing {path}: tokens is {shape} of {tokens.dtype}. Fix: give {_EXPECTED}", code="routing-malformed"
         )
     if len(tokens) <= _SKIPPED:
-        raise ToolError(f"--routing {path}: {len(tokens)} iterations are too few, the first {_SKIPPED} do not count")
+        raise ToolError(
+            f"--routing {path} has {counted(len(tokens), 'iteration')}, of which the first {_SKIPPED} do not count. "
+            "Fix: record a longer run",
+            code="routing-malformed",
+        )
     if tokens.min() < 0:
-        raise ToolError(f"--routing {path}: tokens has negative numbers: give counts")
+        raise ToolError(f"--routing {path}: tokens has negative numbers. Fix: give counts", code="routing-malformed")
     return [dict(enumerate(row)) for row in tokens.tolist()]
 
 

@@ -226,17 +226,20 @@ def _reproduce(name: str, as_json: bool) -> int:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("benchmarks"):
             raise
-        raise ValueError(
-            f"--reproduce needs the repository: run python -m benchmarks.papers {name} in a copy of it"
+        raise ToolError(
+            f"--reproduce needs the repository. Fix: run python -m benchmarks.papers {name} in a copy of it",
+            code="repository-missing",
         ) from None
     return papers([name, *(["--json"] if as_json else [])])
 
 
 def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
     if args.runs < 1:
-        raise ValueError(f"--runs must be at least 1, not {args.runs}")
+        raise ToolError(f"--runs is {args.runs}. Fix: give a number that is at least 1", code="value-out-of-range")
     if args.trace and args.mtbf:
-        raise ValueError("--trace says when nodes are lost: drop --mtbf")
+        raise ToolError(
+            "--trace and --mtbf both state when nodes are lost. Fix: drop one of them", code="flags-exclude-each-other"
+        )
     for output in filter(None, (args.plot, args.csv)):
         check_output(output)
     faults, available = _faults(args)
@@ -290,9 +293,14 @@ def _policies(text: str) -> list[str]:
     names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name.removesuffix(_SHRINKS) not in POLICIES:
-            raise ValueError(f"there is no policy {name!r}: choose from {', '.join(POLICIES)}, all or auto")
+            raise ToolError(
+                f"there is no policy {name!r}. Fix: choose from {', '.join(POLICIES)}, all or auto",
+                code="value-not-a-choice",
+            )
         if name == f"elastic{_SHRINKS}":
-            raise ValueError(f"elastic goes on with fewer nodes already: drop {_SHRINKS}")
+            raise ToolError(
+                f"elastic continues with fewer nodes already. Fix: drop {_SHRINKS}", code="flag-has-no-effect"
+            )
     return names
 
 
@@ -330,7 +338,10 @@ def _program(args: argparse.Namespace) -> RecoveryCosts | None:
         return None
     seen = read_profile(args.profile).recoveries if args.profile else ()
     if not seen:
-        raise ValueError("--ways program takes its times from a run: give --profile one in which workers were lost")
+        raise ToolError(
+            "--ways program takes its times from a run. Fix: add --profile with the log of a run that lost workers",
+            code="flag-needs-another",
+        )
     return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes lost together do not share processors
 
 
@@ -354,7 +365,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.scale_to:
         name, _, gpus = args.scale_to.partition("=")
         if name != "gpus" or not gpus.isdigit() or not int(gpus):
-            raise ValueError(f"--scale-to {args.scale_to} is not understood: write gpus=16384")
+            raise ToolError(
+                f"--scale-to {args.scale_to} is not understood. Fix: write gpus=16384", code="value-unreadable"
+            )
         changes["gpus"] = int(gpus)
     if args.profile:
         measured = read_profile(args.profile)
@@ -380,7 +393,9 @@ def _faults(args: argparse.Namespace) -> tuple[Faults, int | None]:
         print_lines(f"simulate: warning: {args.trace}: {trace.doubt}", error=True)
     events = tuple(event for event in trace.events if event.lost or args.trace_nodes)
     if not events:
-        raise ValueError(f"{args.trace}: nothing is lost in this trace: give another one, or --mtbf inf")
+        raise ToolError(
+            f"--trace {args.trace} loses no node. Fix: give another one, or --mtbf inf", code="trace-without-losses"
+        )
     return Faults(trace=events), trace.nodes if args.trace_nodes else None
 
 

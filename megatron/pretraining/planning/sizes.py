@@ -116,12 +116,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     if args.fp32 and args.keep_master:
-        raise ToolError("with --fp32 there are no master weights beside the weights: drop --keep-master")
+        raise ToolError(
+            "--keep-master has no effect with --fp32, which has no masters. Fix: drop one", code="flag-has-no-effect"
+        )
     if args.checkpoint < 0:
-        raise ToolError(f"--checkpoint must be at least 0, not {args.checkpoint}")
+        raise ToolError(
+            f"--checkpoint is {args.checkpoint}. Fix: give a number that is at least 0", code="value-out-of-range"
+        )
     if args.case:
         if args.world or args.ep:
-            raise ToolError("--case says how many workers there are: drop --world and --ep")
+            raise ToolError(
+                "--case states the number of workers. Fix: drop --world and --ep", code="flags-exclude-each-other"
+            )
         args.model = args.model or "gpt-350m-16e"
         args.world, args.ep = CASES[args.case]
     config = config_of(args.model, model_flags, vocab_size=args.vocab_size, tp=args.tp, pp=args.pp, ep=args.ep)
@@ -256,7 +262,10 @@ class SizePlan:
     def ranks(self, k: int) -> dict[str, list[int]]:
         """Bytes of every rank under each scheme with k experts of each layer."""
         if not 1 <= k <= self.num_experts:
-            raise ToolError(f"--pec-k must be from 1 to {self.num_experts}, the experts of a layer, not {k}")
+            raise ToolError(
+                f"--pec-k is {k}. Fix: give a number from 1 to {self.num_experts}, the experts of a layer",
+                code="value-out-of-range",
+            )
         items = self.items(k)
         return {name: loads(items, assign(items, s), self.layout.world) for name, s in self.schemes.items()}
 

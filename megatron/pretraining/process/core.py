@@ -34,7 +34,7 @@ def check_core() -> None:
     """Checks the version that ``megatron.core`` would be imported from; raises CoreError if unsupported or missing."""
     found = find_spec("megatron.core")
     if found is None or not found.submodule_search_locations:
-        raise CoreError(f"megatron-core is not installed: pip install '{WANTED}'")
+        raise CoreError(f"megatron-core is not installed. Fix: pip install '{WANTED}'")
     if unchecked():
         return
     directory = Path(next(iter(found.submodule_search_locations)))
@@ -42,9 +42,9 @@ def check_core() -> None:
     if version is None or not OLDEST <= version < BEFORE:
         told = "unknown" if version is None else ".".join(map(str, version))
         raise CoreError(
-            f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}; take "
-            f"{directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM, else pip install "
-            f"'{WANTED}'"
+            f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}. "
+            f"Fix: take {directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM, else pip "
+            f"install '{WANTED}'"
         )
 
 

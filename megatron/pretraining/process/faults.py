@@ -20,7 +20,11 @@ def inject_faults(config: Config, job: Job) -> None:
     faults = config.faults.planned(job.size, train_iterations(config, job.size))
     for fault in faults:
         if max(fault.ranks, default=0) >= job.size:
-            raise ConfigError(f"--inject {fault}: workers are counted from 0 to {job.size - 1}: name one of them.")
+            raise ConfigError(
+                f"--inject {fault} names a worker that this job does not have. Fix: give a number from 0 to "
+                f"{job.size - 1}",
+                code="fault-without-target",
+            )
     assert config.logging.log_dir is not None  # required by the fault flags
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from megatron.pretraining.arguments import parse_config
+from moc.errors import codes_in
 
 DENSE = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -22,13 +23,22 @@ def parse(flags="", base=BASE):
 
 
 def refusal(capsys, flags, base=BASE):
-    """The sentence that ends the process, which exits with code 2."""
+    """The codes of the problems, in order, and their sentences; the process exits with code 2."""
     with pytest.raises(SystemExit) as exit:
         parse(flags, base)
     assert exit.value.code == 2
-    message = capsys.readouterr().err.split("error: ", 1)[1].strip()
-    assert "\n" not in message
-    return message
+    output = capsys.readouterr().err
+    sentences = [line.split("error: ", 1)[1] for line in output.splitlines() if not line.startswith("usage: ")]
+    return codes_in("\n".join(sentences)), "\n".join(sentences)
+
+
+def assert_refused(refused, expected):
+    """Asserts the codes of :func:`refusal`, and words that its sentences name: ``expected`` lists both."""
+    codes, sentences = refused
+    words = expected.split()
+    assert codes == [word for word in words if not word.startswith("-")], sentences
+    for named in (word for word in words if word.startswith("-")):
+        assert re.search(rf"{named}\b", sentences), sentences
 
 
 def without(flag, base=BASE):

@@ -68,7 +68,7 @@ def refused(flags: dict) -> str | None:
     try:
         check_world(compose(GIVEN | flags), 4)
     except ConfigError as error:
-        return str(error)
+        return str(error.problems[0])
     return None
 
 
@@ -78,7 +78,7 @@ def name_of(flag: str) -> str:
 
 def remedies(sentence: str, flags: dict) -> list[dict]:
     """The flags after each of the alternatives that a sentence names."""
-    cause, said = re.split(rf": (?=(?:{VERBS}) )", sentence.rstrip("."), maxsplit=1)
+    cause, said = re.split(rf"(?::|[.] Fix:) (?=(?:{VERBS}) )", sentence.rstrip("."), maxsplit=1)
     return [applied(one, cause, flags) for one in re.split(rf",? or (?=(?:{VERBS}) )", said)]
 
 

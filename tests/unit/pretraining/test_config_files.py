@@ -1,7 +1,6 @@
 """Presets, files, the command line: which of them wins, and that what is printed is read again."""
 
 import json
-import re
 import shlex
 
 import pytest
@@ -15,7 +14,7 @@ from megatron.pretraining.config import (
     compose,
 )
 from megatron.pretraining.config.composed import all_flags
-from tests.unit.pretraining.flags import BASE, parse, refusal, without, write
+from tests.unit.pretraining.flags import BASE, assert_refused, parse, refusal, without, write
 
 RUN = "--micro-batch-size 1 --train-iters 5 --lr 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 9"
 
@@ -63,27 +62,33 @@ def test_aliases_and_negations_are_keys_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, sentence",
+    "content, code, named",
     [
-        ({"hiden_size": 1}, "hiden_size in .* is not a flag: did you mean hidden_size"),
-        ({"network": {"seed": 1}}, "seed in .* does not belong below network"),
-        ({"qwertyuiop": 1}, "see --help"),
-        ({"swiglu": "yes"}, "--swiglu takes true or false; change 'yes'"),
-        ({"hidden_size": True}, "--hidden-size takes a whole number; change True"),
-        ({"hidden_size": 1.5}, "--hidden-size takes a whole number"),
-        ({"hidden_size": float("inf")}, "--hidden-size takes a whole number"),
-        ({"no_swiglu": 1}, "takes true or false"),
-        ({"rotary_base": None}, "--rotary-base needs a value"),
-        ({"save": ["a"]}, "--save takes a word"),
-        ({"model": "huge"}, "'huge' of .* is not one of"),
-        ({"model": ["tiny"]}, "is not one of"),
-        ([1], "does not hold keys and values"),
-        ("a: [", "is not YAML"),
-        ("[" * 20_000, "is nested too deeply|is not YAML"),
+        ({"hiden_size": 1}, "flag-unknown", "hidden_size"),
+        ({"network": {"seed": 1}}, "config-key-misplaced", "seed"),
+        ({"qwertyuiop": 1}, "flag-unknown", "qwertyuiop"),
+        ({"swiglu": "yes"}, "value-unreadable", "--swiglu 'yes'"),
+        ({"hidden_size": True}, "value-unreadable", "--hidden-size True"),
+        ({"hidden_size": 1.5}, "value-unreadable", "--hidden-size 1.5"),
+        ({"hidden_size": float("inf")}, "value-unreadable", "--hidden-size inf"),
+        ({"no_swiglu": 1}, "value-unreadable", "no_swiglu"),
+        ({"rotary_base": None}, "value-missing", "--rotary-base"),
+        ({"save": ["a"]}, "value-unreadable", "--save"),
+        ({"model": "huge"}, "preset-unknown", "huge"),
+        ({"model": ["tiny"]}, "preset-unknown", "tiny"),
     ],
 )
-def test_files_that_are_refused(capsys, tmp_path, content, sentence):
-    assert re.search(sentence, refusal(capsys, f"--config {write(tmp_path, content)}", ""))
+def test_files_that_are_refused(capsys, tmp_path, content, code, named):
+    codes, sentences = refusal(capsys, f"--config {write(tmp_path, content)}", "")
+    assert code in codes and named in sentences
+    assert "--hidden-size is missing" not in sentences or "hid" not in str(content)  # does not follow from the mistake
+
+
+@pytest.mark.parametrize("content", [[1], "a: [", "[" * 20_000])
+def test_of_a_file_that_cannot_be_read_nothing_else_is_reported(capsys, tmp_path, content):
+    path = write(tmp_path, content)
+    codes, sentence = refusal(capsys, f"--config {path}", "")
+    assert codes == ["config-file-unreadable"] and str(path) in sentence
 
 
 def test_the_stronger_of_two_ways_to_say_a_thing_wins(tmp_path, dataset):
@@ -105,7 +110,7 @@ def test_a_later_file_overrides_an_earlier_one(tmp_path):
 
 def test_two_models_contradict(capsys, tmp_path):
     path = write(tmp_path, {"model": "tiny"})
-    assert "contradicts" in refusal(capsys, f"--model micro --config {path}")
+    assert_refused(refusal(capsys, f"--model micro --config {path}"), "flags-exclude-each-other --model")
     assert parse(f"--config {path}").model == "tiny"
 
 
@@ -159,8 +164,7 @@ def test_any_config_that_works_survives_yaml(tmp_path_factory, values):
     base = vars(build_parser().parse_args(shlex.split(BASE)))
     try:
         config = compose({**base, **values})
-    except ConfigError as error:
-        assert str(error).endswith(".")
+    except ConfigError:
         return
     path = write(tmp_path_factory.mktemp("yaml"), config.to_yaml())
     again = read_config_file(path)

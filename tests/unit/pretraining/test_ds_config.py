@@ -1,15 +1,16 @@
 """A ds_config becomes flags: its keys are honoured, or refused by name with a remedy; what is off never is."""
 
 import json
-import re
 
 import pytest
 
 from megatron.pretraining.arguments import valid_config
-from megatron.pretraining.config import ConfigError, check_world, compose, deepspeed_fit, num_microbatches
+from megatron.pretraining.config import check_world, compose, deepspeed_fit, num_microbatches
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
-from tests.unit.pretraining.flags import BASE, PP2, parse, refusal, without, write
+from megatron.pretraining.config.flag import Problems
+from tests.errors import raises
+from tests.unit.pretraining.flags import BASE, PP2, assert_refused, parse, refusal, without, write
 
 TEMPLATE = {  # what Megatron-DeepSpeed's template for ZeRO-2 and experts says, filled in
     "train_batch_size": 32,
@@ -79,7 +80,9 @@ def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
 
 def test_what_is_off_is_never_refused(given):
     assert parse(given(OFF)).zero.zero_stage == 1
-    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x"))
+    problems = Problems()
+    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
+    assert not problems.found
 
 
 def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
@@ -91,10 +94,11 @@ def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
         for section in outer:
             inner = inner.setdefault(section, {"enabled": True} if section in ("fp16", "bf16") else {})
         inner[name] = value
-        with pytest.raises(ConfigError) as refused:
-            list(settings_of(content, "ds.json"))
-        sentence = str(refused.value)
-        assert sentence.startswith(f"{key} ") and "ds.json is not supported: " in sentence and sentence.endswith(".")
+        problems = Problems()
+        list(settings_of(content, "ds.json", problems))
+        (problem,) = problems.found
+        assert problem.code == "ds-config-key-unsupported"
+        assert str(problem).startswith(f"{key} ") and "ds.json" in str(problem) and " Fix: " in str(problem)
 
 
 def test_every_honoured_key_says_a_flag():
@@ -102,29 +106,50 @@ def test_every_honoured_key_says_a_flag():
     assert names <= set(all_flags())
 
 
-REFUSED = {  # ds_config: what the sentence names
-    '{"zero_optimization": {"stage": 3}}': "zero_optimization.stage.*choose 1 or 2",
-    '{"zero_optimization": {"stage": 0}}': "zero_optimization.stage.*drop --deepspeed",
-    '{"zero_optimization": {"overlap_comm": true}}': "zero_optimization.overlap_comm true .*set false",
-    '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}': "offload_optimizer.device .*--cpu-optimizer",
-    '{"zero_optimization": {"reduce_bucket_size": "big"}}': "--zero-reduce-bucket-size is not understood",
-    '{"optimizer": {"type": "Lamb"}}': "optimizer.type .*Lamb is not supported: choose AdamW",
-    '{"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}': "optimizer.params.betas .* takes two numbers",
-    '{"gradient_clipping": 0.5}': "--clip-grad 2 contradicts gradient_clipping .* says 0.5: .*auto",
-    '{"bf16": {"enabled": true}, "bfloat16": {"enabled": false}}': "bfloat16.enabled and bf16.enabled .* contradict",
-    '{"communication_data_type": "int8"}': "communication_data_type .*int8 is not one of",
-    '{"scheduler": {"type": "WarmupLR"}}': "scheduler .*--lr-decay-style",
-    '{"train_batch_size": 1, "train_batch_size": 2}': "train_batch_size twice",
-    "{": "is not JSON",
-    "[]": "does not hold keys",
+REFUSED = {  # ds_config: the code, and what the sentence names
+    '{"zero_optimization": {"stage": 3}}': ("zero-stage-unsupported", "zero_optimization.stage"),
+    '{"zero_optimization": {"stage": 0}}': ("zero-stage-unsupported", "--deepspeed"),
+    '{"zero_optimization": {"overlap_comm": true}}': ("ds-config-key-unsupported", "overlap_comm true", "false"),
+    '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}': (
+        "ds-config-value-unsupported",
+        "offload_optimizer.device",
+        "--cpu-optimizer",
+    ),
+    '{"zero_optimization": {"reduce_bucket_size": "big"}}': ("value-unreadable", "--zero-reduce-bucket-size", "big"),
+    '{"optimizer": {"type": "Lamb"}}': ("ds-config-value-unsupported", "optimizer.type", "Lamb", "AdamW"),
+    '{"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}': (
+        "ds-config-value-invalid",
+        "optimizer.params.betas",
+    ),
+    '{"gradient_clipping": 0.5}': ("ds-config-contradicts-flag", "--clip-grad 2", "gradient_clipping", "0.5", "auto"),
+    '{"bf16": {"enabled": true}, "bfloat16": {"enabled": false}}': (
+        "ds-config-contradicts-itself",
+        "bfloat16.enabled",
+        "bf16.enabled",
+    ),
+    '{"communication_data_type": "int8"}': ("ds-config-value-unsupported", "communication_data_type", "int8"),
+    '{"scheduler": {"type": "WarmupLR"}}': ("ds-config-key-unsupported", "scheduler", "--lr-decay-style"),
+    '{"train_batch_size": 1, "train_batch_size": 2}': ("ds-config-contradicts-itself", "train_batch_size"),
+    "{": ("ds-config-unreadable", "ds.json"),
+    "[]": ("ds-config-unreadable", "ds.json"),
 }
 
 
 @pytest.mark.parametrize("content", REFUSED)
 def test_refused(content, tmp_path, capsys):
     (tmp_path / "ds.json").write_text(content)
-    said = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
-    assert re.search(REFUSED[content], said), said
+    codes, sentence = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
+    code, *named = REFUSED[content]
+    assert codes == [code] and all(name in sentence for name in named), sentence
+
+
+def test_all_refused_keys_are_reported_together(tmp_path, capsys):
+    content = {"tomorrow": 1, "optimizer": {"type": "Lamb"}, "gradient_clipping": "much", "scheduler": {"a": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    codes, sentences = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --topk 99")
+    unsupported = "ds-config-key-unsupported"
+    expected = [unsupported, "ds-config-value-unsupported", "ds-config-value-invalid", unsupported]
+    assert codes == [*expected, "flag-exceeds-another"], sentences
 
 
 def test_flags_must_agree_and_auto_takes_theirs(given):
@@ -141,7 +166,8 @@ def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):
     flags = given({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 5e-4}}})
     assert parse(flags, without("--lr", base)).training.micro_batch_size == 4
     path = write(tmp_path, {"lr": 1e-3})
-    assert "optimizer.params.lr" in refusal(capsys, f"{flags} --config {path}", without("--lr", base))
+    codes, sentence = refusal(capsys, f"{flags} --config {path}", without("--lr", base))
+    assert codes == ["ds-config-contradicts-flag"] and "optimizer.params.lr" in sentence
 
 
 def test_batch_keys_make_the_batch(given):
@@ -149,42 +175,48 @@ def test_batch_keys_make_the_batch(given):
     config = parse(given(sizes))
     assert num_microbatches(config, 4) == 3
     check_world(config, 4)
-    with pytest.raises(ConfigError, match="--gradient-accumulation-steps 3 contradicts --global-batch-size 16"):
+    with raises("batch-not-divisible", "--gradient-accumulation-steps 3", "--global-batch-size 16"):
         check_world(parse(given(sizes | {"train_batch_size": 16})), 4)
 
 
-COMBINED = [  # flags, what the sentence says
-    (f"--zero-stage 2 {PP2}", "choose --zero-stage 1"),
-    (PP2, "tied across pipeline stages: add --untie"),
-    (f"{PP2} --untie-embeddings-and-output-weights --num-virtual-stages-per-pipeline-rank 2", "virtual pipeline"),
-    ("--use-distributed-optimizer", "drop --use-distributed-optimizer"),
-    ("--overlap-grad-reduce", "drop --overlap-grad-reduce"),
-    ("--ddp-bucket-size 10", "choose --zero-reduce-bucket-size"),
-    ("--optimizer sgd", "choose adam"),
-    ("--exp-avg-dtype fp8", "drop --exp-avg-dtype"),
-    ("--bf16 --main-params-dtype bf16", "drop --main-params-dtype"),
-    ("--zero-stage 0", "drop --deepspeed"),
-    ("--zero-stage 3", "choose 1 or 2"),
-    ("--zero-stage 4", "does not exist"),
-    ("--zero-allgather-bucket-size 3", "is odd"),
-    ("--use-pin-memory", "needs --cpu-optimizer: add it"),
-    (f"{PP2} --untie-embeddings-and-output-weights --no-pipeline-parallel", "--no-pipeline-parallel contradicts"),
-    ("--mlp-type residual", "--moe-shared-expert-intermediate-size"),
-    ("--ds-sequence-parallel-size 2", "--sequence-parallel"),
-    ("--deepspeed-activation-checkpointing", "--recompute-granularity"),
-    ("--remote-device cpu", "--cpu-optimizer"),
+COMBINED = [  # flags, codes and what the sentences name
+    (f"--zero-stage 2 {PP2}", "deepspeed-excludes-flag deepspeed-needs-flag --zero-stage"),
+    (PP2, "deepspeed-needs-flag --untie"),
+    (
+        f"{PP2} --untie-embeddings-and-output-weights --num-virtual-stages-per-pipeline-rank 2",
+        "deepspeed-excludes-flag",
+    ),
+    ("--use-distributed-optimizer", "deepspeed-excludes-flag --use-distributed-optimizer"),
+    ("--overlap-grad-reduce", "deepspeed-excludes-flag --overlap-grad-reduce"),
+    ("--ddp-bucket-size 10", "deepspeed-excludes-flag --zero-reduce-bucket-size"),
+    ("--optimizer sgd", "deepspeed-excludes-flag"),
+    ("--exp-avg-dtype fp8", "deepspeed-excludes-flag --exp-avg-dtype"),
+    ("--bf16 --main-params-dtype bf16", "deepspeed-excludes-flag --main-params-dtype"),
+    ("--zero-stage 0", "zero-stage-unsupported --deepspeed"),
+    ("--zero-stage 3", "zero-stage-unsupported"),
+    ("--zero-stage 4", "zero-stage-unsupported"),
+    ("--zero-allgather-bucket-size 3", "bucket-size-odd"),
+    ("--use-pin-memory", "flag-needs-another --cpu-optimizer"),
+    (
+        f"{PP2} --untie-embeddings-and-output-weights --no-pipeline-parallel",
+        "flags-exclude-each-other --no-pipeline-parallel",
+    ),
+    ("--mlp-type residual", "flag-unsupported --moe-shared-expert-intermediate-size"),
+    ("--ds-sequence-parallel-size 2", "flag-unsupported --sequence-parallel"),
+    ("--deepspeed-activation-checkpointing", "flag-unsupported --recompute-granularity"),
+    ("--remote-device cpu", "flag-unsupported --cpu-optimizer"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "sentence"), COMBINED)
-def test_combinations_are_refused(flags, sentence, capsys):
-    assert sentence in refusal(capsys, f"--deepspeed {flags} --transformer-impl local")
+@pytest.mark.parametrize(("flags", "expected"), COMBINED)
+def test_combinations_are_refused(flags, expected, capsys):
+    assert_refused(refusal(capsys, f"--deepspeed {flags} --transformer-impl local"), expected)
 
 
 @pytest.mark.parametrize("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
 def test_the_engine_must_be_asked_for(flag, capsys):
     if "json" not in flag:
-        assert "needs --deepspeed: add it." in refusal(capsys, flag)
+        assert_refused(refusal(capsys, flag), f"flag-needs-another {flag.split()[0]} --deepspeed")
 
 
 def test_flags_of_launch_scripts_are_taken():
@@ -196,9 +228,11 @@ def test_flags_of_launch_scripts_are_taken():
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
-    assert "not installed: pip install 'moc-megatron[deepspeed]'." in refusal(capsys, "--deepspeed")
+    codes, sentence = refusal(capsys, "--deepspeed")
+    assert codes == ["package-missing"] and "moc-megatron[deepspeed]" in sentence
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
-    assert "version 0.20.1, and --deepspeed needs deepspeed>=0.19,<0.20" in refusal(capsys, "--deepspeed")
+    codes, sentence = refusal(capsys, "--deepspeed")
+    assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed_fit.WANTED in sentence
 
 
 def test_the_launcher_knows_before_the_workers_what_is_to_be_imported(tmp_path):

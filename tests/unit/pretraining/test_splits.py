@@ -1,5 +1,6 @@
 """What a split has is known, and said, before megatron-core looks for samples in it."""
 
+import re
 from types import SimpleNamespace
 
 import numpy
@@ -47,11 +48,12 @@ def core_config(**sources):
 
 
 def refusal(splits, config, samples=SAMPLES):
-    """The sentence, or None where all splits have what it takes."""
+    """The sentences, or None where all splits have what it takes."""
     splits.drop_unread(config, samples)
     try:
         splits.refuse_empty(splits.splits_of(config, samples), config)
     except ConfigError as error:
+        assert all(problem.code == "split-empty" for problem in error.problems)
         return str(error)
     return None
 
@@ -59,11 +61,8 @@ def refusal(splits, config, samples=SAMPLES):
 def test_the_default_split_of_a_small_corpus(splits, write):
     small = write("small", *[50] * 10)
     said = refusal(splits, core_config(blend=([small], None), split="969,30,1"))
-    assert said == (
-        f"the valid split (969,30,1) of {small} has none of its 10 documents: give it more text, "
-        "or change its share in --split, or evaluate nothing with --eval-iters 0."
-    )
-    assert "the train split (1,998,1)" in refusal(splits, core_config(blend=([small], None), split="1,998,1"))
+    assert re.search(rf"valid .*\(969,30,1\) of {small} .* 10 .*--split.*--eval-iters 0", said)
+    assert re.search(r"train .*\(1,998,1\)", refusal(splits, core_config(blend=([small], None), split="1,998,1")))
 
 
 def test_each_remedy_is_one(splits, write):
@@ -85,26 +84,26 @@ def test_a_split_that_is_not_read_is_not_built(splits, write):
 def test_documents_without_a_token(splits, write):
     hollow = write("hollow", 0, 0, 0)
     said = refusal(splits, core_config(blend=([hollow], None), split="1,1,1"))
-    assert "the train split (1,1,1)" in said and "has no token in its documents (1)" in said
-    assert "--eval-iters" not in said
+    train = said.splitlines()[0]
+    assert re.search(r"train .*\(1,1,1\).*\(1\)", train) and "--eval-iters" not in train
 
 
 def test_a_dataset_without_a_document(splits, write):
     said = refusal(splits, core_config(blend=([write("nothing")], None), split="1,1,1"))
-    assert "has no document: give it more text" in said
+    assert re.search("train .*nothing", said)
 
 
 def test_every_dataset_of_a_blend_is_looked_at(splits, write):
     large, small = write("large", *[50] * 1000), write("small", *[50] * 10)
     blend = ([large, small], [0.99, 0.01])
-    assert f"of {small} has none" in refusal(splits, core_config(blend=blend, split="969,30,1"))
+    assert f"of {small} " in refusal(splits, core_config(blend=blend, split="969,30,1"))
     assert refusal(splits, core_config(blend=blend, split="80,10,10")) is None
 
 
 def test_what_is_read_once_gives_a_sample(splits, write):
     large, short = write("large", *[50] * 100), write("short", SEQ_LENGTH)
     said = refusal(splits, core_config(blend=([large, short], None), split="1,0,0"))
-    assert f"{short} has 8 tokens, too few for one sample of --seq-length 8" in said
+    assert re.search(f"{short} .* 8 .*--seq-length 8", said)
     assert refusal(splits, core_config(blend=([large, short], [0.5, 0.5]), split="1,0,0")) is None
     enough = write("enough", SEQ_LENGTH + 1)
     assert refusal(splits, core_config(blend=([large, enough], None), split="1,0,0")) is None
@@ -114,10 +113,7 @@ def test_splits_with_files_of_their_own(splits, write):
     large, hollow = write("large", *[50] * 100), write("hollow", 0)
     per_split = [([large], None), ([hollow], None), None]
     said = refusal(splits, core_config(blend_per_split=per_split))
-    assert said == (
-        f"--valid-data-path {hollow} has no token in its documents (1): give it more text, "
-        "or evaluate nothing with --eval-iters 0."
-    )
+    assert re.search(rf"^--valid-data-path {hollow} .*\(1\).*--eval-iters 0", said) and "--split" not in said
     assert refusal(splits, core_config(blend_per_split=per_split), (100, 0, 0)) is None
 
 

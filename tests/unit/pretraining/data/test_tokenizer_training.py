@@ -1,10 +1,13 @@
 """The tokenizer gives back any text as it was, and training it is repeatable and honest."""
 
+import re
+
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.data import tokenizer_training
+from tests.errors import only_code
 
 
 def train(corpus, prefix, *args) -> int:
@@ -99,14 +102,16 @@ def test_the_vocabulary_has_a_line_per_piece(model):
 def test_what_it_did_is_said(corpus, tmp_path, capsys):
     assert train(corpus, tmp_path / "t") == 0
     out = capsys.readouterr().out
-    assert "from 3 files" in out and "bytes per token" in out and "decode to themselves" in out and "t.model" in out
+    assert re.search(r" 3 files", out) and re.search(r"\d\.\d\d bytes", out) and "t.model" in out
 
 
 def test_wrong_sizes_are_explained(corpus, tmp_path, capsys):
     assert train(corpus, tmp_path / "t", "--vocab-size", "100000") == 1
-    assert "100000 is too high for so little text: at most" in capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert only_code(output) == "vocabulary-size-unsuitable" and "100000" in output
     assert train(corpus, tmp_path / "t", "--vocab-size", "100") == 1
-    assert "100 is too low for the single characters: at least" in capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert only_code(output) == "vocabulary-size-unsuitable" and " 100 " in output
     assert list(tmp_path.iterdir()) == []
 
 

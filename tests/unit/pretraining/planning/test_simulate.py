@@ -3,12 +3,14 @@
 import csv
 import json
 import os
+import re
 import sys
 
 import numpy
 import pytest
 
 from megatron.pretraining.planning import simulate
+from tests.errors import only_code
 
 TRACE = "2021-12-11, 10:00:00, 8\n2021-12-11, 10:20:00, 6\n2021-12-11, 11:00:00, 8\n"
 SMALL = ["--model", "micro", "--cluster", "a100-80gb:16", "--pp", "2", "--ep", "4", "--runs", "2", "--hours", "3"]
@@ -32,7 +34,7 @@ def test_the_paper_s_figure_is_beside_ours(capsys):
 def test_figures_of_papers_need_the_repository(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.papers.program", None)
     assert simulate.main(["--reproduce", "moevement-fig1"]) == 1
-    assert "needs the repository: run python -m benchmarks.papers moevement-fig1" in capsys.readouterr().err
+    assert only_code(capsys.readouterr().err) == "repository-missing"
 
 
 def test_the_example_of_the_help(capsys):
@@ -74,7 +76,7 @@ def test_table_csv_and_picture(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE)
     out = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), *out]) == 0
-    assert "1 losses in the trace" in capsys.readouterr().out
+    assert " 1 losses" in capsys.readouterr().out
     with open(tmp_path / "out.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["policy"] for line in lines] == list(simulate.POLICIES)
@@ -119,7 +121,7 @@ def test_jobs_that_go_on_with_fewer_nodes(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--policy", "elastic+shrink"], "elastic goes on with fewer nodes already: drop +shrink"),
+        (["--policy", "elastic+shrink"], "[flag-has-no-effect]"),
         (["--policy", "elastic", "--min-nodes", "3"], "a job of 2 nodes cannot go on with 3"),
         (["--policy", "elastic", "--elastic-slots", "1", "--min-nodes", "1", "--num-experts", "64"], "slots"),
     ],
@@ -134,8 +136,8 @@ def test_a_trace_whose_time_steps_back_is_used_with_a_warning(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE + "2021-12-11, 10:59:00, 5\n")
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), "--policy", "full"]) == 0
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "warning" in said.err and "gcp.txt: 1 of 4 lines are earlier" in said.err
-    assert "2 losses in the trace" in said.out
+    assert said.err.count("\n") == 1 and "warning" in said.err and re.search("gcp.txt: 1 of 4 ", said.err)
+    assert " 2 losses" in said.out
 
 
 def test_auto_says_what_it_takes_and_why(capsys):
@@ -176,11 +178,11 @@ def test_policies_come_back_as_the_program_does(capsys, tmp_path):
         (["--pp", "3"], "not a multiple of tp x pp"),
         (["--policy", "sparze"], "there is no policy 'sparze'"),
         (["--trace", "nowhere.txt"], "nowhere.txt"),
-        (["--trace", "t", "--mtbf", "1h"], "drop --mtbf"),
+        (["--trace", "t", "--mtbf", "1h"], "[flags-exclude-each-other]"),
         (["--trace", os.devnull], "is empty"),
         (["--scale-to", "16384"], "write gpus=16384"),
-        (["--ways", "program"], "give --profile one in which workers were lost"),
-        (["--runs", "0"], "--runs must be at least 1"),
+        (["--ways", "program"], "[flag-needs-another]"),
+        (["--runs", "0"], "--runs is 0"),
         (["--snapshot-overhead", "-1"], "give a share from 0"),
         (["--policy", "auto", "--host-memory-gb", "1e-9"], "no policy keeps to all limits"),
     ],
@@ -199,19 +201,19 @@ def test_recorded_loads_say_what_selective_snapshots_lose(capsys, tmp_path):
     plt = [{name: one["plt"] for name, one in found["policies"].items()} for found in (plain, by_load)]
     assert 0 < plt[1]["selective"] < 0.5 * plt[0]["selective"] and plt[1]["pec"] == plt[0]["pec"]
     assert simulate.main([*map(str, SMALL), "--routing", str(tmp_path / "none.npz")]) == 1
-    assert "none.npz cannot be read" in capsys.readouterr().err
+    assert only_code(capsys.readouterr().err) == "routing-unreadable"
 
 
 def test_a_trace_without_a_loss(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE.splitlines(keepends=True)[0])
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt")]) == 1
-    assert "nothing is lost in this trace" in capsys.readouterr().err
+    assert only_code(capsys.readouterr().err) == "trace-without-losses"
 
 
 def test_durations():
     assert [simulate.duration(text) for text in ("90", "90s", "10m", "2h", "0.5d")] == [90, 90, 600, 7200, 43200]
     for wrong in ("", "m", "-1h", "soon"):
-        with pytest.raises(simulate.argparse.ArgumentTypeError, match="is no duration"):
+        with pytest.raises(simulate.argparse.ArgumentTypeError):
             simulate.duration(wrong)
 
 

@@ -113,11 +113,11 @@ def test_table_for_people(capsys):
     "argv, sentence",
     [
         (["--case", "1", "--ep", "2"], "drop --world and --ep"),
-        (["--model", "tiny", "--pec-k", "9"], "--pec-k must be from 1 to 8"),
+        (["--model", "tiny", "--pec-k", "9"], "--pec-k is 9"),
         (["--model", "tiny", "--world", "6", "--ep", "4"], "6 ranks are not a multiple of expert_tp x ep x pp = 4"),
         (["--model", "tiny", "--others", "fair"], "choose one of adaptive, baseline, equal"),
-        (["--model", "tiny", "--fp32", "--keep-master"], "drop --keep-master"),
-        (["--model", "tiny", "--checkpoint", "-1"], "--checkpoint must be at least 0"),
+        (["--model", "tiny", "--fp32", "--keep-master"], "[flag-has-no-effect]"),
+        (["--model", "tiny", "--checkpoint", "-1"], "--checkpoint is -1"),
         (
             ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "4"],
             "--vocab-size",
@@ -211,12 +211,12 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         ([*EXPLAIN_POLICY, *MEASURED[:-2]], "--explain-policy needs --mtbf-hours, above 0"),
         (
             [*EXPLAIN_POLICY, *MEASURED[2:]],
-            "--explain-policy needs --iteration-s, or a --cluster: add what was measured",
+            "needs --iteration-s",
         ),
         ([*EXPLAIN_POLICY, *MEASURED, "--tier", "peers"], "--explain-policy needs --replicate-gbs, or a --cluster"),
-        ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "17"], "--nodes 17 is not possible with 16 ranks"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "17"], "--nodes is 17"),
         ([*EXPLAIN_POLICY, *MEASURED, "--persist-gbs", "0"], "write_rate must be above 0, not 0.0"),
-        ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas must be from 1 to the 1 other nodes, not 2"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas is 2"),
     ],
 )
 def test_what_cannot_be_explained_is_said_in_one_sentence(capsys, argv, sentence):
