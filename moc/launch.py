@@ -237,7 +237,7 @@ def launch(flags: Flags, reports: bool = True) -> int:
             _log.error("%s", error)
         return 128 + error.number
     except CannotStartError as error:
-        print_lines(error, error=True)
+        print_lines(with_code(error), error=True)
         return FAILED
     except (LaunchError, LostError, WireError, job_token.TokenError, OSError) as error:
         print_lines(f"mocrun: error: {with_code(error)}", error=True)

@@ -96,13 +96,13 @@ def test_the_program_understands_the_flags_of_a_step(name):
 
 
 def test_memory_is_predicted_with_the_longest_chains():
-    """Seven buffers of everything; experts that the newest snapshot lacks, and their copies; and of both gradients.
+    """Eight buffers of everything, four of them copies; experts that the newest snapshot lacks, and their copies; and of both gradients.
 
     These are of the experts that fit, for 32 iterations.
     """
     counts = parameters(ablation.MODEL)
     everything, selective, *_, gradients = (ablation.predicted_memory(of) for of in ablation.steps().values())
-    assert everything == pytest.approx(7 * 12 * sum((counts["experts"], counts["others"])) / 4, rel=0.03)
+    assert everything == pytest.approx(8 * 12 * sum((counts["experts"], counts["others"])) / 4, rel=0.03)
     assert selective - everything == pytest.approx(2 * 12 * counts["experts"] / 4, rel=0.01)
     cost = 1 / 3 + (2 / 3) / 33
     chained = 2 / cost * 4 * counts["experts"] / counts["num_experts"] / 4

@@ -10,6 +10,7 @@ import pytest
 from moc.policy import POLICIES
 from moc.policy.full import Full
 from moc.policy.selective import Selective
+from tests.errors import only_code
 from tests.own_policy import FILE, PAGE, ROOT, USE, install
 from tests.unit.pretraining.flags import BASE
 
@@ -34,12 +35,13 @@ def test_its_flags_are_in_help_and_belong_to_it(env):
     words = run("pretrain_gpt_moe.py", "--help", env=env).split()
     assert "--busier-experts" in words and "{auto,busier,full,gradient,pec,selective,sparse}" in "".join(words)
     flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
-    for policy, more, sentence in (
-        ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it, or choose --ckpt-policy busier."),
-        ("auto", [], "--ckpt-policy auto chooses --busier-experts by itself, beside training: drop it."),
-        ("busier", ["--ckpt-tier", "memory"], "--ckpt-policy busier knows one place alone: drop --ckpt-tier."),
+    for policy, more, code, named in (
+        ("full", [], "policy-lacks-flag", "--busier-experts"),
+        ("auto", [], "flag-chosen-by-auto", "--busier-experts"),
+        ("busier", ["--ckpt-tier", "memory"], "policy-flags-conflict", "--ckpt-tier"),
     ):
-        assert sentence in run("pretrain_gpt_moe.py", *flags, policy, *more, env=env, status=2)
+        said = run("pretrain_gpt_moe.py", *flags, policy, *more, env=env, status=2)
+        assert only_code(said) == code and named in said
     others = f"{BASE} --save x --ckpt-policy auto --ckpt-tier memory --print-config".split()  # busier is left out
     assert "busier_experts: 1" in run("pretrain_gpt_moe.py", *others, env=env)
 

@@ -144,8 +144,9 @@ def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
                 assert part.operators.items() <= plan.operators.items()
                 assert all(len(numbers) == k_persist for numbers in saved(part).values())
             in_storage |= {(layer, expert): number for layer, numbers in saved(part).items() for expert in numbers}
-        still = int(math.gcd(period, every) > 1)
-        assert number - min(in_memory.values()) < rounds + still
+        # a snapshot for storage that lacks experts there takes these, and memory waits for as many snapshots
+        starved = -(-rounds // every) if math.gcd(period, every) > 1 else 0
+        assert number - min(in_memory.values()) < rounds + starved
         assert number - min(in_storage.values()) <= waits
 
 

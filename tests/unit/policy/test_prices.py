@@ -39,13 +39,20 @@ def test_partial_checkpoints_have_some_experts():
 
 
 def test_windows_up_to_the_shortest_that_hides_and_one_more():
-    """At 31 bytes in an iteration, two of four operators fit beside the compute weights of the others (28 bytes)."""
+    """At 31 bytes in an iteration, two of four operators fit beside the compute weights of the others (28 bytes).
+
+    2 N - 1 buffers are kept for a window of N snapshots: those of the complete window, and all but one of the next.
+    """
     sparse = policy_named("sparse")
     assert list(sparse.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
     snapshots = [2 * 12.0 + 2 * 2.0, 2 * 12.0]
     price = sparse.price(machine(), {})
-    assert price == Price(Sizes(52.0, 156.0), snapshots, length=2) and price == sparse.price(machine(), {"window": 2})
-    assert sparse.price(machine(), {"window": 4}) == Price(Sizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], length=4)
+    assert price == Price(Sizes(52.0, 156.0), snapshots, length=2, kept=3) and price == sparse.price(
+        machine(), {"window": 2}
+    )
+    assert sparse.price(machine(), {"window": 4}) == Price(
+        Sizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], length=4, kept=7
+    )
     longer = sparse.price(machine(stages=(FOUR[:1], SMALL)), {"window": 3})  # of the first, all is in one snapshot
     assert longer.length == 3 and longer.size == Sizes(42.0, 126.0)
     assert longer.snapshots == [2 * 6.0 + 4.0, 2 * 6.0 + 2.0, 2 * 6.0]

@@ -241,7 +241,7 @@ def test_what_cannot_be_recovered_here_is_not_chosen(tmp_path):
 def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
     peers = dict(ckpt_tier="peers", nodes=("a", "b", "c"))
     full = Run(tmp_path).full
-    run = Run(tmp_path, mtbf_hours=1, host_memory_gb=7.1 * full / 1e9, **peers)  # four buffers, and three of one copy
+    run = Run(tmp_path, mtbf_hours=1, host_memory_gb=8.1 * full / 1e9, **peers)  # four buffers, and four copies
     assert run.in_force.replicas == 1
     run.train(40)
     assert run.flags["replicas"] == 1

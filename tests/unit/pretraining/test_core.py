@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.pretraining.arguments import parse_config
-from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.deepspeed_fit import check_deepspeed
+from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 from moc.errors import codes_in
 
@@ -53,10 +53,11 @@ def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeyp
     config = parse_config([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"])
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
-    with pytest.raises(ConfigError):
-        check_deepspeed(config)
+    check_deepspeed(config, found := Problems())
+    assert [one.code for one in found.found] == ["deepspeed-version-unsupported"]
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "1")
-    check_deepspeed(config)
+    check_deepspeed(config, found := Problems())
+    assert not found.found
 
 
 TRANSFORMER_ENGINE = """

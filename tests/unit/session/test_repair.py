@@ -47,10 +47,10 @@ def test_what_is_torn_is_saved_and_nothing_else(repair):
 
 def test_where_there_is_no_room_it_is_said(repair, monkeypatch):
     def full(*args, **kwargs):
-        raise CheckpointError("no room")
+        raise CheckpointError("no room", code="memory-full")
 
     repair, store = repair
     monkeypatch.setattr("moc.snapshot.saver.Buffer", full)
     with repair.of(TORN):
         repair.comes_by(5)
-    assert repair.failure == "no room" and not store.has_all(5, [1])
+    assert repair.failure == "no room [memory-full]" and not store.has_all(5, [1])

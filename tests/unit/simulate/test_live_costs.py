@@ -27,6 +27,7 @@ from moc.simulate.live_costs import (
 from moc.simulate.planner import PlanLimits, best_of, keeps_to
 from moc.simulate.policy_costs import Strategy
 from moc.simulate.sizes import full_sizes
+from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS
 
 EXPERTS, EXPERT, REST = 8, 10.0, 20.0
@@ -300,8 +301,9 @@ def test_sizes_by_the_sharding_rules():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"), [(dict(tier="tape"), "no tier 'tape'"), (dict(copy_rate=0.0), "copy_rate must be above 0")]
+    ("changes", "code", "named"),
+    [(dict(tier="tape"), "tier-unknown", "tape"), (dict(copy_rate=0.0), "value-out-of-range", "copy_rate")],
 )
-def test_what_cannot_be_is_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_what_cannot_be_is_refused(changes, code, named):
+    with raises(code, named):
         running(**changes)

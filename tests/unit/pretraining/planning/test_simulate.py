@@ -179,7 +179,7 @@ def test_policies_come_back_as_the_program_does(capsys, tmp_path):
         (["--policy", "sparze"], "there is no policy 'sparze'"),
         (["--trace", "nowhere.txt"], "nowhere.txt"),
         (["--trace", "t", "--mtbf", "1h"], "[flags-exclude-each-other]"),
-        (["--trace", os.devnull], "is empty"),
+        (["--trace", os.devnull], "[file-refused]"),
         (["--scale-to", "16384"], "write gpus=16384"),
         (["--ways", "program"], "[flag-needs-another]"),
         (["--runs", "0"], "--runs is 0"),

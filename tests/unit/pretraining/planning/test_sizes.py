@@ -205,9 +205,9 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     ("argv", "sentence"),
     [
         (EXPLAIN[:-2], "--explain-k needs --mtbf-hours too"),
-        ([*EXPLAIN[:-1], "0"], "--mtbf-hours must be above 0"),
-        ([*EXPLAIN, "--iteration-s", "0"], "iteration_s must be a number above 0, not 0.0"),
-        ([*DENSE, *EXPLAIN[2:]], "--explain-k chooses numbers of experts: take a model that has some"),
+        ([*EXPLAIN[:-1], "0"], "--mtbf-hours cannot be 0.0"),
+        ([*EXPLAIN, "--iteration-s", "0"], "[measurement-impossible]"),
+        ([*DENSE, *EXPLAIN[2:]], "[experts-missing]"),
         ([*EXPLAIN_POLICY, *MEASURED[:-2]], "--explain-policy needs --mtbf-hours, above 0"),
         (
             [*EXPLAIN_POLICY, *MEASURED[2:]],
@@ -215,7 +215,7 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         ),
         ([*EXPLAIN_POLICY, *MEASURED, "--tier", "peers"], "--explain-policy needs --replicate-gbs, or a --cluster"),
         ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "17"], "--nodes is 17"),
-        ([*EXPLAIN_POLICY, *MEASURED, "--persist-gbs", "0"], "write_rate must be above 0, not 0.0"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--persist-gbs", "0"], "write_rate cannot be 0.0"),
         ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas is 2"),
     ],
 )
