@@ -96,7 +96,8 @@ def test_the_program_understands_the_flags_of_a_step(name):
 
 
 def test_memory_is_predicted_with_the_longest_chains():
-    """Eight buffers of everything, four of them copies; experts that the newest snapshot lacks, and their copies; and of both gradients.
+    """Eight buffers of everything, four of them copies; experts that the newest snapshot lacks, and their copies;
+    and of both gradients.
 
     These are of the experts that fit, for 32 iterations.
     """
