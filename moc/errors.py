@@ -29,7 +29,7 @@ class UserError(Exception):
     """An error that a flag, a file, another process or the environment causes; subclasses name its kind.
 
     Args:
-        sentence: what failed, the cause and the remedy.  If another process sends it with its code, as
+        sentence: the failure, the cause and the remedy.  If another process sends it with its code, as
             :func:`with_code` writes it, the error has this code.
         code: stable identifier of the error; None for the one of the class.
     """

@@ -188,7 +188,7 @@ def _mistakes(own: argparse.Namespace, address: str | None, candidates: int) -> 
         hangs.parse_caps(own.hang_timeout)
     except ValueError as error:
         yield UserError(
-            f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as --help says",
+            f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as in --help",
             code="hang-timeout-malformed",
         )
 

@@ -106,7 +106,7 @@ class _Parser(Parser):
 
 
 def _read_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], Problems]:
-    """The values given on a command line, and the problems of its words; what these conceal is ``UNKNOWN``."""
+    """The values given on a command line, and the problems of its words; values that these conceal are ``UNKNOWN``."""
     problems, words, unreadable = Problems(), list(argv), {}
     while True:
         try:
@@ -123,7 +123,9 @@ def _read_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[d
                     True, f"{name} takes no value, and has {value}. Fix: write {name} alone", code="value-not-taken"
                 )
             else:
-                problems.refuse(True, f"{name} has no value. Fix: give it one, as --help says", code="value-missing")
+                problems.refuse(
+                    True, f"{name} has no value. Fix: give it one; --help has the form", code="value-missing"
+                )
             words = [word for word in words if word.partition("=")[0] not in spellings]
     misspelled = _refuse_unknown([word for word in unknown if not unreadable or word.startswith("-")], problems)
     return {**vars(known), **misspelled, **unreadable}, problems
@@ -250,7 +252,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
 
 
 def _read_file(path: str | os.PathLike, problems: Problems) -> dict[str, Any]:
-    """As :func:`read_config_file`, with ``UNKNOWN`` for what problems of the file conceal."""
+    """As :func:`read_config_file`, with ``UNKNOWN`` for values that problems of the file conceal."""
     try:
         content = _load(path)
     except ConfigError as error:
@@ -277,7 +279,7 @@ def _load(path: str | os.PathLike) -> dict:
     unreadable = "config-file-unreadable"
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
-            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make plain values alone
+            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
     except OSError as error:
         raise ConfigError(
             f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code=unreadable

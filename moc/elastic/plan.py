@@ -168,12 +168,12 @@ class Plan:
             stored = decode.convert(given, _Stored)
         except ValueError as error:
             raise ElasticError(
-                f"it is no plan of experts: {error}. Fix: load a checkpoint that is whole",
+                f"it is no plan of experts: {error}. Fix: load a complete checkpoint",
                 code="expert-plan-invalid",
             ) from None
         if any(len({*map(len, rows)}) > 1 for rows in stored.tables.values()):
             raise ElasticError(
-                "the rows of a table of a plan of experts differ in length. Fix: load a checkpoint that is whole",
+                "the rows of a table of a plan of experts differ in length. Fix: load a complete checkpoint",
                 code="expert-plan-invalid",
             )
         members = len(stored.members)
@@ -182,7 +182,7 @@ class Plan:
         found = cls(stored.members, stored.columns, stored.experts, stored.ranks, tables, domains)
         if problem := _problem(found):
             raise ElasticError(
-                f"it is no plan of experts: {problem}. Fix: load a checkpoint that is whole",
+                f"it is no plan of experts: {problem}. Fix: load a complete checkpoint",
                 code="expert-plan-invalid",
             )
         return found

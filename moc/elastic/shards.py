@@ -116,7 +116,7 @@ class Cut:
             return cls(tuple(given["members"]), int(given["ranks"]), tuple(map(tuple, given["holders"])))
         except (KeyError, TypeError) as error:
             raise ElasticError(
-                f"it is no cut of optimizer state: {error!r}. Fix: load a checkpoint that is whole",
+                f"it is no cut of optimizer state: {error!r}. Fix: load a complete checkpoint",
                 code="expert-plan-invalid",
             ) from None
 

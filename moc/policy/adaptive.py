@@ -50,7 +50,7 @@ class Measured:
             value = getattr(self, name)
             if not (math.isfinite(value) and (value > 0 or value == 0 and name == _RESTART)):
                 raise PolicyError(
-                    f"{name} is {value}. Fix: measure it anew, or set a number above 0",
+                    f"{name} is {value}. Fix: measure it again, or set a number above 0",
                     code="measurement-impossible",
                 )
         if not self.busiest or min(self.busiest) < 1:

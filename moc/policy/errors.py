@@ -6,7 +6,7 @@ from moc.errors import UserError
 
 
 class PolicyError(UserError, ValueError):
-    """A policy cannot work as asked, or with what it was given; the message names the value."""
+    """A policy cannot work with its flags or arguments; the message names the value."""
 
     code = "policy-invalid"
 

@@ -330,7 +330,7 @@ def interval_named(text: str, budget: float = 0.03) -> Interval:
         return IntervalTuner(budget)
     if not text.isdecimal():
         raise PolicyError(
-            f"{text!r} is no interval in iterations. Fix: set auto or a whole number",
+            f"{text!r} is not an interval in iterations. Fix: set auto or an integer",
             code="interval-invalid",
         )
     return Every(int(text))

@@ -296,7 +296,7 @@ class Ledger:
         if iteration > self.iteration:
             raise PolicyError(
                 f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run goes on "
-                f"from {self.iteration}. Fix: take the ledger of the iteration that it goes on from",
+                f"from {self.iteration}. Fix: take the ledger of the iteration from which the run continues",
                 code="ledger-incomplete",
             )
         if iteration == self.iteration:

@@ -209,8 +209,8 @@ class Partial(Policy):
         """
         if not self.told.stored and not plan.complete:
             raise PolicyError(
-                f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
-                "experts yet. Fix: save everything() at the first iteration that goes there",
+                f"the partial snapshot of iteration {plan.iteration} cannot be used in storage, which does not hold "
+                "all experts yet. Fix: save everything() at the first iteration that goes there",
                 code="storage-lacks-experts",
             )
         return plan

@@ -302,14 +302,14 @@ class Pec(Partial):
         return load
 
     def _selected(self, iteration: int, load: Load | None, persists: bool) -> Table:
-        """The experts of a snapshot: those that memory, or storage if the snapshot ``persists``, lacks."""
+        """The experts that memory, or storage if the snapshot ``persists``, lacks."""
         memory, storage = self.told.in_memory, self.expected_in_storage()
         if self.selection == "sequential":
             stored = storage.at if persists else None
             return self._in_turn(self.k_to_snapshot, self.told.partial, iteration, self._never() | memory.at, stored)
         if load is None:
             raise PolicyError(
-                "nobody counts the tokens of experts. Fix: count them, or select experts sequentially",
+                "the tokens of experts are not counted. Fix: count them, or select experts sequentially",
                 code="tokens-not-counted",
             )
         before = self._never() | (storage if persists else memory).tokens

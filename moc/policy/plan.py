@@ -473,7 +473,7 @@ class Policy(ABC):
             elif self.exact:
                 needs = "an exact policy that does not replay saves every operator in full. Fix: do so, or drop exact"
             else:
-                needs = "what is not an expert comes back from one snapshot alone. Fix: save it in full"
+                needs = "all state but experts is restored from one snapshot. Fix: save it in full"
             raise PolicyError(
                 f"policy {self.name} plans {one.name} {'not at all' if found is None else f'as {found.value}'} at "
                 f"iteration {plan.iteration}, but {needs}",

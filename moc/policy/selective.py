@@ -208,8 +208,8 @@ class Selective(Partial):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
                 raise PolicyError(
-                    f"a budget of {budget} GB leaves no room for an expert beside the dense operators. Fix: set "
-                    f"--selective-{flag.replace('_', '-')} to {rounded_up(least)} or more, or leave it out",
+                    f"a budget of {budget} GB leaves no room for an expert in addition to the dense operators. Fix: "
+                    f"set --selective-{flag.replace('_', '-')} to {rounded_up(least)} or more, or leave it out",
                     code="snapshot-budget-too-small",
                 )
 
@@ -225,7 +225,7 @@ class Selective(Partial):
         """As :meth:`Partial.plan_partial`."""
         if load is None:
             raise PolicyError(
-                "nobody counts the tokens of experts, which selective snapshots choose by. Fix: count them",
+                "the tokens of experts are not counted, and selective snapshots need the counts. Fix: count them",
                 code="tokens-not-counted",
             )
         chosen, copied = self._selected(iteration, load, persists)

@@ -198,4 +198,4 @@ def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
     if job.optimizer != "adam":
         yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take adam"
     if not job.experts_apart:
-        yield "needs an update of each expert alone. Fix: drop --moe-grouped-gemm"
+        yield "needs a separate update of each expert. Fix: drop --moe-grouped-gemm"

@@ -22,7 +22,7 @@ _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s
 
 
 class ReportError(UserError, ValueError):
-    """Events of which no report can be made; the message names the cause and the remedy."""
+    """Events that no report can be made from; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moc.errors import with_code
+from moc.errors import code_of, with_code
 from moc.runtime.exchange import from_rank0, gather
 from moc.runtime.host_group import host_group
 from moc.runtime.results import on_host, settled
@@ -35,7 +35,7 @@ def run_on_rank0(action: Callable, what: str):
         except CheckpointError as error:
             outcome[1:] = with_code(error), isinstance(error, TakenError)
         except OSError as error:
-            outcome[1] = f"{what}: {error}; check the path, its permissions and free space"
+            outcome[1] = f"{what}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
     result, error, taken = from_rank0(outcome)
     if error:
         raise (TakenError if taken else CheckpointError)(error)
@@ -53,7 +53,7 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
     except CheckpointError as error:
         problem = with_code(error)
     except OSError as error:
-        problem = f"{what}: {error}; check the path, its permissions and free space"
+        problem = f"{what}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
     if problem := first_reported(problem):
         raise CheckpointError(problem)
 

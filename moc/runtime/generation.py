@@ -74,7 +74,7 @@ class _Pair:
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank in a ring of three ranks or more, in the order in which it connects to them.
+    """The neighbours of a rank in a ring of three ranks or more, in the order of connecting.
 
     Pairs that begin at even ranks connect first: the order is the same on all ranks, so no circle of ranks waits for
     each other, and a rank waits for two pairs at most.

@@ -51,7 +51,7 @@ class Growth:
 
     @property
     def who_has_come(self) -> Why | None:
-        """Nodes with which more can train than now, without building; None if there are none."""
+        """Nodes that let more workers train than now, without building; None if there are none."""
         if len(self.seating.fits_at_once(self.seating.ready)) <= self.seating.whole:
             return None
         if self.waited:

@@ -18,7 +18,7 @@ VARIABLE = "MOC_NO_MEGATRON"
 
 _WATCHED = ("megatron.core", "megatron.training")
 _ADAPTER = "megatron.pretraining.process.cpu"
-"""Module of programs that adapt megatron-core by themselves."""
+"""Module of programs with an adapter of their own for megatron-core."""
 
 _used = False
 
@@ -44,7 +44,7 @@ class _Loaded(Loader):
 
     @classmethod
     def spec(cls, module: ModuleType) -> ModuleSpec:
-        """A specification by which an import finds the module as it is."""
+        """A specification that lets an import find the unchanged module."""
         spec = ModuleSpec(module.__name__, cls(module), is_package=True)
         spec.submodule_search_locations = list(module.__path__)
         return spec

@@ -116,17 +116,17 @@ def _fault_of(words: list[str]) -> Fault:
 def _check(action: str, values: dict) -> None:
     if "iteration" not in values:
         raise FaultError(
-            f"{action} does not say when. Fix: add iteration=",
+            f"{action} has no iteration. Fix: add iteration=",
             code="fault-invalid",
         )
     if "ranks" not in values and "node" not in values:
         raise FaultError(
-            f"{action} does not say whom. Fix: add rank= or node=",
+            f"{action} has no worker or node. Fix: add rank= or node=",
             code="fault-invalid",
         )
     if (action == "slow") != ("seconds" in values):
         raise FaultError(
-            "slow needs seconds=, and nothing else has them. Fix: set seconds= for slow alone",
+            "only slow takes seconds=, and needs it. Fix: set seconds= for slow only",
             code="fault-invalid",
         )
     if values.get("times") == 0 or values.get("seconds") == 0:

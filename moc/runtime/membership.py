@@ -184,7 +184,7 @@ class Membership:
             return orders + self._fill()
         if not self.running and any(worker.met < self.generation for worker in self.workers.values()):
             # their store may be gone with the controller that ordered them to connect, or died before it could
-            return orders + self._next_generation(Why(Cause.STORE_LOST, "the store by which workers meet is gone"))
+            return orders + self._next_generation(Why(Cause.STORE_LOST, "the rendezvous store of the workers is gone"))
         self.running = True
         return orders
 
@@ -241,7 +241,7 @@ class Membership:
         if self.crew.stays:
             return self.growth.start_guests(self.generation)
         return (
-            self._change_members(Why(Cause.NODES_CAME, "nodes have come, and workers do not leave"))
+            self._change_members(Why(Cause.NODES_CAME, "nodes have joined, and workers do not leave"))
             if asked_before
             else [Leave()]
         )
@@ -382,7 +382,7 @@ class Membership:
         if self.suspicions > MAX_SUSPICIONS:
             return self._over(
                 1,
-                f"{what}, for the {self.suspicions}th time that nobody was lost. Fix: look at the network",
+                f"{what}, for the {self.suspicions}th time without a lost worker. Fix: look at the network",
                 code="connections-unstable",
             )
         return self._next_generation(Why(Cause.WORKER_HANGS if hangs else Cause.CONNECTIONS_LOST, what))

@@ -42,7 +42,7 @@ class Peer:
             workers = [Worker(**worker) for worker in hello["workers"]]
             state = None if hello["state"] is None else ControlState(**hello["state"])
         except TypeError as error:
-            raise WireError(f"what its hello says cannot be understood ({error})") from None
+            raise WireError(f"its hello cannot be decoded ({error})") from None
         return cls(hello["node"], connection, hello, workers, state, now, hello["epoch"])
 
     @property

@@ -1,4 +1,4 @@
-"""The program of the workers: what it offers to a launcher.
+"""The program of the workers: the functions that it offers to a launcher.
 
 A program may define at its top level, if a ``__main__`` guard makes loading it safe:
 
@@ -56,7 +56,7 @@ def offers_function(source: str, name: str) -> bool:
 
 @contextlib.contextmanager
 def _as_main(script: str, arguments: list[str]) -> Iterator[None]:
-    """Context in which imports and messages are those of ``python SCRIPT ARGUMENTS``."""
+    """Makes imports and messages equal to ``python SCRIPT ARGUMENTS``."""
     words, places = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -162,7 +162,7 @@ async def keep(
                 why = await children.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
             elif listen.endswith(":0"):
                 raise ReplicaServerError(
-                    f"what keeps copies of snapshots does not start at {listen}. Fix: look at what it wrote above",
+                    f"the replica server does not start at {listen}. Fix: look at what it wrote above",
                     code="replica-server-cannot-start",
                 )
             else:  # another process has taken its port

@@ -259,7 +259,7 @@ def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: b
         operator = next(iter(spans))[0]
         raise ShardingError(
             f"this rank is to save a part of {operator} which is not among its fragments: model, layout or detail are "
-            "not those that were described. Fix: describe and gather them again",
+            "not the described ones. Fix: describe and gather them again",
             code="holdings-misfit",
         )
     return result
@@ -370,8 +370,8 @@ def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding
     mixed = bool(alone) == bool(whole or slices)
     if mixed or len(whole) > 1 or held != total or any(holding.total != total for holding in slices):
         raise ShardingError(
-            f"what ranks hold of the {holdings[0].slot} of {holdings[0].operator} does not fit together ({len(whole)} "
-            f"versions of what all hold alike, slices of {held} of {total} bytes). Fix: describe the same model on "
+            f"the parts of the {holdings[0].slot} of {holdings[0].operator} on the ranks do not fit ({len(whole)} "
+            f"versions of replicated parts, slices of {held} of {total} bytes). Fix: describe the same model on "
             "every rank of the pipeline stage, and once",
             code="holdings-misfit",
         )

@@ -30,7 +30,7 @@ class Members:
     def __post_init__(self):
         if not 1 <= self.least <= self.most:
             raise SimulationError(
-                f"a job of {self.most} nodes cannot go on with {self.least}. Fix: give 1 to {self.most} nodes",
+                f"a job of {self.most} nodes cannot continue with {self.least}. Fix: give 1 to {self.most} nodes",
                 code="value-out-of-range",
             )
 

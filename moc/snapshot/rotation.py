@@ -67,7 +67,7 @@ class Rotation:
 
     Attributes:
         slots: the buffers; their number grows on demand.
-        spare: buffers that may be in use beyond those that recovery needs; all buffers that one snapshot makes obsolete
+        spare: buffers that may be in use in addition to recovery's; all buffers that one snapshot makes obsolete
             count as one, and with ``keep`` so do all that only storage still needs.
         keep: memory keeps what recovery needs; otherwise storage does.
         stores: with ``keep``, snapshots also go to storage.
@@ -189,7 +189,7 @@ class Rotation:
         return min(held, 1) if self.keep else held
 
     def most(self, window: int = 1, kept: int | None = None) -> int:
-        """Maximum number of buffers for windows of this length, of which recovery needs ``kept`` snapshots at most."""
+        """Maximum number of buffers for windows of this length; recovery needs ``kept`` snapshots at most."""
         kept = kept_of_windows(window) if kept is None else kept
         return most_buffers(kept, window, self.spare, self.stores) if self.keep else self.spare
 

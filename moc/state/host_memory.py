@@ -7,11 +7,11 @@ under way, and storage may read another one.  Every other policy has windows of 
 from __future__ import annotations
 
 SPARE = 2
-"""Buffers beyond those of recovery: one to copy into, one being written to storage (MoC-System, section 5.2)."""
+"""Buffers in addition to recovery's: one to copy into, one being written to storage (MoC-System, section 5.2)."""
 
 
 def spare_buffers(tier: str) -> int:
-    """Buffers of a rank beyond those of recovery: with peers, other nodes copy from one more."""
+    """Buffers of a rank in addition to recovery's: with peers, other nodes copy from one more."""
     return SPARE + (tier == "peers")
 
 

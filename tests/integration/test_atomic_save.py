@@ -107,10 +107,12 @@ def test_a_file_that_may_not_grow(limit, data, tmp_path):
 
 
 def assert_refused(world, at_start):
-    for result in world.wait():
+    results = world.wait()  # at the start, the first worker checks the directory, and the others wait for it
+    for result in results[:1] if at_start else results:
         assert result.exit == (2 if at_start else 1), result.output
         said = [line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line]
-        assert codes_in("\n".join(said)) == ["output-not-writable" if at_start else "storage-unwritable"], result.output
+        codes = {"output-not-writable"} if at_start else {"storage-unwritable", "disk-full"}
+        assert len(said) == 1 and codes.issuperset(codes_in(said[0])), result.output
         assert "Traceback" not in result.output, result.output
 
 

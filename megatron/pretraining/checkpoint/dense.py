@@ -203,8 +203,8 @@ class Checkpoints:
         if warns:
             there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
             sentence = (
-                f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training goes on, and tries "
-                f"again; in {save}, {there}. Fix: make room or repair the disk"
+                f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training continues, and "
+                f"tries again; in {save}, {there}. Fix: make room or repair the disk"
             )
             self._say(warning(sentence, code=code_of(error)))
 

@@ -340,9 +340,9 @@ class _Part(io.RawIOBase):
 
 
 def _check_saved(stream: Any) -> None:
-    """Checks that torch reads what ``torch.save`` has written in little memory and time, and no memory beside it.
+    """Checks that torch reads a file of ``torch.save`` in bounded memory and time, and reads no other memory.
 
-    Torch expands compressed records, and believes the pickle about the sizes of storages.
+    Torch expands compressed records, and does not check the sizes of storages in the pickle.
 
     Raises:
         CheckpointError: it may take more, or it is damaged.
@@ -395,7 +395,7 @@ def _check_saved(stream: Any) -> None:
 
 
 def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load`` that checks what it reads, and opens regular files alone."""
+    """``torch.load`` that checks what it reads, and opens only regular files."""
 
     def checked(file: Any, *arguments: Any, **how: Any) -> Any:
         if not isinstance(file, (str, os.PathLike)):

@@ -98,7 +98,7 @@ class DeepSpeedFlags(FlagGroup):
         problems.refuse(
             self.deepspeed and self.zero_stage == 3,
             "--zero-stage 3 (zero_optimization.stage) gathers weights by collectives within forward, so that no "
-            "pipeline stage or expert could be restored by itself. Fix: choose 1 or 2",
+            "pipeline stage or expert could be restored without the others. Fix: choose 1 or 2",
             code="zero-stage-unsupported",
         )
         problems.refuse(

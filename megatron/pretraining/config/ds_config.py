@@ -202,7 +202,7 @@ def settings_in(path: str) -> tuple[Setting, ...]:
     """The flags that the ds_config in a file sets; it is read once.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else than what flags can say, with all such keys.
+        ConfigError: the file cannot be read, or holds keys that no flag can express, and names all of them.
     """
     problems = Problems()
     settings = tuple(settings_of(_read(path), path, problems))
@@ -278,7 +278,7 @@ def agree(
         same: whether two values of a flag mean the same.
 
     Raises:
-        ConfigError: flags that are given say something else than the ds_config, or keys contradict each other.
+        ConfigError: given flags differ from the ds_config, or keys contradict each other.
     """
     added: dict[str, Setting] = {}
     problems = Problems()

@@ -98,7 +98,7 @@ def _check_parallel(config: FlagGroups, problems: Problems) -> None:
     ):
         problems.refuse(
             getattr(parallel, name) > 1,
-            f"--elastic places whole experts itself. Fix: drop {spelling} {getattr(parallel, name)}",
+            f"--elastic places complete experts itself. Fix: drop {spelling} {getattr(parallel, name)}",
             code="elastic-excludes-flag",
         )
     for on, spelling in (

@@ -36,12 +36,12 @@ class ConfigError(UserError, ValueError):
 
     @property
     def problems(self) -> tuple[ConfigError, ...]:
-        """This error, or those that it consists of."""
+        """This error, or its parts."""
         return (self,)
 
 
 class ConfigErrors(ConfigError):
-    """Several problems of flags, of which none follows from another; each is a line of the message."""
+    """Several independent problems of flags; each is a line of the message."""
 
     code = "flags-invalid"
 

@@ -65,7 +65,7 @@ class ParallelFlags(FlagGroup):
         layers, stages = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
         problems.refuse(
             layers is not None and stages is not None,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing. "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank set the same value. "
             "Fix: drop one",
             code="flags-exclude-each-other",
         )

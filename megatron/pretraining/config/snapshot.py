@@ -148,7 +148,7 @@ class _EveryPolicy(FlagGroup):
             owner = whose.get(spec.name)
             problems.refuse(
                 self.ckpt_policy == AUTO and spec.name in chosen,
-                f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training. Fix: drop it",
+                f"--ckpt-policy auto chooses {spec.spelling} during training. Fix: drop it",
                 code="flag-chosen-by-auto",
             )
             problems.refuse(

@@ -132,7 +132,7 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
     # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
     problems.refuse(
         not config.network.untie_embeddings_and_output_weights,
-        "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow. "
+        "--upstream-logging replays one pipeline stage, and embeddings that are tied across stages do not allow that. "
         "Fix: add --untie-embeddings-and-output-weights, or drop --upstream-logging",
         code="upstream-logging-unsupported",
     )

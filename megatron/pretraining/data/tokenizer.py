@@ -107,7 +107,7 @@ def _sentencepiece(path: str) -> Any:
         tokenizer = _from_core("sentencepiece", path)
     except (OSError, RuntimeError) as error:
         raise TokenizerError(
-            f"--tokenizer-model {path} is not a SentencePiece model, or not a whole one. Fix: copy it again, or name "
+            f"--tokenizer-model {path} is not a SentencePiece model, or is truncated. Fix: copy it again, or name "
             "another one"
         ) from error
     # megatron-core's `eod` reads this attribute; if it is missing, it falls back to eos, or to -1 for "none"

@@ -38,9 +38,9 @@ class Model:
     """What a session has to know about the model.
 
     Attributes:
-        operators: of the whole model, in the order of the forward pass.
+        operators: of the complete model, in the order of the forward pass.
         stages: the pipeline stage of each layer.
-        described: what snapshots say about it: ``shape``, ``model`` and ``tokenizer``.
+        described: description in snapshots: ``shape``, ``model`` and ``tokenizer``.
         check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError if that is another model.
     """
 

@@ -31,7 +31,7 @@ OWN_FLAGS = {
 }
 """Our flags in groups that otherwise have flags of Megatron-LM."""
 _DEFAULTS = {"grad_norm": "stock"}
-"""Defaults of our flags that differ from those of our program: the same bits as Megatron-LM's loop."""
+"""Defaults of our flags that differ in this entry point: the same bits as Megatron-LM's loop."""
 _RENAMED = {"fp8_format": "fp8"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

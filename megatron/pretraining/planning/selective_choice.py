@@ -344,7 +344,7 @@ def read_routing(path: str) -> list[Counts]:
         )
     if len(tokens) <= _SKIPPED:
         raise ToolError(
-            f"--routing {path} has {counted(len(tokens), 'iteration')}, of which the first {_SKIPPED} do not count. "
+            f"--routing {path} has {counted(len(tokens), 'iteration')}, and the first {_SKIPPED} do not count. "
             "Fix: record a longer run",
             code="routing-malformed",
         )

@@ -43,7 +43,7 @@ def check_core() -> None:
         told = "unknown" if version is None else ".".join(map(str, version))
         raise CoreError(
             f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}. "
-            f"Fix: take {directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM, else pip "
+            f"Fix: take {directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM; otherwise pip "
             f"install '{WANTED}'"
         )
 

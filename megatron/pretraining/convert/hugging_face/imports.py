@@ -41,7 +41,7 @@ def import_directory(args: argparse.Namespace) -> Path:
     source, recipe_file = args.source, args.output / RECIPE
     if args.to not in (None, "torch_dist") or args.flags or args.iteration is not None:
         raise CheckpointError(
-            f"{source} is a model of transformers, which is converted to torch_dist alone. Fix: pass --to torch_dist, "
+            f"{source} is a model of transformers, which is converted only to torch_dist. Fix: pass --to torch_dist, "
             "and no flags behind --",
             code="target-unsupported",
         )

@@ -71,8 +71,8 @@ def compare_logits(asked: Asked) -> str:
 def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
     if ours.shape != theirs.shape:
         raise CheckpointError(
-            f"our logits have the shape {ours.shape}, and those of transformers {theirs.shape}. Fix: convert again, "
-            "and report the model if they still differ",
+            f"our logits have the shape {ours.shape}, and the logits of transformers {theirs.shape}. Fix: convert "
+            "again, and report the model if they still differ",
             code="logits-differ",
         )
     apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
