@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 from collections import Counter
 from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.pretraining import loop
+from megatron.pretraining import errors, loop
 from megatron.pretraining.elastic import placing
 from megatron.pretraining.elastic.groups import dispatch_group
 from megatron.pretraining.elastic.placing import plans_to_json
-from megatron.pretraining.elastic.rebalancing import PlansDiffer, Prospect, Rebalancer
+from megatron.pretraining.elastic.rebalancing import Prospect, Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
 from moc.elastic.placement import EMPTY
+from moc.errors import codes_in
 from moc.state.detail import Detail
 from tests.integration import bodies
 
@@ -89,7 +92,7 @@ def cuts_that_differ(flags: dict) -> dict:
     """Trains; from the second look on, the last worker takes the cut of its shards to be another one.
 
     Returns:
-        ``error``, the message with which training ends, and ``iterations`` that were completed.
+        ``codes`` of the errors that end training, and ``iterations`` that were completed.
     """
     told: dict = {"iterations": 0}
     on_vote = Rebalancer.on_vote
@@ -100,9 +103,11 @@ def cuts_that_differ(flags: dict) -> dict:
         if dist.get_rank() == dist.get_world_size() - 1:
             self._shards.cut = dataclasses.replace(self._shards.cut, holders=self._shards.cut.holders[::-1])
 
-    Rebalancer.on_vote = watched
-    try:
+    def end(program, sentences, code) -> None:
+        told["codes"] = codes_in("\n".join(sentences))
+        sys.exit(code)
+
+    Rebalancer.on_vote, errors._end = watched, end
+    with contextlib.suppress(SystemExit):
         bodies.train(flags)
-    except PlansDiffer as error:
-        told["error"] = str(error)
     return told

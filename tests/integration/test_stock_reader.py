@@ -33,7 +33,7 @@ model = GPTModel(config, spec, vocab_size=256, max_sequence_length=16, position_
 loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, sys.argv[1])
 model.load_state_dict(loaded["model"])
 ours = {m for m in sys.modules if m.startswith(("moc", "megatron.pretraining."))}
-checks = {"moc", "moc.private_interfaces"}
+checks = {"moc", "moc.errors", "moc.private_interfaces"}
 assert ours <= {f"megatron.pretraining.process{end}" for end in ("", ".cpu", ".core")} | checks
 print(json.dumps({
     name: hashlib.sha256(p.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
