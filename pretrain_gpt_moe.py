@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from contextlib import suppress
@@ -94,8 +95,21 @@ def prepare_core(config: Config | None = None) -> None:
         sys.exit(f"pretrain_gpt_moe.py: error: {error}")
 
 
+def asks_for_megatron(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether ``--front megatron`` is given, and the other words of the command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--front", choices=("moc", "megatron"), default="moc")
+    known, others = parser.parse_known_args(words)
+    return known.front == "megatron", others
+
+
 def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
+    megatron, _ = asks_for_megatron(sys.argv[1:])
+    if megatron:
+        import_module("moc.megatron").warm_up()
+        import_module("megatron.pretraining.entry.gpt")
+        return
     prepare_core(valid_config(sys.argv[1:]))
     for module in WARM:
         with suppress(ImportError):  # a release may have other modules
@@ -104,6 +118,12 @@ def warm_up() -> None:
 
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
+    megatron, others = asks_for_megatron(sys.argv[1:])
+    if megatron:
+        sys.argv[1:] = others
+        import_module("moc.megatron")
+        import_module("megatron.pretraining.entry.gpt").main()
+        return 0
     config = parse_config()
     prepare_core(config)
     from megatron.pretraining.errors import reported

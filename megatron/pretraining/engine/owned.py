@@ -170,7 +170,7 @@ def moments_of(member: MegatronOptimizer) -> tuple[str, ...]:
         return _MOMENTS["adam"]
     if type(inner).__name__ == "Lion":
         return ("exp_avg",)
-    return _MOMENTS["sgd"]  # SGD, and all of Muon's family
+    return _MOMENTS.get(member.config.optimizer, _MOMENTS["sgd"])  # by the flag; Muon's family has those of SGD
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
