@@ -170,7 +170,9 @@ def moments_of(member: MegatronOptimizer) -> tuple[str, ...]:
         return _MOMENTS["adam"]
     if type(inner).__name__ == "Lion":
         return ("exp_avg",)
-    return _MOMENTS.get(member.config.optimizer, _MOMENTS["sgd"])  # by the flag; Muon's family has those of SGD
+    return _MOMENTS.get(
+        member.config.optimizer, _MOMENTS["sgd"]
+    )  # by the flag; optimizers like Muon have a momentum, as SGD
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:

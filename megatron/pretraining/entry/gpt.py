@@ -1,7 +1,7 @@
 """Pre-training of GPT models with Megatron-LM's flags and ``megatron.training``, where no script of a user is at hand.
 
-Model, data and forward step are those that Megatron-LM's flags describe.  Each worker reads its own samples, so that no
-tensor-parallel rank sends them to others.
+Megatron-LM's flags describe the model and the data.  Each worker reads its own samples, so tensor-parallel ranks do not
+exchange them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, fu
     sample = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items() if torch.is_tensor(tensor)}
     group = parallel_state.get_context_parallel_group()
     batch: dict[str, Any] = get_batch_on_this_cp_rank(sample, is_hybrid_cp=False, cp_group=group)
-    mask = batch.get("loss_mask")
+    mask = batch["loss_mask"]
     output = model(
         batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask
     )
@@ -69,7 +69,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """The datasets of the three splits, on every worker."""
+    """The datasets of the three splits, on each worker."""
     args = get_args()
     blend, by_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -89,7 +89,8 @@ def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) ->
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, [*counts], lambda: True, config).build()
+    sizes: Any = [*counts]  # None for a split of unlimited size
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
 
 build_datasets.is_distributed = True

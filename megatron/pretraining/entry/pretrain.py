@@ -74,9 +74,7 @@ def pretrain(
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ConfigError(
-                f"pretrain() got {name}, by which the caller controls process groups of its own: leave it out."
-            )
+            raise ConfigError(f"pretrain() got {name}, and mocrun has to control the process groups: leave it out.")
 
 
 def _leave_to_vote(args: Any, container: Any) -> None:

@@ -17,7 +17,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         reason: a sentence's predicate, whose subject is the option.
-        off: values with which the loop does nothing.
+        off: values that turn the feature off.
     """
 
     reason: str
@@ -75,7 +75,7 @@ _PROFILER = "starts profilers, which would record recoveries as iterations"
 _GRAPHS = "captures an iteration in a CUDA graph, which a recovery by parts of an iteration cannot replay"
 _TENSORS = "writes tensors of an iteration, which a recovery computes again: its files would be written twice"
 _PHASES = "changes the data in the course of a run, whose position would no longer be one number"
-_FSDP = "shards weights, and snapshots need whole weights on each worker"
+_FSDP = "shards weights, and snapshots need complete weights on each worker"
 _MEASURES = "measures iterations of Megatron-LM's loop"
 _ELSEWHERE = "keeps checkpoints outside of --save: --ckpt-policy with --ckpt-tier memory or peers takes their place"
 
@@ -105,7 +105,7 @@ REFUSED = {
     "adlr_autoresume": Refusal("resumes jobs by another system than mocrun"),
     "phase_transition_iterations": Refusal(_PHASES),
     "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
-    "async_save": Refusal("writes --save in the background; --ckpt-policy saves beside training"),
+    "async_save": Refusal("writes --save in the background; --ckpt-policy saves while training continues"),
     "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
     "moe_expert_rank_capacity_factor": Refusal("runs an iteration again when experts overflow, before the vote"),
     "hybrid_context_parallel": Refusal("balances samples between workers by their past"),
@@ -122,13 +122,13 @@ REFUSED = {
     "fsdp_manual_registration": Refusal(_FSDP),
     "nccl_ub": Refusal("registers buffers with communicators, which a recovery replaces"),
     "gtp_weight_remat_size": Refusal(_FSDP, (None, 1)),
-    "use_layer_wise_distributed_optimizer": Refusal("gives whole layers to workers, and snapshots need their parts"),
+    "use_layer_wise_distributed_optimizer": Refusal("assigns layers to workers, and snapshots need parts of each"),
 }
 """Refused arguments."""
 
 
 def refusals(arguments: Any) -> Iterator[str]:
-    """One sentence for each argument with which Megatron-LM's loop would do what this project's does not."""
+    """One sentence for each argument that selects a feature only Megatron-LM's loop has."""
     for name, refusal in REFUSED.items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:
