@@ -51,7 +51,7 @@ def main() -> None:
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, functools.partial]:
     """One micro batch through one model chunk, as megatron-core's schedules call it."""
     sample = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items() if torch.is_tensor(tensor)}
-    group = parallel_state.get_context_parallel_group()
+    group: Any = parallel_state.get_context_parallel_group()
     batch: dict[str, Any] = get_batch_on_this_cp_rank(sample, is_hybrid_cp=False, cp_group=group)
     mask = batch["loss_mask"]
     output = model(
