@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from contextlib import suppress
@@ -102,6 +103,8 @@ def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node
 
     Directories of a job of several nodes are checked by its first worker, which alone knows whether training began.
     """
+    if asks_for_megatron(arguments)[0]:
+        return  # Megatron-LM checks its flags in the workers
     config = parse_config(arguments, Workers(least_nodes, nodes, per_node))
     if nodes == 1:
         try:
@@ -118,8 +121,21 @@ def workers_here() -> Workers | None:
     return Workers(1, 1, size)
 
 
+def asks_for_megatron(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether ``--front megatron`` is given, and the other words of the command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--front", choices=("moc", "megatron"), default="moc")
+    known, others = parser.parse_known_args(words)
+    return known.front == "megatron", others
+
+
 def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
+    megatron, _ = asks_for_megatron(sys.argv[1:])
+    if megatron:
+        import_module("moc.megatron").warm_up()
+        import_module("megatron.pretraining.entry.gpt")
+        return
     prepare_core(valid_config(sys.argv[1:]))
     for module in WARM:
         with suppress(ImportError):  # a release may have other modules
@@ -128,6 +144,12 @@ def warm_up() -> None:
 
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
+    megatron, others = asks_for_megatron(sys.argv[1:])
+    if megatron:
+        sys.argv[1:] = others
+        import_module("moc.megatron")
+        import_module("megatron.pretraining.entry.gpt").main()
+        return 0
     config = parse_config(workers=workers_here())
     prepare_core(config)
     from megatron.pretraining.errors import reported

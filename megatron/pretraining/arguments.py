@@ -82,6 +82,13 @@ def build_parser() -> _Parser:
         help="Start from the flags in this file; of several files, a later one overrides an earlier one.",
     )
     parser.add_argument(
+        "--front",
+        choices=("moc", "megatron"),
+        default=argparse.SUPPRESS,
+        help="Which flags and which builder of model and data: this program's (moc), or Megatron-LM's, with all of its "
+        "flags (megatron; docs/how-to/megatron-lm.md).",
+    )
+    parser.add_argument(
         "--print-config",
         action="store_true",
         help="Print all flags in force, with those that follow from others, as a file for --config; exit.",

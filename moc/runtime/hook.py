@@ -16,6 +16,7 @@ from types import ModuleType
 VARIABLE = "MOC_NO_MEGATRON"
 """Environment variable that ``mocrun --no-megatron`` sets for workers."""
 
+_ENTRY = "moc.megatron"
 _WATCHED = ("megatron.core", "megatron.training")
 _ADAPTER = "megatron.pretraining.process.cpu"
 """Module of programs with an adapter of their own for megatron-core."""
@@ -24,15 +25,14 @@ _used = False
 
 
 class _Finder(MetaPathFinder):
-    """Imports :mod:`moc.megatron` when one of the watched packages is first imported, then finds nothing more."""
+    """Imports :mod:`moc.megatron` when one of the watched packages is imported first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _WATCHED or (fullname == "megatron.core" and not _comes_too_late()):
+        if fullname not in _WATCHED or _ENTRY in sys.modules or (fullname == "megatron.core" and not _needs_adapter()):
             return None
-        sys.meta_path.remove(self)
-        importlib.import_module("moc.megatron")
+        importlib.import_module(_ENTRY)
         return _Loaded.spec(sys.modules[fullname])
 
 
@@ -56,7 +56,7 @@ class _Loaded(Loader):
         module.__spec__ = self._spec
 
 
-def _comes_too_late() -> bool:
+def _needs_adapter() -> bool:
     """Whether ``megatron.core`` must not be imported before it is adapted."""
     import torch
 
@@ -71,7 +71,7 @@ def install() -> None:
 
 def warm_up() -> None:
     """Imports what training by :mod:`moc.megatron` imports late; does nothing if that is not imported."""
-    if (entry := sys.modules.get("moc.megatron")) is not None:
+    if (entry := sys.modules.get(_ENTRY)) is not None:
         entry.warm_up()
 
 
@@ -83,7 +83,7 @@ def note_use() -> None:
 
 def reminder() -> str | None:
     """The sentence about a script that imports ``megatron.training`` and never calls ``pretrain``; None for others."""
-    if _used or "moc.megatron" not in sys.modules or "megatron.training" not in sys.modules:
+    if _used or _ENTRY not in sys.modules or "megatron.training" not in sys.modules:
         return None
     return (
         f"{sys.argv[0]} did not call megatron.training.pretrain(), so nothing of it was protected by snapshots; "

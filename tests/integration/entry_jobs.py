@@ -83,6 +83,7 @@ def run_stock_loop(directory: Path, script: Path, size: int, flags: str) -> tupl
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     port = ["--master-port", str(*free_ports(1))]
     program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *BASE.split(), *flags.split()]
+    program += ["--distributed-backend", "gloo"]
     return _output_of([*launcher, *port, *program], directory)
 
 

@@ -33,8 +33,6 @@ STOCK_CASES = {
     "interleaved": (f"{MOE} {PP2} --num-layers-per-virtual-pipeline-stage 1", FULL),
     "TP2 SP": (f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel", FULL),
     "CP2": (f"{MOE} {ZERO1} --context-parallel-size 2 --calculate-per-token-loss", FULL),
-    "ramp": (f"{EP2} --rampup-batch-size 4 4 16 --train-samples 56 --train-iters 0", FULL),
-    "gradient": (EP2, "--ckpt-policy gradient --gradient-window 3"),
     "sparse": (f"{MOE} {PP2}", "--ckpt-policy sparse --sparse-window 2 --upstream-logging"),
 }
 USER_CASES = {

@@ -25,7 +25,10 @@ JOB = """--model micro --mock-data --tokenizer-type NullTokenizer --vocab-size 2
 """In place of the dots that stand for flags of a training."""
 
 LAUNCHERS = ("mocrun", "torchrun", "deepspeed")
-OF_THE_READER = {"busier", "--busier-experts", "rotating"}  # policies and rules that a page explains how to write
+OF_THE_READER = {
+    "busier", "--busier-experts", "rotating",  # policies and rules that a page explains how to write
+    "pretrain_gpt.py",  # a script of Megatron-LM
+}  # fmt: skip
 TRAINING = "pretrain_gpt_moe.py"
 NUMBERS = {"N": "0"}
 DIRECTORIES = {"TRACES": "traces", "CHECKOUT": ".", "PYTHON": sys.executable, "DATA_PREFIX": "data_text_document"}

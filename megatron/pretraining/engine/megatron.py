@@ -35,12 +35,12 @@ from moc.state.shape import model_operators
 
 @dataclass(frozen=True)
 class Model:
-    """What a session has to know about the model.
+    """The properties of a model that a session needs.
 
     Attributes:
-        operators: of the complete model, in the order of the forward pass.
+        operators: all operators, in the order of the forward pass.
         stages: the pipeline stage of each layer.
-        described: description in snapshots: ``shape``, ``model`` and ``tokenizer``.
+        described: its description in snapshots: ``shape``, ``model`` and ``tokenizer``.
         check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError if that is another model.
     """
 

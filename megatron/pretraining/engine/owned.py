@@ -170,7 +170,8 @@ def moments_of(member: MegatronOptimizer) -> tuple[str, ...]:
         return _MOMENTS["adam"]
     if type(inner).__name__ == "Lion":
         return ("exp_avg",)
-    return _MOMENTS.get(member.config.optimizer, _MOMENTS["sgd"])  # others are SGD, and all of Muon's family
+    # by the flag; optimizers like Muon have a momentum, as SGD
+    return _MOMENTS.get(member.config.optimizer, _MOMENTS["sgd"])
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:

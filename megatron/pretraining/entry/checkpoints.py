@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.training import training
 
+from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.setup import WorkerParts
 from moc.runtime.agreement import first_line, run_on_rank0
@@ -59,9 +60,10 @@ class StockCheckpoints:
         if args.load is None and args.pretrained_checkpoint is None:
             return None
         try:
-            loaded: Any = training.load_checkpoint(
-                parts.chunks, parts.optimizer.core, parts.scheduler, checkpointing_context={}
-            )
+            with nothing_runs():
+                loaded: Any = training.load_checkpoint(
+                    parts.chunks, parts.optimizer.core, parts.scheduler, checkpointing_context={}
+                )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
             raise CheckpointError(f"{place} cannot be loaded ({type(error).__name__}: {first_line(error)})") from error

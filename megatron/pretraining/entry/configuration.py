@@ -31,7 +31,7 @@ OWN_FLAGS = {
 }
 """Our flags in groups that otherwise have flags of Megatron-LM."""
 _DEFAULTS = {"grad_norm": "stock"}
-"""Defaults of our flags that differ in this entry point: the same bits as Megatron-LM's loop."""
+"""Defaults that differ from our program's: the same bits as Megatron-LM's loop."""
 _RENAMED = {"fp8_format": "fp8"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -115,7 +115,7 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
     kind = group_classes()[name]
     if name in OWN_GROUPS:
         return kind(**values)
-    made = object.__new__(kind)  # its checks are those of our program
+    made = object.__new__(kind)  # Megatron-LM has checked the values
     for flag, value in values.items():
         object.__setattr__(made, flag, value)
     return made

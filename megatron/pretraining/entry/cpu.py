@@ -174,7 +174,7 @@ def _extend_local_attention() -> None:
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole sequence, and the causal mask of this rank's queries.
+    """Keys and values of all positions, and the causal mask of this rank's queries.
 
     With context parallelism a rank has two chunks of the sequence: one from the front, and its mirror from the back.
     """
@@ -220,8 +220,8 @@ def _load_sharded_state() -> None:
     """Lets the distributed optimizer load its own checkpoints with torch's Adam.
 
     Before its first update, megatron-core asks torch's Adam for a step that does not exist yet.  It then writes fp32
-    weights with gradients enabled, and gives all parameters the same tensor as their step, to which Adam adds once for
-    each.  No checkpoint has a step among the moments.
+    weights with gradients enabled, and gives all parameters the same tensor as their step, and Adam increments it
+    once for each parameter.  No checkpoint has a step among the moments.
     """
     module = import_module("megatron.core.optimizer.distrib_optimizer")
     if module.HAVE_APEX_OR_TE:

@@ -22,7 +22,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def take_own_values(arguments: argparse.Namespace) -> dict[str, object]:
-    """Removes our values from parsed arguments; returns those that were given, by name of the flag."""
+    """Removes our values from parsed arguments; returns the given ones, by name of the flag."""
     names = [flag.name for flag in own_flags() if hasattr(arguments, _PREFIX + flag.name)]
     found = {name: getattr(arguments, _PREFIX + name) for name in names}
     for name in names:

@@ -60,7 +60,7 @@ def tensors_of(
 def model_of_chunks(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World, described: Mapping
 ) -> Model:
-    """The whole model, whose parts all workers have built; a collective call.
+    """The model. Each worker has built a part of it; a collective call.
 
     Args:
         chunks: of this worker.

@@ -74,7 +74,10 @@ def pretrain(
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ConfigError(f"pretrain() got {name}, an argument for process groups of the caller. Fix: leave it out")
+            raise ConfigError(
+                f"pretrain() got {name}, and mocrun has to control the process groups. Fix: leave it out",
+                code="process-groups-of-caller",
+            )
 
 
 def _leave_to_vote(args: Any, container: Any) -> None:

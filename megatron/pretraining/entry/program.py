@@ -268,7 +268,7 @@ class _Losses:
 
 @contextlib.contextmanager
 def _without_loading(args: Any) -> Iterator[None]:
-    """A context in which Megatron-LM builds the optimizer, and loads no checkpoint, which the session chooses."""
+    """Lets Megatron-LM build the optimizer and load no checkpoint; the session chooses the state to load."""
     saved = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint", "skip_train")}
     args.load = args.pretrained_checkpoint = None
     args.skip_train = False

@@ -110,7 +110,7 @@ class StockSchedule(Schedule):
 
 
 def reporting(forward_step: Callable[..., Any], reports: Reports) -> ForwardStep:
-    """Megatron-LM's forward step, whose reports the vote adds up.
+    """Megatron-LM's forward step, with reports that the vote can add up.
 
     Args:
         forward_step: ``(iterator, model) -> (output, loss function)``; its report has one value, a mean, or two values,

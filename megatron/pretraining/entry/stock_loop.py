@@ -17,7 +17,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         reason: a sentence's predicate, whose subject is the option.
-        off: values that turn the argument off.
+        off: values that turn the feature off.
     """
 
     reason: str
@@ -34,7 +34,7 @@ FUNCTIONS = (
 PORTED = {
     "megatron/pretraining/entry/program.py": """
         align_grad_reduce align_param_gather overlap_grad_reduce overlap_param_gather empty_unused_memory_level
-        skip_train train_iters train_samples train_sync_interval start_eval_at_iter consumed_valid_samples
+        skip_train train_iters train_sync_interval start_eval_at_iter consumed_valid_samples
         check_weight_hash_across_dp_replicas_interval""",
     "megatron/pretraining/entry/streams.py": """
         micro_batch_size eval_global_batch_size eval_micro_batch_size virtual_pipeline_model_parallel_size""",
@@ -54,9 +54,9 @@ BY_STOCK = frozenset(
     """
     eval_iters log_interval log_throughput log_validation_ppl_to_tensorboard multiple_validation_sets
     validation_set_names sft global_batch_size step_batch_size_schedule data_parallel_size world_size rank
-    tensor_model_parallel_size context_parallel_size dataloader_type tensorboard_dir num_experts
+    tensor_model_parallel_size context_parallel_size train_samples tensorboard_dir num_experts
     use_distributed_optimizer do_test do_train do_valid barrier_with_L1_time use_tp_pp_dp_mapping fp8 ckpt_format
-    no_load_optim distributed_timeout_seconds_after_init disable_straggler_on_startup straggler_ctrlr_port
+    no_load_optim disable_straggler_on_startup straggler_ctrlr_port
     straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval pytorch_profiler_collect_callstack
     pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes profile_ranks profile_step_end
     profile_step_start record_shapes use_pytorch_profiler vision_pretraining_type manual_gc_eval
@@ -98,10 +98,14 @@ REFUSED = {
     "save_tokens_per_expert_interval": Refusal(_TENSORS),
     "non_persistent_save_interval": Refusal(_ELSEWHERE),
     "non_persistent_ckpt_type": Refusal(_ELSEWHERE),
+    "dataloader_type": Refusal(
+        "external hands on a data loader of the script, which cannot start at any sample", (None, "single", "cyclic")
+    ),
+    "distributed_timeout_seconds_after_init": Refusal("changes process groups, whose timeouts mocrun controls"),
     "adlr_autoresume": Refusal("resumes jobs by another system than mocrun"),
     "phase_transition_iterations": Refusal(_PHASES),
     "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
-    "async_save": Refusal("writes --save in the background; --ckpt-policy saves during training"),
+    "async_save": Refusal("writes --save in the background; --ckpt-policy saves while training continues"),
     "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
     "moe_expert_rank_capacity_factor": Refusal("runs an iteration again when experts overflow, before the vote"),
     "hybrid_context_parallel": Refusal("balances samples between workers by their past"),
@@ -118,13 +122,13 @@ REFUSED = {
     "fsdp_manual_registration": Refusal(_FSDP),
     "nccl_ub": Refusal("registers buffers with communicators, which a recovery replaces"),
     "gtp_weight_remat_size": Refusal(_FSDP, (None, 1)),
-    "use_layer_wise_distributed_optimizer": Refusal("gives complete layers to workers, and snapshots need their parts"),
+    "use_layer_wise_distributed_optimizer": Refusal("assigns layers to workers, and snapshots need parts of each"),
 }
 """Refused arguments."""
 
 
 def refusals(arguments: Any) -> Iterator[str]:
-    """One sentence for each argument with which Megatron-LM's loop would do what this project's does not."""
+    """One sentence for each argument that selects a feature only Megatron-LM's loop has."""
     for name, refusal in REFUSED.items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:

@@ -67,16 +67,28 @@ class StockStream:
         self._at = None  # until all have been read
         unread = {stage for stage, reader in enumerate(self._readers) if reader is not None}
 
-        def read(stage: int, reader: Iterator[Any]) -> Iterator[Any]:
+        def read(stage: int) -> Iterator[Any]:
             for number in range(rounds):
-                sample = next(reader)
+                try:
+                    sample = next(self._reader(stage))
+                except StopIteration:  # the end of an epoch
+                    self._restart(stage, consumed_samples + number * batch // rounds)
+                    sample = next(self._reader(stage))
                 if number == rounds - 1:
                     unread.discard(stage)
                     self._at = None if unread else (*at[:2], consumed_samples + batch)
                 yield sample
 
-        readers = [None if reader is None else read(stage, reader) for stage, reader in enumerate(self._readers)]
+        readers = [None if reader is None else read(stage) for stage, reader in enumerate(self._readers)]
         return readers if self._interleaved else readers[0]
+
+    def _reader(self, stage: int) -> Iterator[Any]:
+        reader = self._readers[stage]
+        assert reader is not None  # only stages with data are read
+        return reader
+
+    def _restart(self, stage: int, consumed_samples: int) -> None:
+        self._readers[stage] = iter(_loader(self._datasets[stage], consumed_samples))
 
 
 def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockStream]:

@@ -1,0 +1,106 @@
+"""Pre-training of GPT models with Megatron-LM's flags and ``megatron.training``, where no script of a user is at hand.
+
+Megatron-LM's flags describe the model and the data.  Each worker reads its own samples, so tensor-parallel ranks do not
+exchange them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron.pretraining.entry.pretrain import pretrain
+from megatron.pretraining.entry.stock import get_args
+
+_UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
+
+
+def main() -> None:
+    """Parses Megatron-LM's flags and ours, then trains."""
+    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    for name in _UNSUPPORTED:
+        if getattr(args, name):
+            sys.exit(
+                f"{sys.argv[0]}: error: --{name.replace('_', '-')} needs Megatron-LM's pretrain_gpt.py: run that under "
+                "mocrun."
+            )
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(
+        container,
+        build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=embedding_ranks,
+    )
+
+
+def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, functools.partial]:
+    """One micro batch through one model chunk, as megatron-core's schedules call it."""
+    sample = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items() if torch.is_tensor(tensor)}
+    group: Any = parallel_state.get_context_parallel_group()
+    batch: dict[str, Any] = get_batch_on_this_cp_rank(sample, is_hybrid_cp=False, cp_group=group)
+    mask = batch["loss_mask"]
+    output = model(
+        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask
+    )
+    return output, functools.partial(loss_function, mask)
+
+
+def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Sums the losses of the tokens that count; returns the sum, the number of tokens, and both for the report."""
+    mask = loss_mask.view(-1).float()
+    total = (losses.view(-1).float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+
+
+def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) -> Any:
+    """The datasets of the three splits, on each worker."""
+    args = get_args()
+    blend, by_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=by_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    sizes: Any = [*counts]  # None for a split of unlimited size
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+
+
+build_datasets.is_distributed = True
+
+
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold a copy of the embedding: tied weights and multi-token prediction need one."""
+    args, ranks = get_args(), {pipeline_ranks[0]}
+    if len(pipeline_ranks) > 1:
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pipeline_ranks[-1])
+        ranks.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)

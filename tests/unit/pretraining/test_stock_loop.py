@@ -1,0 +1,57 @@
+"""The arguments of Megatron-LM's loop that have an entry are those that its source reads."""
+
+import ast
+import importlib.util
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.entry import stock_loop
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def read_arguments() -> set[str]:
+    """The names that the functions of Megatron-LM's loop read of ``args`` and of its container of configurations."""
+    spec = importlib.util.find_spec("megatron.training")
+    tree = ast.parse((Path(next(iter(spec.submodule_search_locations))) / "training.py").read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert set(stock_loop.FUNCTIONS) <= functions.keys()
+    found = set()
+    for name in stock_loop.FUNCTIONS:
+        for node in ast.walk(functions[name]):
+            match node:
+                case ast.Attribute(value=ast.Name(id="args"), ctx=ast.Load()):
+                    found.add(node.attr)
+                case ast.Attribute(value=ast.Attribute(value=ast.Name(id="cfg_container"))):
+                    found.add(node.attr)
+                case ast.Call(
+                    func=ast.Name(id="getattr"), args=[ast.Name(id="args"), ast.Constant(value=str(key)), *_]
+                ):
+                    found.add(key)
+    return found - {"get_builder_cls"}
+
+
+def test_each_argument_has_an_entry():
+    missing = read_arguments() - stock_loop.known_arguments()
+    assert not missing, "port these arguments, or refuse them"
+
+
+def test_each_entry_is_an_argument_that_the_loop_reads():
+    unread = stock_loop.known_arguments() - read_arguments() - {"tensorboard_log_interval"}  # read by training_log
+    assert not unread
+
+
+@pytest.mark.parametrize("file", stock_loop.PORTED)
+def test_a_ported_argument_is_read_where_the_table_says(file):
+    text = (ROOT / file).read_text()
+    assert not [name for name in stock_loop.PORTED[file].split() if name not in text]
+
+
+def test_all_refusals_are_in_one_message():
+    arguments = Namespace(profile=True, log_energy=True, iterations_to_skip=[], cuda_graph_impl="none")
+    with pytest.raises(ConfigError, match="--profile .*--log-energy "):
+        stock_loop.refuse_arguments(arguments)
+    stock_loop.refuse_arguments(Namespace(profile=False, iterations_to_skip=[3][:0], cuda_graph_impl="none"))
