@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from moc.errors import UserError
+
 FIX = " Fix: "
 """Separates the cause from the remedy in a message."""
 
@@ -20,14 +22,15 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
     of_class = _codes_of_classes(trees)
     found: dict[str, set[str]] = defaultdict(set)
-    for code in of_class.values():
+    for code in {*of_class.values()} - {UserError.code}:
         found[code]  # a code without a literal message is listed, too
     for tree in trees:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             for code in _stated(call) if _has_code(call) else [of_class.get(name)]:
-                if code is not None:
-                    found[code].update(filter(None, map(_text, call.args)))
+                texts = set(filter(None, map(_text, call.args)))
+                if code is not None and texts:
+                    found[code] |= texts
     return {code: sorted(texts) for code, texts in sorted(found.items())}
 
 

@@ -318,7 +318,11 @@ class _Remote:
         about = f"the snapshot of iteration {self.wanted.iteration} of node {self.wanted.of}"
         if answer.kind == "absent":
             raise AbsentError(f"node {self.wanted.held_by} does not have {about}")
-        raise CheckpointError(f"node {self.wanted.held_by} does not give {about}: {answer.header.get('why')}")
+        raise CheckpointError(
+            f"node {self.wanted.held_by} does not give {about}: {answer.header.get('why')}. Fix: read the "
+            "output of that node",
+            code="copy-refused",
+        )
 
     async def _keep_pace(self, nbytes: int) -> None:
         self._bytes += nbytes

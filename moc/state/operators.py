@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moc.errors import UserError
 
 
-class StateError(UserError, ValueError):
+class UnsupportedStateError(UserError, ValueError):
     """A model or optimizer cannot be saved; the message names the parameter or the optimizer."""
 
 
@@ -106,12 +106,12 @@ def operator_of(parameter_name: str) -> str:
         parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``.
 
     Raises:
-        StateError: the name matches no operator.
+        UnsupportedStateError: the name matches no operator.
     """
     for pattern, operator in _PATTERNS.items():
         if found := pattern.fullmatch(parameter_name):
             return re.sub("[NE]", lambda number: found[number[0]], operator)
-    raise StateError(
+    raise UnsupportedStateError(
         f"the parameter {parameter_name} belongs to no known operator. Fix: give it one of the names "
         f"{', '.join(OPERATORS)}",
         code="parameter-unknown",

@@ -11,7 +11,7 @@ import torch
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import Operator, StateError, operator_of
+from moc.state.operators import Operator, UnsupportedStateError, operator_of
 from moc.state.region import Region
 
 
@@ -27,8 +27,8 @@ class ReplicatedState:
         rank: rank of this worker.
 
     Raises:
-        StateError: a parameter belongs to no known operator, the optimizer updates one that has no name here, or it
-            keeps a state that is not known.
+        UnsupportedStateError: a parameter belongs to no known operator, the optimizer updates one that has no name
+            here, or it keeps a state that is not known.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int):
@@ -43,7 +43,7 @@ class ReplicatedState:
             for place, parameter in enumerate(group["params"]):
                 if parameter not in named:
                     told = group["param_names"][place] if "param_names" in group else f"{place} of group {number}"
-                    raise StateError(
+                    raise UnsupportedStateError(
                         f"parameter {told} of the optimizer, of shape {tuple(parameter.shape)}, would not be saved: it "
                         "has no name in the state. Fix: name every parameter that is updated",
                         code="parameter-unnamed",
@@ -150,7 +150,7 @@ def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
     """Creates the state that torch would create in the first update, with the same outcome; returns the moments.
 
     Raises:
-        StateError: the optimizer keeps another state.
+        UnsupportedStateError: the optimizer keeps another state.
     """
     kind, state = type(optimizer), optimizer.state[parameter]
     if kind in (torch.optim.Adam, torch.optim.AdamW):
@@ -162,7 +162,7 @@ def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
         slots, begins = ("momentum_buffer",) if group["momentum"] else (), -0.0
     else:
         what = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
-        raise StateError(
+        raise UnsupportedStateError(
             f"ReplicatedState supports torch's Adam, AdamW and SGD without dampening, not {what}. Fix: use one of "
             "them, or implement moc.TrainingState for it",
             code="optimizer-unsupported",

@@ -76,3 +76,7 @@ def test_exit_codes_have_a_row():
         assert f"\n| {code} |" in training
     for code in (stopping.EXIT_DONE, exit_codes.SAVED, exit_codes.LOST):
         assert f"\n| {code} |" in launcher
+
+
+def test_each_error_of_a_user_has_a_code():
+    assert "`internal-error`" not in reference.pages()["docs/reference/errors.md"]

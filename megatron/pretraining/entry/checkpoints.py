@@ -66,7 +66,11 @@ class StockCheckpoints:
                 )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
-            raise CheckpointError(f"{place} cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
+            raise CheckpointError(
+                f"{place} cannot be loaded ({type(error).__name__}: {first_line(error)}). Fix: pass another "
+                "checkpoint, or the flags that it was saved with",
+                code="checkpoint-unloadable",
+            ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
         if args.iteration == 0:

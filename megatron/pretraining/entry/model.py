@@ -113,7 +113,8 @@ def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
         if here.get(name) != saved.get(name):
             raise CheckpointError(
                 f"{where} holds another model: {shown(name)} has {shown(saved.get(name, 0))} parameters there, and "
-                f"{here.get(name, 0)} here"
+                f"{here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
+                code="checkpoint-of-another-model",
             )
 
 

@@ -203,8 +203,9 @@ class StockProgram:
                     chunk.start_param_sync(force_sync=True)
             if not check_param_hashes_across_dp_replicas([*run.stepper.chunks], cross_check=True):
                 raise ConfigError(
-                    f"weights differ between data-parallel replicas after iteration {iteration}: resume from an "
-                    "earlier checkpoint."
+                    f"weights differ between data-parallel replicas after iteration {iteration}. Fix: resume from an "
+                    "earlier checkpoint",
+                    code="replicas-differ",
                 )
 
     def _provider(self) -> Callable[..., Any] | None:
@@ -214,7 +215,10 @@ class StockProgram:
             model.pre_wrap_hooks.append(cpu.mend_experts)
             return provider
         if provider is None:
-            raise ConfigError("pretrain() got neither a model in its configuration nor a model_provider: give one.")
+            raise ConfigError(
+                "pretrain() got neither a model in its configuration nor a model_provider. Fix: give one",
+                code="model-missing",
+            )
 
         @functools.wraps(provider)
         def mended(*args: Any, **kwargs: Any) -> Any:

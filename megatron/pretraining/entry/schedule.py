@@ -145,6 +145,8 @@ def _sum_and_weight(value: Any) -> torch.Tensor:
         return flat.clone()
     if flat.numel() != 1:
         raise ConfigError(
-            f"the loss function reports {flat.numel()} values under one name: report a mean, or a sum and its weight."
+            f"the loss function reports {flat.numel()} values under one name. Fix: report a mean, or a sum and its "
+            "weight",
+            code="loss-report-invalid",
         )
     return torch.cat([flat, torch.ones_like(flat)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config.flag import Problems
 
 
 class Refusal(NamedTuple):
@@ -132,13 +132,15 @@ def refusals(arguments: Any) -> Iterator[str]:
     for name, refusal in REFUSED.items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:
-            yield f"--{name.replace('_', '-')} {refusal.reason}: drop it."
+            yield f"--{name.replace('_', '-')} {refusal.reason}. Fix: drop it"
 
 
 def refuse_arguments(arguments: Any) -> None:
     """Raises ``ConfigError`` with all refusals in one message."""
-    if found := list(refusals(arguments)):
-        raise ConfigError(" ".join(found))
+    problems = Problems()
+    for sentence in refusals(arguments):
+        problems.refuse(True, sentence, code="loop-argument-unsupported")
+    problems.raise_found()
 
 
 def known_arguments() -> frozenset[str]:

@@ -102,8 +102,9 @@ def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockS
     reads = distributed or parallel_state.get_tensor_model_parallel_rank() == 0
     if interleaved and "vp_stage" not in inspect.signature(provider).parameters:
         raise ConfigError(
-            "virtual pipeline stages need a provider of datasets with the parameter vp_stage: add it, or drop "
-            "--num-layers-per-virtual-pipeline-stage."
+            "virtual pipeline stages need a provider of datasets with the parameter vp_stage. Fix: add it, or drop "
+            "--num-layers-per-virtual-pipeline-stage",
+            code="dataset-provider-unsupported",
         )
     by_stage = []
     for stage in range(chunks):
@@ -120,13 +121,17 @@ def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockS
 def _check_readable(split: str, datasets: Sequence[Any]) -> None:
     for dataset in datasets:
         if isinstance(dataset, list):
-            raise ConfigError(f"the {split} split has several datasets, which is not supported: drop all but one.")
+            raise ConfigError(
+                f"the {split} split has several datasets, which is not supported. Fix: drop all but one",
+                code="datasets-unsupported",
+            )
         if isinstance(dataset, torch.utils.data.IterableDataset) or (
             dataset is not None and not hasattr(dataset, "__getitem__")
         ):
             raise ConfigError(
                 f"the dataset {type(dataset).__name__} of the {split} split can only be read in sequence, and a "
-                "resumed run has to read from any sample: give it __getitem__ and __len__."
+                "resumed run has to read from any sample. Fix: give it __getitem__ and __len__",
+                code="datasets-unsupported",
             )
 
 
