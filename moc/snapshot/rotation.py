@@ -37,6 +37,10 @@ class Use(Enum):
     RETIRING = "retiring"
 
 
+_NEWEST_FIRST = (Use.FILLING, Use.RECOVERY, Use.RETIRING, Use.FREE)
+"""Uses of two buffers with the snapshot of one iteration: the newer one comes first."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """One buffer.
@@ -107,15 +111,15 @@ class Rotation:
         return any(slot.iteration == iteration and not slot.free for slot in self.slots)
 
     def holding(self, iteration: int) -> int:
-        """Returns the buffer of a snapshot that is not given up.
+        """Returns the buffer of a snapshot that is not given up; of one that is taken again, the new buffer.
 
         Raises:
             KeyError: there is none.
         """
-        for number, slot in enumerate(self.slots):
-            if slot.iteration == iteration and not slot.free:
-                return number
-        raise KeyError(iteration)
+        found = [number for number, slot in enumerate(self.slots) if slot.iteration == iteration and not slot.free]
+        if not found:
+            raise KeyError(iteration)
+        return min(found, key=lambda number: _NEWEST_FIRST.index(self.slots[number].use))
 
     @property
     def recovery(self) -> int | None:
@@ -141,14 +145,16 @@ class Rotation:
         return self._set(number, Slot(Use.FILLING, iteration, persisting, supersedes))
 
     def complete(self, iteration: int) -> Rotation:
-        """All ranks have copied a snapshot; what it supersedes retires."""
+        """All ranks have copied a snapshot; what it supersedes retires, and so does an earlier copy of itself."""
         number = self.holding(iteration)
         if not self.keep:
             return self._set(number, replace(self.slots[number], use=Use.FREE))
         first = self.slots[number].supersedes
 
         def retired(slot: Slot) -> Slot:
-            if slot.use is Use.RECOVERY and first is not None and slot.iteration is not None and slot.iteration < first:
+            if slot.use is not Use.RECOVERY or slot.iteration is None:
+                return slot
+            if slot.iteration == iteration or first is not None and slot.iteration < first:
                 return replace(slot, use=Use.RETIRING, superseded_by=iteration)
             return slot
 

@@ -257,3 +257,15 @@ def test_buffers_that_shorter_windows_do_not_need_go():
     assert rotation.trimmed(5) == rotation.trimmed(3)  # what is needed stays
     rotation = rotation.begin(6, False, 6).complete(6).voted()
     assert len(rotation.trimmed(3).slots) == 3 and rotation.trimmed(3).free() == 1
+
+
+def test_a_recovered_snapshot_that_is_taken_again_supersedes_only_itself():
+    """The window of iterations 5 to 7 needs the snapshots of 5 and 6 from before the recovery."""
+    rotation = Rotation.of(3, keep=True, recovered=[2, 3, 4, 5, 6])
+    taken = rotation.begin(6, persisting=False, supersedes=None)
+    assert taken.holding(6) == 5
+    complete = taken.complete(6)
+    assert complete.holding(6) == 5 and complete.voted().all_free() == (4,)
+    assert complete.voted().held() == {2, 3, 4, 5, 6}
+    window = complete.voted().begin(7, persisting=False, supersedes=5).complete(7).voted()
+    assert window.held() == {5, 6, 7}
