@@ -42,7 +42,7 @@ from moc.snapshot.rotation import Rotation
 from moc.state.detail import Detail
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.state.record import Position, StepRecord
-from moc.store.errors import CheckpointError, TakenError
+from moc.store.errors import CheckpointError, NoRoomError, TakenError
 from moc.store.spare import NAME as SPARE_NAME
 from moc.store.spare import SpareRoom
 
@@ -116,10 +116,16 @@ class Snapshots:
             for number, nbytes in enumerate(own[recovered:], recovered):
                 self._saver.reserve(number, nbytes)
             self._tap.reserve(logged)
-            if self._peers is not None:
-                sizes, turn = [one.copies for one in told], self._tiers.node.index(self._world.rank)
-                self._peers.reserve(sizes, small, turn, len(self._tiers.node))
-            self._fill_spare(small)
+            try:
+                if self._peers is not None:
+                    sizes, turn = [one.copies for one in told], self._tiers.node.index(self._world.rank)
+                    self._peers.reserve(sizes, small, turn, len(self._tiers.node))
+                self._fill_spare(small)
+            except OSError as error:
+                raise NoRoomError(
+                    f"memory for snapshots cannot be allocated: {error.strerror or error}. Fix: free memory, enlarge "
+                    "the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
+                ) from None
 
         needed = ReservedMemory.of(told, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         try:

@@ -82,7 +82,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         For each ``start``, the iteration; ``steps``, updates that Adam reckons with; and ``hashes`` of what this
         worker holds first.
     """
-    Snapshots.reserve = lambda _: None  # buffers that nothing will be copied into
+    Snapshots.reserve = lambda *_, **__: None  # buffers that nothing will be copied into
 
     def use(run) -> list[dict]:
         step, told = run.stepper, []

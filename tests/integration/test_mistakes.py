@@ -189,8 +189,9 @@ def test_arguments_of_other_programs_are_not_parsed(tmp_path):
     assert json.loads((tmp_path / "words").read_text()) == ["--hiden-size", "64", "--mock-data"]
 
 
-@pytest.mark.parametrize("after_s", [0.05, 0.4, 2.0])
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 2.0])
 def test_control_c_at_any_moment(after_s, tmp_path):
+    """From the first line of the launcher on: Python itself prints a traceback while it starts."""
     words = [
         sys.executable,
         "-W",
@@ -206,8 +207,9 @@ def test_control_c_at_any_moment(after_s, tmp_path):
         words, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    assert job.stdout is not None and job.stdout.readline()
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)
     output = job.communicate()[0]
     assert job.returncode in (-signal.SIGINT, 128 + signal.SIGINT), output
-    assert after_s < 0.3 or "Traceback" not in output, output  # Python itself starts before
+    assert "Traceback" not in output, output

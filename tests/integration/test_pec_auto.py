@@ -29,7 +29,7 @@ def test_as_many_experts_as_hide(data, tmp_path):
     events = [json.loads(line) for line in Path(tmp_path, "log", "events.jsonl").read_text().splitlines()]
     choice = next(event for event in events if event["type"] == "choice")
     k = choice["k_snapshot"]
-    assert 1 <= choice["k_persist"] <= k < EXPERTS and f"A snapshot of {k} experts" in choice["reason"]
+    assert 1 <= choice["k_persist"] <= k < EXPERTS and f"A snapshot of {k} expert" in choice["reason"]
     store = Store(place_of(str(tmp_path / "c")))
     saved = [Counter(name.rsplit(".", 1)[0] for name in store.manifest(i).operators) for i in store.iterations()]
     first, *others, last = (counts["layers.0.expert"] for counts in saved)
