@@ -200,8 +200,8 @@ def test_control_c_at_any_moment(after_s, tmp_path):
         "moc.launch",
         PROGRAM,
         *shlex.split(BASE),
-        "--log-dir",
-        str(tmp_path),
+        *("--train-iters", "1000000"),
+        *("--log-dir", str(tmp_path)),
     ]
     job = subprocess.Popen(
         words, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY, text=True,

@@ -124,7 +124,8 @@ def test_memory_that_another_job_holds(flags, tmp_path):
     (tmp_path / "snapshots" / ".fence").unlink()
     assert_refused(start("plain DP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
     first.kill()
-    assert {result.exit for result in first.wait()} == {-9}
+    results = first.wait()
+    assert {result.exit for result in results} == {-9}, results[0].output[-1500:]
 
 
 def newest_iterations(flags: dict) -> list[int]:
