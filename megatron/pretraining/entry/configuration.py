@@ -140,5 +140,11 @@ def _checked(config: MegatronConfig) -> MegatronConfig:
         "pretrain_gpt_moe.py without --front megatron",
         code="elastic-unsupported",
     )
+    refuse(
+        config.snapshot.ckpt_policy == "gradient",
+        "--ckpt-policy gradient is not supported for scripts of Megatron-LM: after a loss of all workers, storage may "
+        "have no snapshot. Fix: choose full or sparse",
+        code="policy-unsupported",
+    )
     check_own_flags(config)
     return config
