@@ -77,7 +77,7 @@ class Session(VoteParticipant):
         self.remains = LocalRemains() if remains is None else remains
         self.position, self.record = Position(), None
         self._running: tuple[Components, Snapshots] | None = None  # None without a policy, and before resume()
-        self._memory: Path | None = None  # this node's memory, if the job uses it
+        self._memory: Path | None = None  # this node's memory, if the job uses and owns it
         self._whole = True  # False while the update changes the state
 
     def resume(self) -> Position:
@@ -116,9 +116,9 @@ class Session(VoteParticipant):
         policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, mine, log)
         tiers = tiers_of(settings, engine.world, nodes, claim)
+        beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if tiers.memory is not None or settings.upstream_logging:
             self._memory = memory_of(settings, engine.world, nodes, claim).root
-        beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if chooser is not None:
             settings = chooser.in_force(engine, tiers, mine)
             tiers = dataclasses.replace(tiers_of(settings, engine.world, nodes, claim), storage=tiers.storage)

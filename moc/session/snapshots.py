@@ -123,8 +123,9 @@ class Snapshots:
                 self._fill_spare(small)
             except OSError as error:
                 raise NoRoomError(
-                    f"memory for snapshots cannot be allocated: {error.strerror or error}. Fix: free memory, enlarge "
-                    "the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
+                    f"memory for snapshots cannot be allocated in {self._settings.memory_directory} "
+                    f"({error.strerror or error}). Fix: free memory, enlarge the file system (Docker: --shm-size), or "
+                    "name another one with --ckpt-memory-dir"
                 ) from None
 
         needed = ReservedMemory.of(told, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))

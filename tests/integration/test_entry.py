@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from moc.errors import codes_in
 from tests.integration.entry_jobs import (
     EP2,
     FULL,
@@ -129,8 +130,9 @@ def test_refusals_are_in_one_message(tmp_path):
     refused = "--profile --log-energy --ckpt-policy full --ckpt-dir snapshots"
     ended = run(tmp_path, USER_SCRIPT, 1, refused)
     assert ended.code == 2
-    line = next(line for line in ended.output.splitlines() if "error" in line and "--profile" in line)
-    assert "--log-energy" in line
+    assert ended.output.count(": error") == 1
+    assert codes_in(ended.output) == ["loop-argument-unsupported"] * 2
+    assert "--profile" in ended.output and "--log-energy" in ended.output
     assert "Traceback" not in ended.output
 
 

@@ -123,6 +123,8 @@ def test_memory_that_another_job_holds(flags, tmp_path):
     memory = stores(flags)["memory"].place
     (tmp_path / "snapshots" / ".fence").unlink()
     assert_refused(start("plain DP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
+    refused_at = max(newest_iterations(flags))
+    wait_for(lambda: first.ended() or max(newest_iterations(flags)) > refused_at + 3)  # its buffers are untouched
     first.kill()
     results = first.wait()
     assert {result.exit for result in results} == {-9}, results[0].output[-1500:]
