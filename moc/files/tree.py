@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from moc.files.direct import write_parts
 from moc.files.text import shown
 
 SMALL = 1 << 20
@@ -291,10 +292,7 @@ def write(
     file = open(os.open(temporary, _NEW, 0o666, dir_fd=directory), "wb", buffering=0)
     try:
         with file:
-            for part in parts:
-                data = memoryview(part)
-                while data:
-                    data = data[file.write(data) :]
+            write_parts(file.fileno(), parts)
             os.fsync(file.fileno())
         if check is not None:
             check()
