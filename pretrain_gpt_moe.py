@@ -104,7 +104,8 @@ def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node
     Directories of a job of several nodes are checked by its first worker, which alone knows whether training began.
     """
     if asks_for_megatron(arguments)[0]:
-        return  # Megatron-LM checks its flags in the workers
+        import_module("megatron.pretraining.entry.words").check_arguments(__file__, arguments, nodes * per_node)
+        return
     config = parse_config(arguments, Workers(least_nodes, nodes, per_node))
     if nodes == 1:
         try:

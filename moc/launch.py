@@ -32,7 +32,7 @@ from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.exit_codes import FAILED, LOST
+from moc.runtime.exit_codes import LOST
 from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
@@ -237,8 +237,8 @@ def launch(flags: Flags, reports: bool = True) -> int:
             _log.error("%s", error)
         return 128 + error.number
     except CannotStartError as error:
-        print_lines(with_code(error), error=True)
-        return FAILED
+        print_lines(*error.lines, error=True)
+        return error.exit_code
     except (LaunchError, LostError, WireError, job_token.TokenError, OSError) as error:
         print_lines(f"mocrun: error: {with_code(error)}", error=True)
         return LOST

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
-
-import yaml
 
 from megatron.pretraining.config.composed import Config, all_flags, compose, group_classes
 from megatron.pretraining.config.ds_config import settings_in
-from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Flag, Problems, flags_of, refuse
+from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Flag, Problems, flags_of
 from megatron.pretraining.config.world import Workers, check_start
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
+from megatron.pretraining.words import closest, load_config, read_words
 from moc.errors import with_code
-from moc.files.tree import CONFIG, open_named
 from moc.output import Parser, print_lines
 
-_SIMILAR = 0.8
-"""Least similarity of a word to a flag that is suggested, from 0 to 1."""
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
 # Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
 _ALTERNATIVES = (
     {"moe_layer_freq", "expert_interval"},
@@ -45,7 +38,7 @@ def parse_config(argv: Sequence[str] | None = None, workers: Workers | None = No
     """
     parser = build_parser()
     try:
-        given, problems = _read_words(parser, sys.argv[1:] if argv is None else argv)
+        given, problems = read_words(parser, sys.argv[1:] if argv is None else argv)
         config = _resolve(given, problems, workers)
     except ConfigError as error:
         parser.refuse(error)
@@ -59,7 +52,7 @@ def parse_config(argv: Sequence[str] | None = None, workers: Workers | None = No
 def valid_config(argv: Sequence[str]) -> Config | None:
     """Reads the flags without printing anything; None if they are invalid, which the workers report."""
     try:
-        return _resolve(*_read_words(build_parser(), [word for word in argv if word not in ("-h", "--help")]))
+        return _resolve(*read_words(build_parser(), [word for word in argv if word not in ("-h", "--help")]))
     except ConfigError:
         return None
 
@@ -110,56 +103,6 @@ class _Parser(Parser):
         self.print_usage(sys.stderr)
         print_lines(*(f"{self.prog}: error: {with_code(one)}" for one in error.problems), error=True, flush=True)
         self.exit(2)
-
-
-def _read_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], Problems]:
-    """The values given on a command line, and the problems of its words; values that these conceal are ``UNKNOWN``."""
-    problems, words, unreadable = Problems(), list(argv), {}
-    while True:
-        try:
-            known, unknown = parser.parse_known_args(words)
-            break
-        except argparse.ArgumentError as error:
-            spellings = (error.argument_name or "").split("/")
-            action = parser._option_string_actions[spellings[0]]
-            unreadable[action.dest] = UNKNOWN
-            found = next(word for word in words if word.partition("=")[0] in spellings)
-            name, _, value = found.partition("=")
-            if action.nargs == 0:
-                problems.refuse(
-                    True, f"{name} takes no value, and has {value}. Fix: write {name} alone", code="value-not-taken"
-                )
-            else:
-                problems.refuse(
-                    True, f"{name} has no value. Fix: give it one; --help has the form", code="value-missing"
-                )
-            words = [word for word in words if word.partition("=")[0] not in spellings]
-    misspelled = _refuse_unknown([word for word in unknown if not unreadable or word.startswith("-")], problems)
-    return {**vars(known), **misspelled, **unreadable}, problems
-
-
-def _refuse_unknown(words: Sequence[str], problems: Problems) -> dict[str, object]:
-    """Adds a problem for each word that is no flag; returns ``UNKNOWN`` for the flags that are probably meant."""
-    fields = {spelling: flag.name for flag in all_flags().values() for spelling in (*flag.on, *flag.off)}
-    meant, follows_flag = {}, False
-    for word in words:
-        if word.startswith("-"):
-            follows_flag, name = True, word.partition("=")[0]
-            close = _closest(name, fields)
-            if close is not None:
-                meant[fields[close]] = UNKNOWN
-            remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
-            problems.refuse(True, f"{name} is not a flag. Fix: {remedy}", code="flag-unknown")
-        elif not follows_flag:
-            problems.refuse(True, f"{word!r} is the value of no flag. Fix: drop it", code="value-without-flag")
-    return meant
-
-
-def _closest(word: str, spellings: Collection[str]) -> str | None:
-    """The spelling that a word probably means; None if it is similar to none."""
-    bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in spellings}
-    found = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), bare, n=1, cutoff=_SIMILAR)
-    return bare[found[0]] if found else None
 
 
 class _Switch(argparse.Action):
@@ -261,7 +204,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
 def _read_file(path: str | os.PathLike, problems: Problems) -> dict[str, Any]:
     """As :func:`read_config_file`, with ``UNKNOWN`` for values that problems of the file conceal."""
     try:
-        content = _load(path)
+        content = load_config(path)
     except ConfigError as error:
         problems.found.append(error)
         return dict.fromkeys((*all_flags(), "model"), UNKNOWN)
@@ -282,36 +225,11 @@ def _read_file(path: str | os.PathLike, problems: Problems) -> dict[str, Any]:
     return result
 
 
-def _load(path: str | os.PathLike) -> dict:
-    unreadable = "config-file-unreadable"
-    try:
-        with open(open_named(path, CONFIG), encoding="utf-8") as file:
-            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code=unreadable
-        ) from None
-    except RecursionError:
-        raise ConfigError(
-            f"--config {path} is nested too deeply. Fix: write one key and value a line", code=unreadable
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(
-            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it", code=unreadable
-        ) from None
-    refuse(
-        not isinstance(content, dict),
-        f"--config {path} does not hold keys and values. Fix: write one key and value a line",
-        code=unreadable,
-    )
-    return content
-
-
 def _put(result: dict, key: object, value: object, path: str | os.PathLike, problems: Problems) -> str | None:
     """Adds a value to the result; returns its field, or None for a key that is no flag."""
     known, name = _file_keys(), _underscored(key)
     if name not in known:
-        close = _closest(name, known)
+        close = closest(name, known)
         if close is not None:
             result[known[close][0]] = UNKNOWN
         remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"

@@ -47,6 +47,6 @@ def reported(program: str = "pretrain_gpt_moe.py"):
 def _end(program: str, sentences: Iterable[str], code: int) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
     let_first_worker_speak()
-    rank = os.environ.get("RANK", "0")
-    print_lines(*(f"{program}: error (worker {rank}): {one}" for one in sentences), error=True, flush=True)
+    worker = f" (worker {os.environ['RANK']})" if "RANK" in os.environ else ""
+    print_lines(*(f"{program}: error{worker}: {one}" for one in sentences), error=True, flush=True)
     sys.exit(code)

@@ -59,9 +59,18 @@ class _Process(Worker):
 
 
 class CannotStartError(UserError, RuntimeError):
-    """The program cannot run on this machine; the message is its own sentence."""
+    """The program cannot run.
+
+    Attributes:
+        lines: what the program prints about it.
+        exit_code: of the job.
+    """
 
     code = "worker-cannot-start"
+
+    def __init__(self, lines: str, exit_code: int):
+        super().__init__(lines)
+        self.lines, self.exit_code = lines.split("\n"), exit_code
 
 
 class Agent:
@@ -191,7 +200,7 @@ class Agent:
             "moc.runtime.zygote",
             *self._flags.command,
             stdin=subprocess.PIPE,
-            env=environment.UNLESS_SET | os.environ | environment.SET,
+            env=environment.UNLESS_SET | os.environ | environment.SET | {environment.SIZE: str(self._flags.workers)},
             pass_fds=(self._lease.descriptor,),
         )
 
@@ -202,7 +211,7 @@ class Agent:
             said = parse(line)
             self._zygote_said = self._clock.now
             if "refuses" in said:
-                raise CannotStartError(said["refuses"])
+                raise CannotStartError(said["refuses"], said["exit"])
             if "started" in said:
                 worker = self._workers.get(said["started"])
                 if worker is None:  # killed before it had started

@@ -23,6 +23,9 @@ PLACES = "MOC_PLACES"
 LEAST_PLACES = "MOC_LEAST_PLACES"
 """With so many nodes the job continues, if it has lost the others."""
 
+SIZE = "MOC_SIZE"
+"""Number of workers of the job with all nodes, for the process that workers are forked from."""
+
 HELPERS = "MOC_HELPERS"
 """Of the last nodes in the order of ranks, which help: the part of the model that each has, separated by commas."""
 

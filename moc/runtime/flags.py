@@ -31,6 +31,11 @@ class Flags:
     command: list[str]  # script and arguments
 
     @property
+    def workers(self) -> int:
+        """Workers of the job, if all nodes are there."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
     def has_other_nodes(self) -> bool:
         """Whether the job has other nodes, whose workers could take the places of this one's."""
         return self.nnodes + self.spares > 1

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from moc.runtime import hook
 from moc.runtime.flags import Flags
 
 CHECK = "check_arguments"
@@ -29,10 +30,13 @@ def check_arguments(flags: Flags) -> None:
     """
     script, *arguments = flags.command
     try:
-        offers = offers_function(Path(script).read_text(encoding="utf-8"), CHECK)
+        source = Path(script).read_text(encoding="utf-8")
+        offers = offers_function(source, CHECK)
     except (OSError, ValueError, SyntaxError):
         return  # a program that is not of Python, or that Python itself refuses
     if not offers:
+        if hook.is_of_megatron(source):
+            hook.check_words(script, arguments, flags.workers)
         return
     with _as_main(script, arguments):
         try:

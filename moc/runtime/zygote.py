@@ -4,7 +4,7 @@ It reads orders from standard input and reports events to the agent, one JSON ob
 
     {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
                                                                              {"ended": name, "code": exit code}
-                                                                             {"refuses": sentence}
+                                                                             {"refuses": lines, "exit": exit code}
     {"ask": true}                                                    -->    {"ready": true}
 
 It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  Should what a
@@ -34,8 +34,9 @@ from moc.errors import UserError, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
-from moc.runtime import hook
+from moc.runtime import environment, hook
 from moc.runtime.children import belong, die_with_parent, reports
+from moc.runtime.exit_codes import FAILED
 from moc.runtime.program import is_guarded
 from moc.runtime.stop_report import STOPS
 
@@ -50,8 +51,11 @@ def main(script: str, arguments: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs print to stderr
     sys.argv = [script, *arguments]  # what a program imports may depend on its flags
-    if (refusal := warm_up(script)) is not None:
-        os.write(tell, json.dumps({"refuses": refusal}).encode() + b"\n")
+    refusal, code = warm_up(script), FAILED
+    if refusal is None:
+        refusal, code = hook.refusal(script, arguments, int(os.environ.get(environment.SIZE, "1"))), hook.REFUSED
+    if refusal is not None:
+        os.write(tell, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
         return
     forks = not has_touched_cuda()
     if not forks:

@@ -17,33 +17,16 @@ import torch
 
 from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import Flag, FlagGroup, flags_of, refuse
+from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
+from megatron.pretraining.entry.own_flags import OWN_GROUPS, own_names
 
-OWN_GROUPS = ("snapshot", "faults", "elastic")
-"""Groups whose flags are all ours."""
-OWN_FLAGS = {
-    "logging": ("log_dir",),
-    "checkpoint": ("save_failure",),
-    "training": ("allow_nondeterministic",),
-    "regularization": ("grad_norm",),
-}
-"""Our flags in groups that otherwise have flags of Megatron-LM."""
 _DEFAULTS = {"grad_norm": "stock"}
 """Defaults that differ from our program's: the same bits as Megatron-LM's loop."""
 _RENAMED = {"fp8_format": "fp8"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def own_flags() -> list[Flag]:
-    """Our flags, in the order of ``--help``."""
-    classes = group_classes()
-    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group])]
-    return whole + [
-        flag for group, names in OWN_FLAGS.items() for flag in flags_of(classes[group]) if flag.name in names
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +72,11 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
         ConfigError: a value of our flags, or a combination with others, cannot work.
     """
     flags = composed.all_flags()
-    given = {name: convert(flags[name], value) for name, value in own.items()}
+    given: dict[str, object] = {}
+    problems = Problems()
+    for name, value in own.items():
+        problems.check(lambda name=name, value=value: given.update({name: convert(flags[name], value)}))
+    problems.raise_found()
     groups: dict[str, Any] = {}
     for name, kind in group_classes().items():
         taken = {flag.name: _value(arguments, flag) for flag in flags_of(kind)} if name not in OWN_GROUPS else {}
@@ -122,7 +109,7 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
 
 
 def _value(arguments: Namespace, flag: Flag) -> object:
-    if flag.name in {name for names in OWN_FLAGS.values() for name in names}:
+    if flag.name in own_names():
         return _DEFAULTS.get(flag.name, flag.default)
     return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
 
@@ -139,12 +126,6 @@ def _checked(config: MegatronConfig) -> MegatronConfig:
         "--elastic needs the model of pretrain_gpt_moe.py, whose experts have replicas. Fix: drop it, or run "
         "pretrain_gpt_moe.py without --front megatron",
         code="elastic-unsupported",
-    )
-    refuse(
-        config.snapshot.ckpt_policy == "gradient",
-        "--ckpt-policy gradient is not supported for scripts of Megatron-LM: after a loss of all workers, storage may "
-        "have no snapshot. Fix: choose full or sparse",
-        code="policy-unsupported",
     )
     check_own_flags(config)
     return config

@@ -58,20 +58,19 @@ def install() -> None:
     _load_sharded_state()
 
 
-def adapt(args: Any) -> None:
-    """Sets the arguments of a run on a CPU; does nothing with CUDA.
-
-    Raises:
-        ConfigError: the model needs CUDA.
-    """
-    if torch.cuda.is_available():
-        return
+def refuse_models(args: Any) -> None:
+    """Raises ``ConfigError`` if there is no CUDA and the model needs it."""
     refuse(
-        "M" in (getattr(args, "hybrid_layer_pattern", None) or ""),
+        not torch.cuda.is_available() and "M" in (getattr(args, "hybrid_layer_pattern", None) or ""),
         "--hybrid-layer-pattern has Mamba layers, whose kernels need CUDA. Fix: use a GPU, or a pattern without M",
         code="device-unsupported",
     )
-    args.distributed_backend = "gloo"
+
+
+def adapt(args: Any) -> None:
+    """Sets the arguments of a run on a CPU; does nothing with CUDA."""
+    if not torch.cuda.is_available():
+        args.distributed_backend = "gloo"
 
 
 def mend_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -7,6 +7,7 @@ exchange them.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,10 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.errors import reported
 
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
@@ -32,12 +35,8 @@ _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 def main() -> None:
     """Parses Megatron-LM's flags and ours, then trains."""
     args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    for name in _UNSUPPORTED:
-        if getattr(args, name):
-            sys.exit(
-                f"{sys.argv[0]}: error: --{name.replace('_', '-')} needs Megatron-LM's pretrain_gpt.py: run that under "
-                "mocrun."
-            )
+    with reported(os.path.basename(sys.argv[0])):
+        _refuse_other_data(args)
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
         container,
@@ -46,6 +45,17 @@ def main() -> None:
         forward_step,
         get_embedding_ranks=embedding_ranks,
     )
+
+
+def _refuse_other_data(args: Any) -> None:
+    problems = Problems()
+    for name in _UNSUPPORTED:
+        problems.refuse(
+            getattr(args, name),
+            f"--{name.replace('_', '-')} needs Megatron-LM's pretrain_gpt.py. Fix: run that under mocrun",
+            code="data-kind-unsupported",
+        )
+    problems.raise_found()
 
 
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, functools.partial]:

@@ -23,4 +23,6 @@ def install() -> None:
     if package.pretrain is ours:
         return
     arguments.parse_args = flags.parse_args(arguments.parse_args)
+    arguments.validate_args = flags.validate_args(arguments.validate_args)
+    arguments._print_args = flags.print_args
     package.pretrain = training.pretrain = ours

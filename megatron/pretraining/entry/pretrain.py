@@ -15,7 +15,6 @@ from megatron.pretraining.entry.configuration import config_of
 from megatron.pretraining.entry.flags import own_values
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
-from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from moc.runtime import hook
 
@@ -41,6 +40,7 @@ def pretrain(
     Ends the process with a non-zero code if training does not end normally.
     """
     hook.note_use()
+    hook.checked()
     with reported(Path(sys.argv[0]).name):
         _refuse(
             store=store,
@@ -51,7 +51,6 @@ def pretrain(
         )
         args = get_args()
         cpu.adapt(args)
-        refuse_arguments(args)
         training.update_train_iters(args)
         config = config_of(args, own_values())
         _leave_to_vote(args, cfg_container)

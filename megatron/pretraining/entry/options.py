@@ -1,0 +1,42 @@
+"""The option strings of Megatron-LM's parser, kept in a file, so that a launcher knows them without importing it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from moc.files import decode
+from moc.files.tree import CONFIG, RefusedFileError, Tree
+
+_SOURCE = "megatron/training/arguments.py"
+
+
+def _file(source: Path) -> Path:
+    """The file for the parser in a source file; another version of it has another file."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    status = source.stat()
+    identity = f"{source.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return base / "moc" / f"options-{xxhash.xxh3_64_hexdigest(identity.encode())}.json"
+
+
+def remember(source: str | Path, spellings: Iterable[str]) -> None:
+    """Keeps the option strings of a parser, unless they are kept already or cannot be."""
+    with contextlib.suppress(OSError, RuntimeError):  # no home directory
+        file = _file(Path(source))
+        if not file.exists():
+            Tree(file.parent).write(file.name, [json.dumps(sorted(spellings)).encode()])
+
+
+def remembered(places: Sequence[Path]) -> frozenset[str]:
+    """The option strings of Megatron-LM as it is found at the first of these places; empty if they are not known."""
+    source = next((place / _SOURCE for place in places if (place / _SOURCE).is_file()), None)
+    if source is not None:
+        with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):
+            file = _file(source)
+            return frozenset(decode.decode(Tree(file.parent).read(file.name, CONFIG), tuple[str, ...]))
+    return frozenset()

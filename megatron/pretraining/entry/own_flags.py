@@ -1,0 +1,54 @@
+"""Our options in Megatron-LM's parser; a launcher reads them without importing torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.pretraining.arguments import add_flag
+from megatron.pretraining.config.flag import Flag, flags_of
+from megatron.pretraining.config.groups import group_classes
+
+OWN_GROUPS = ("snapshot", "faults", "elastic")
+"""Groups whose flags are all ours."""
+_OWN_FLAGS = {
+    "logging": ("log_dir",),
+    "checkpoint": ("save_failure",),
+    "training": ("allow_nondeterministic",),
+    "regularization": ("grad_norm",),
+}
+"""Our flags in groups that otherwise have flags of Megatron-LM."""
+PREFIX = "moc_"
+"""Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
+
+
+def own_flags() -> list[Flag]:
+    """Our flags, in the order of ``--help``."""
+    classes = group_classes()
+    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group])]
+    return whole + [
+        flag for group, names in _OWN_FLAGS.items() for flag in flags_of(classes[group]) if flag.name in names
+    ]
+
+
+def own_names() -> frozenset[str]:
+    """Names of our flags in groups that otherwise have flags of Megatron-LM."""
+    return frozenset(name for names in _OWN_FLAGS.values() for name in names)
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
+    box = parser.add_argument_group("fault tolerance", "Snapshots, recovery and injected faults.")
+    box.add_argument(
+        "--config", action="append", default=[], dest=f"{PREFIX}config", metavar="FILE.yaml",
+        help="Start from the options in this file, by name; of several files, a later one overrides an earlier one.",
+    )  # fmt: skip
+    box.add_argument(
+        "--print-config", action="store_true", dest=f"{PREFIX}print_config",
+        help="Print the options that differ from Megatron-LM's defaults, as a file for --config; exit.",
+    )  # fmt: skip
+    box.add_argument(
+        "--help-all", action="store_true", dest=f"{PREFIX}help_all", help="Print Megatron-LM's options as well; exit."
+    )
+    for flag in own_flags():
+        add_flag(box, flag, PREFIX + flag.name)
+    return parser

@@ -1,0 +1,127 @@
+"""Words of a command line and keys of a configuration file; all problems of them can be reported together."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import yaml
+
+from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
+from moc.files.tree import CONFIG, open_named
+
+_SIMILAR = 0.8
+"""Least similarity of a word to a flag that is suggested, from 0 to 1."""
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
+
+Parse = Callable[[Sequence[str]], tuple[argparse.Namespace, list[str]]]
+
+
+def read_words(
+    parser: argparse.ArgumentParser, argv: Sequence[str], parse: Parse | None = None
+) -> tuple[dict[str, Any], Problems]:
+    """Reads a command line.
+
+    Args:
+        parser: raises ``ArgumentError``, instead of exiting.
+        argv: the words.
+        parse: as ``parser.parse_known_args``, which is the default.
+
+    Returns:
+        Values by name, and the problems of the words; values that these conceal are ``UNKNOWN``.
+    """
+    problems, words, unreadable = Problems(), list(argv), {}
+    while True:
+        try:
+            known, unknown = (parse or parser.parse_known_args)(words)
+            break
+        except argparse.ArgumentError as error:
+            spellings = (error.argument_name or "").split("/")
+            action = parser._option_string_actions[spellings[0]]
+            unreadable[action.dest] = UNKNOWN
+            found = next(word for word in words if word.partition("=")[0] in spellings)
+            problems.found.append(_unreadable(action, found, error.message))
+            words = [word for word in words if word.partition("=")[0] not in spellings]
+    spellings = {spelling: action.dest for spelling, action in parser._option_string_actions.items()}
+    misspelled = refuse_unknown(
+        [word for word in unknown if not unreadable or word.startswith("-")], spellings, problems
+    )
+    return {**vars(known), **misspelled, **unreadable}, problems
+
+
+def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
+    name, _, value = word.partition("=")
+    if action.nargs == 0:
+        return ConfigError(f"{name} takes no value, and has {value}. Fix: write {name} alone", code="value-not-taken")
+    if why.startswith("expected"):
+        return ConfigError(f"{name} has no value. Fix: give it one; --help has the form", code="value-missing")
+    if action.choices is not None:
+        choices = ", ".join(map(str, action.choices))
+        return ConfigError(f"{name} has an {why}. Fix: choose one of {choices}", code="value-not-a-choice")
+    return ConfigError(f"{name} has an {why}. Fix: correct it; --help has the form", code="value-unreadable")
+
+
+def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Problems) -> dict[str, object]:
+    """Adds a problem for each word that is no flag.
+
+    Args:
+        words: those that no flag takes.
+        spellings: names by the spellings of flags.
+        problems: receives the problems.
+
+    Returns:
+        ``UNKNOWN`` by the name of each flag that is probably meant.
+    """
+    meant, follows_flag = {}, False
+    for word in words:
+        if word.startswith("-"):
+            follows_flag, name = True, word.partition("=")[0]
+            close = closest(name, spellings)
+            if close is not None:
+                meant[spellings[close]] = UNKNOWN
+            remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
+            problems.refuse(True, f"{name} is not a flag. Fix: {remedy}", code="flag-unknown")
+        elif not follows_flag:
+            problems.refuse(True, f"{word!r} is the value of no flag. Fix: drop it", code="value-without-flag")
+    return meant
+
+
+def closest(word: str, spellings: Collection[str]) -> str | None:
+    """The spelling that a word probably means; None if it is similar to none."""
+    bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in spellings}
+    found = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), bare, n=1, cutoff=_SIMILAR)
+    return bare[found[0]] if found else None
+
+
+def load_config(path: str | os.PathLike) -> dict:
+    """Reads keys and values of a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such file.
+    """
+    unreadable = "config-file-unreadable"
+    try:
+        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code=unreadable
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"--config {path} is nested too deeply. Fix: write one key and value a line", code=unreadable
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(
+            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it", code=unreadable
+        ) from None
+    refuse(
+        not isinstance(content, dict),
+        f"--config {path} does not hold keys and values. Fix: write one key and value a line",
+        code=unreadable,
+    )
+    return content
