@@ -387,7 +387,11 @@ _MEGATRON = (
             skip_model_parallel_init"""), only=True), "replaces", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:parse_args", Parameters(_words("extra_args_provider ignore_unknown_args"), only=True),
          "extends", f"{_ENTRY}/install.py"),
-        (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(("parse_args",)), "replaces a function inside",
+        (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(_words("parse_args validate_args")),
+         "replaces functions inside", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:validate_args", Refers(("_print_args",)), "replaces a function inside",
+         f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:_print_args", Parameters(_words("title args"), only=True), "replaces",
          f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.initialize:initialize_megatron", Parameters(_words("""allow_no_cuda get_embedding_ranks
             get_position_embedding_ranks"""), by_keyword=True), "calls", f"{_ENTRY}/program.py"),

@@ -59,18 +59,28 @@ class Ended:
         """Loss and gradient norm of each iteration."""
         return {e["iteration"]: (e["loss"], e["grad_norm"]) for e in self.events if e["type"] == "iteration"}
 
+    def of(self, kind: str) -> list[dict]:
+        """The events of a kind."""
+        return [event for event in self.events if event["type"] == kind]
+
     def resumed_at(self) -> list[int]:
         """The iterations that the job has resumed from."""
-        return [event["iteration"] for event in self.events if event["type"] == "resume"]
+        return [event["iteration"] for event in self.of("resume")]
 
 
 def run(
-    directory: Path, script: Path, size: int, flags: str, *more: str, launcher: str = "", log: str = "log"
+    directory: Path,
+    script: Path,
+    size: int,
+    flags: str,
+    *more: str,
+    launcher: str = "",
+    log: str = "log",
+    base: str = BASE,
 ) -> Ended:
     """Runs a script under ``mocrun``; words with spaces are in ``more``."""
-    directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", str(size), *launcher.split(), str(script)]
-    words = [*BASE.split(), *flags.split(), "--log-dir", str(directory / log), *more]
+    words = [*base.split(), *flags.split(), "--log-dir", str(directory / log), *more]
     code, output = _output_of([*command, *words], directory)
     file = directory / log / "events.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -79,7 +89,6 @@ def run(
 
 def run_stock_loop(directory: Path, script: Path, size: int, flags: str) -> tuple[int, str]:
     """Runs a script with Megatron-LM's own loop, under torchrun; returns exit code and output."""
-    directory.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     port = ["--master-port", str(*free_ports(1))]
     program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *BASE.split(), *flags.split()]
@@ -88,6 +97,7 @@ def run_stock_loop(directory: Path, script: Path, size: int, flags: str) -> tupl
 
 
 def _output_of(command: list[str], directory: Path) -> tuple[int, str]:
+    directory.mkdir(parents=True, exist_ok=True)
     ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
     environment = os.environ | ours | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run(

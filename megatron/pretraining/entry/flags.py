@@ -7,6 +7,7 @@ collects problems of words; the second adds what Megatron-LM, this project's loo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
 import linecache
@@ -60,6 +61,16 @@ def own_values() -> dict[str, object]:
     return dict(_read.own)
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Formats help texts; some of Megatron-LM's have a percent sign that argparse cannot expand."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            return action.help or ""
+
+
 class _Parser(argparse.ArgumentParser):
     """Megatron-LM's parser with our options; it collects problems instead of exiting at the first one."""
 
@@ -70,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit_on_error = False
         values, problems = read_words(self, words, super().parse_known_args)
         if values[f"{PREFIX}help_all"]:
-            self.print_help()
+            self.print_help(sys.__stdout__)
             self.exit(0)
         files = values[f"{PREFIX}config"]
         if files and files is not UNKNOWN:
@@ -101,7 +112,7 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             options.remember(real.__code__.co_filename, parser._option_string_actions)
             parser = add_own_flags(parser if extra_args_provider is None else extra_args_provider(parser))
-            parser.__class__ = _Parser
+            parser.__class__, parser.formatter_class = _Parser, _Formatter
             return parser
 
         return real(provider, ignore_unknown_args)
@@ -132,7 +143,8 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
             problems.raise_found()
         if _read.prints:
             if is_first_worker():
-                print_lines(*described())
+                with contextlib.redirect_stdout(sys.__stdout__):
+                    print_lines(*described())
             sys.exit(0)
         hook.checked()
         return args
@@ -149,7 +161,7 @@ def print_args(title: str, args: argparse.Namespace) -> None:
 def described() -> list[str]:
     """The values that differ from the defaults, as lines of a file for ``--config``."""
     plain = {name: _plain(value) for name, value in sorted(_read.given.items())}
-    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110).rstrip("\n").split("\n")
+    return yaml.safe_dump(plain, sort_keys=False).rstrip("\n").split("\n")
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import sys
@@ -42,7 +44,9 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
         sys.exit(0)
     if any(word in _PRINTS for word in arguments):
         os.environ |= {"WORLD_SIZE": str(size)}
-        sys.exit(import_module("moc.runtime.zygote").run(script, [*arguments]))
+        with contextlib.redirect_stdout(io.StringIO()):  # of what the script prints before
+            code = import_module("moc.runtime.zygote").run(script, [*arguments])
+        sys.exit(code)
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
     known = options.remembered(places)
     if not known:

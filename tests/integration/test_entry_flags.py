@@ -1,0 +1,125 @@
+"""The command line of Megatron-LM's scripts under mocrun: problems before workers start, files of options, help."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from moc.errors import codes_in
+from tests.integration.entry_jobs import USER_SCRIPT, run
+
+OWN_FORWARD = """
+from options_of_a_user import add_options
+from megatron.training.arguments import parse_and_validate_args
+if __name__ == "__main__":
+    arguments = parse_and_validate_args(extra_args_provider=add_options)
+    print("parsed", arguments.of_a_user, arguments.of_a_computed_name)
+"""
+OPTIONS = """
+def add_options(parser):
+    parser.add_argument("--of-a-user", type=int)
+    for name in ("of-a-computed-name",):
+        parser.add_argument(f"--{name}", type=int)
+    return parser
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The directory in which launchers keep the option strings of Megatron-LM."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/moc"
+
+
+def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
+    wrong = "--hidden-size ten --attention-backend foo --bf16=1 --no-such-option --profile --log-energy --pec-k 0"
+    ended = run(tmp_path, USER_SCRIPT, 2, wrong, launcher=f"--log-dir {tmp_path / 'workers'}")
+    assert ended.code == 2
+    assert sorted(codes_in(ended.output)) == sorted(
+        "value-unreadable value-not-a-choice value-not-taken flag-unknown loop-argument-unsupported "
+        "loop-argument-unsupported".split()
+    )
+    for word in (
+        "--hidden-size",
+        "ten",
+        "--attention-backend",
+        "--bf16",
+        "--no-such-option",
+        "--profile",
+        "--log-energy",
+    ):
+        assert word in ended.output
+    assert "Traceback" not in ended.output and not [*(tmp_path / "workers").rglob("*/stderr*")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes", "named"),
+    [
+        ("--tensor-model-parallel-size 3", ["megatron-options-refused"], "world size"),
+        ("--ckpt-policy full", ["snapshot-directory-missing"], "--ckpt-dir"),
+        (
+            "--ckpt-policy pec --ckpt-dir x --sparse-window 2 --profile",
+            ["policy-lacks-flag", "loop-argument-unsupported"],
+            "",
+        ),
+    ],
+)
+def test_combinations_are_checked_before_workers_start(flags, codes, named, tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 2, flags)
+    assert ended.code == 2 and codes_in(ended.output) == codes and named in ended.output
+    assert "(worker" not in ended.output and "Traceback" not in ended.output
+
+
+def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, cache, monkeypatch):
+    run(tmp_path / "first", USER_SCRIPT, 1, "--profile")
+    (kept,) = cache.iterdir()
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    ended = run(tmp_path / "second", USER_SCRIPT, 1, "--num-layer 3 --user-gate")
+    assert ended.code == 2 and codes_in(ended.output) == ["flag-unknown"] and "--num-layers" in ended.output
+    assert "| torch\n" not in ended.output and "moc.errors" in ended.output
+    kept.write_text("[")  # a damaged list is not used
+    assert "--num-layers" in run(tmp_path / "third", USER_SCRIPT, 1, "--num-layer 3").output
+
+
+def test_options_of_a_script_are_not_refused(tmp_path):
+    (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
+    (tmp_path / "script.py").write_text(OWN_FORWARD)
+    for _ in range(2):  # without and with a list of Megatron-LM's options
+        ended = run(tmp_path, tmp_path / "script.py", 1, "--of-a-user 3")
+        assert ended.code == 0 and "parsed 3 None" in ended.output, ended.output[-2000:]
+
+
+def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):
+    flags = "--ckpt-policy full --ckpt-dir here --no-ckpt-blocking --bf16 --user-gate --seed 77"
+    printed = run(tmp_path, USER_SCRIPT, 2, f"{flags} --print-config")
+    assert printed.code == 0
+    values = yaml.safe_load(printed.output)
+    assert values["ckpt_policy"] == "full" and values["bf16"] is True and values["seed"] == 77
+    assert values["user_gate"] is True and values["add_bias_linear"] is False
+    (tmp_path / "all.yaml").write_text(printed.output)
+    again = run(tmp_path, USER_SCRIPT, 2, "--config all.yaml --print-config", base="")
+    assert yaml.safe_load(again.output) == values
+    other = run(tmp_path, USER_SCRIPT, 2, "--config all.yaml --seed 78 --print-config", base="")
+    assert yaml.safe_load(other.output) == values | {"seed": 78}
+
+
+def test_problems_of_a_file_are_reported(tmp_path):
+    (tmp_path / "wrong.yaml").write_text("num_layer: 3\nbf16: 7\n")
+    ended = run(tmp_path, USER_SCRIPT, 1, "--config wrong.yaml --config /no/such.yaml --print-config")
+    assert ended.code == 2
+    assert sorted(codes_in(ended.output)) == ["config-file-unreadable", "flag-unknown", "value-unreadable"]
+
+
+def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
+    ours, both = (run(tmp_path, USER_SCRIPT, 1, flag) for flag in ("--help", "--help-all"))
+    assert ours.code == both.code == 0
+    assert "--ckpt-policy" in ours.output and "--num-layers" not in ours.output
+    for flag in ("--ckpt-policy", "--num-layers", "--user-gate"):
+        assert flag in both.output
+
+
+def test_a_run_prints_the_options_in_force_once(tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 2, "--train-iters 1 --lr-warmup-iters 0")
+    assert ended.code == 0, ended.output[-3000:]
+    assert ended.output.count("  hidden_size: 64\n") == 1
+    assert ended.output.count("\n") < 200  # and not all of Megatron-LM's arguments
