@@ -35,10 +35,14 @@ class UserError(Exception):
     """
 
     code: str = "internal-error"
+    remedy: str = ""
+    """Of errors of the class whose sentence states none."""
 
     def __init__(self, sentence: str = "", *, code: str | None = None):
         if sent := _WITH_CODE.fullmatch(sentence):
             sentence, code = sent.groups()
+        if sentence and self.remedy and FIX not in sentence:
+            sentence += FIX + self.remedy
         super().__init__(sentence)
         if code is not None:
             self.code = code

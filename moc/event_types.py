@@ -303,6 +303,7 @@ EVENTS = {
         "Every worker is connected again after one was lost.",
         {
             "generation": "its number",
+            "cause": "what was lost, such as worker-lost; the code of the error if it ended the worker (errors.md)",
             "reason": "which worker or node was lost, and how",
             "noticed_s": "from the news to when rank 0 had left the collective it waited in",
             "met_s": "from then until all workers were present and connected",

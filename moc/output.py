@@ -47,8 +47,6 @@ _REMEDIES = {
 class ToolError(UserError):
     """Ends a program with one sentence for the user and no traceback."""
 
-    code = "tool-refused"
-
 
 def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
     """Prints lines; control and formatting characters in them, newlines included, are escaped.
@@ -81,7 +79,7 @@ def refused(program: str, error: Exception, path: object = "") -> int:
     code = code_of(error)
     sentence = str(error)
     if isinstance(error, OSError):
-        remedy = _REMEDIES.get(code, "correct the path, or repair its file system")
+        remedy = getattr(error, "remedy", _REMEDIES.get(code, "correct the path, or repair its file system"))
         cause = ": ".join(map(str, filter(None, (error.filename or path, error.strerror or error))))
         sentence = f"{cause}{FIX}{remedy}"
     print_lines(f"{program}: {sentence} [{code}]", error=True)
@@ -201,7 +199,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         OSError: the file cannot be written.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise RefusedFileError("it is not a regular file, so it is not replaced", path)
+        raise RefusedFileError("it is not a regular file, so it is not replaced. Fix: name another file", path)
     partial = _created_beside(path)
     try:
         yield partial

@@ -174,7 +174,7 @@ class Mismatch:
 
     def __str__(self) -> str:
         target = self.entry.target.replace(":", ".")
-        return _refusal(self.entry.library, f"{target} {self.problem}, and {self.entry.file} {self.entry.use} it")
+        return str(_refusal(self.entry.library, f"{target} {self.problem}, and {self.entry.file} {self.entry.use} it"))
 
 
 class UnknownReleaseError(UserError, RuntimeError):
@@ -203,7 +203,7 @@ def refuse_import() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in _PACKAGES or (error.name or "").startswith("megatron.pretraining"):
             raise
-        raise UnknownReleaseError(_refusal(_PACKAGES[package], _first_line(error))) from error
+        raise _refusal(_PACKAGES[package], _first_line(error)) from error
 
 
 def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
@@ -236,10 +236,10 @@ def _state_of(entry: PrivateInterface) -> Any:
     return entry.expects.state(operator.attrgetter(path)(sys.modules[module]))
 
 
-def _refusal(library: str, cause: str) -> str:
-    return (
+def _refusal(library: str, cause: str) -> UnknownReleaseError:
+    return UnknownReleaseError(
         f"{library} {_release_of(library)} cannot be used: {cause}. Fix: pip install '{SUPPORTED[library]}', or report "
-        "this message as an issue if the installed release is one of these."
+        "this message as an issue if the installed release is one of these"
     )
 
 

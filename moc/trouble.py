@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
+from moc.errors import warning
+
 _SILENCE_S = 60.0  # least between two warnings
 _SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
 
@@ -80,7 +82,7 @@ class Harmless:
     Args:
         say: prints a message.
         what: fails, as the subject of a sentence.
-        effect: of the failure, as a sentence.
+        effect: of the failure, as a clause.
     """
 
     def __init__(self, say: Callable[[str], None], what: str, effect: str):
@@ -94,4 +96,10 @@ class Harmless:
             yield
         except _MISTAKES as error:
             if self._trouble.failed():
-                self._say(f"WARNING: {self._what} failed ({type(error).__name__}: {error}). {self._effect}")
+                self._say(
+                    warning(
+                        f"{self._what} failed ({type(error).__name__}: {error}), and {self._effect}. Fix: report the "
+                        "message as an issue",
+                        code="calculation-failed",
+                    )
+                )

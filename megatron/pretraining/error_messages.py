@@ -17,10 +17,11 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     """By code, the messages that carry it; values in a message are replaced by their names in angle brackets.
 
     A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.
+    A message without a remedy has that of its class.
     A sentence that quotes another error and takes its code is not listed.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    of_class = _codes_of_classes(trees)
+    of_class, remedies = _of_classes(trees, "code"), _of_classes(trees, "remedy")
     found: dict[str, set[str]] = defaultdict(set)
     for code in {*of_class.values()} - {UserError.code}:
         found[code]  # a code without a literal message is listed, too
@@ -28,7 +29,7 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             for code in _stated(call) if _has_code(call) else [of_class.get(name)]:
-                texts = set(filter(None, map(_text, call.args)))
+                texts = {_with_remedy(text, remedies.get(name)) for text in filter(None, map(_text, call.args))}
                 if code is not None and texts:
                     found[code] |= texts
     return {code: sorted(texts) for code, texts in sorted(found.items())}
@@ -40,21 +41,25 @@ def cause_and_remedy(message: str) -> tuple[str, str]:
     return cause, remedy
 
 
-def _codes_of_classes(trees: list[ast.Module]) -> dict[str, str]:
-    """By name of a class, the code of its errors, which subclasses inherit."""
+def _with_remedy(message: str, remedy: str | None) -> str:
+    return message if FIX in message or remedy is None else f"{message}.{FIX}{remedy}"
+
+
+def _of_classes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
+    """By name of a class, a class attribute of its errors, such as the code, which subclasses inherit."""
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
-    def code(name: str) -> str | None:
+    def found_in(name: str) -> str | None:
         if (node := classes.get(name)) is None:
             return None
         for line in node.body:
             target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
             value = getattr(line, "value", None)
-            if isinstance(target, ast.Name) and target.id == "code" and isinstance(value, ast.Constant):
+            if isinstance(target, ast.Name) and target.id == attribute and isinstance(value, ast.Constant):
                 return value.value if isinstance(value.value, str) else None
-        return next(filter(None, (code(base.id) for base in node.bases if isinstance(base, ast.Name))), None)
+        return next(filter(None, (found_in(base.id) for base in node.bases if isinstance(base, ast.Name))), None)
 
-    of_class = {name: code(name) for name in classes if name != "UserError"}
+    of_class = {name: found_in(name) for name in classes if name != "UserError"}
     return {name: found for name, found in of_class.items() if found is not None}
 
 

@@ -19,6 +19,7 @@ from megatron.pretraining.process.outputs import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Program, TrainingRun, start
+from moc.errors import cause_of, codes_in, warning, with_code
 from moc.faults import reach
 from moc.output import print_lines
 from moc.runtime.member import join_job
@@ -237,7 +238,8 @@ def secure(run: TrainingRun) -> None:
         assert job is not None and of_run is not None  # snapshots are in memory
         run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
-        run.log.message(f"WARNING: {problem}; the last state is saved in the other place: resume from there")
+        sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
+        run.log.message(warning(sentence, code=codes_in(problem)[-1]))
 
 
 def secured(run: TrainingRun) -> str:
@@ -247,7 +249,7 @@ def secured(run: TrainingRun) -> str:
     except CheckpointError as error:
         if run.config.checkpoint.save_failure == "stop":
             raise
-        return str(error)
+        return with_code(error)
     return ""
 
 

@@ -74,14 +74,15 @@ def events_page() -> str:
     return "\n".join(parts)
 
 
+def sources() -> list[Path]:
+    """The files of the repository whose errors reach users."""
+    found = [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [*found, ROOT / "pretrain_gpt_moe.py"]
+
+
 def errors_page() -> str:
     """Codes of errors with their messages, causes and remedies."""
-    sources = [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
-    rows = [
-        (f"`{code}`", *cause_and_remedy(text))
-        for code, texts in messages([*sources, ROOT / "pretrain_gpt_moe.py"]).items()
-        for text in texts or [""]
-    ]
+    rows = [(f"`{code}`", *cause_and_remedy(text)) for code, texts in messages(sources()).items() for text in texts]
     return "\n".join(
         [
             f"# Errors\n\n{_NOTE}\n",

@@ -10,9 +10,9 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
-from moc.errors import UserError
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
+from moc.policy.errors import refusal_of
 from moc.runtime.environment import numbers_of_nodes
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
@@ -32,8 +32,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
-            code = error.code if isinstance(error, UserError) else "policy-flags-conflict"
-            raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}", code=code) from None
+            refused = refusal_of(snapshot.ckpt_policy, error)
+            raise ConfigError(str(refused), code=refused.code) from None
     return Settings(
         directory=config.snapshot_dir or "",
         train_iters=train_iterations(config, engine.world.size),

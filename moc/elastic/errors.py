@@ -7,5 +7,3 @@ from moc.errors import UserError
 
 class ElasticError(UserError, ValueError):
     """Experts or optimizer state cannot be distributed as asked, or a stored distribution is invalid."""
-
-    code = "distribution-invalid"

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from moc.errors import FIX
 from moc.files.direct import write_parts
 from moc.files.text import shown
 
@@ -41,11 +42,20 @@ _OURS = re.compile(
 
 
 class RefusedFileError(OSError):
-    """An entry of a directory is no regular file or no directory, is a link, or is larger than its type may be."""
+    """An entry of a directory is no regular file or no directory, is a link, or is larger than its type may be.
+
+    Args:
+        sentence: what is wrong with the entry, and the remedy.
+        path: of the entry.
+
+    Attributes:
+        remedy: the part of the sentence that is not in ``strerror``.
+    """
 
     code = "file-refused"
 
-    def __init__(self, what: str, path: object):
+    def __init__(self, sentence: str, path: object):
+        what, _, self.remedy = sentence.partition(FIX)
         super().__init__(errno.EINVAL, what, str(path))
 
 
@@ -96,9 +106,14 @@ class Tree:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise RefusedFileError("it is not a regular file", self.root / path)
+                raise RefusedFileError(
+                    "it is not a regular file. Fix: replace it by one, or name another", self.root / path
+                )
             if most is not None and status.st_size > most:
-                raise RefusedFileError(f"it has {status.st_size} bytes, more than {most}", self.root / path)
+                raise RefusedFileError(
+                    f"it has {status.st_size} bytes, more than {most}. Fix: restore it from a copy, or name another",
+                    self.root / path,
+                )
         except BaseException:
             os.close(descriptor)
             raise
@@ -114,7 +129,9 @@ class Tree:
         with open(self.open(path), "rb") as file:
             while line := file.readline(most + 1):
                 if len(line) > most:
-                    raise RefusedFileError(f"a line has more than {most} bytes", self.root / path)
+                    raise RefusedFileError(
+                        f"a line has more than {most} bytes. Fix: correct it, or name another file", self.root / path
+                    )
                 yield line
 
     def names(self, path: str = "") -> list[str]:
@@ -173,7 +190,10 @@ class Tree:
         """
         above, name = self._split(path)
         if not (self._ours or _OURS.fullmatch(self._parts(path)[0])):
-            raise RefusedFileError("no program of this package makes such a name, so none deletes it", self.root / path)
+            raise RefusedFileError(
+                "no program of this package makes such a name, so none deletes it. Fix: remove it yourself",
+                self.root / path,
+            )
         with contextlib.ExitStack() as opened:
             try:
                 directory = opened.enter_context(self.directory(above))
@@ -238,9 +258,13 @@ class Tree:
             return os.open(name, flags, dir_fd=directory)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and _target(directory, name) is not None:
-                raise RefusedFileError("it is a symbolic link", self.root / path) from None
+                raise RefusedFileError(
+                    "it is a symbolic link. Fix: replace it by what it leads to", self.root / path
+                ) from None
             if error.errno == errno.ENXIO:
-                raise RefusedFileError("it is not a regular file", self.root / path) from None
+                raise RefusedFileError(
+                    "it is not a regular file. Fix: replace it by one, or name another", self.root / path
+                ) from None
             error.filename = str(self.root / path)
             raise
 
@@ -270,12 +294,12 @@ def open_single(path: str | Path, flags: int, directory: int | None = None) -> i
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
-        raise RefusedFileError("it is not a regular file: remove it", path) from None
+        raise RefusedFileError("it is not a regular file. Fix: remove it", path) from None
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    raise RefusedFileError("it is not a regular file with one name: remove it", path)
+    raise RefusedFileError("it is not a regular file with one name. Fix: remove it", path)
 
 
 def write(
@@ -343,11 +367,11 @@ def _delete(directory: int, name: str, mount: str | int, levels: int) -> None:
         os.unlink(name, dir_fd=directory)
         return
     if levels == 0:
-        raise RefusedFileError(f"it has more than {_DEEPEST} levels of directories", name)
+        raise RefusedFileError(f"it has more than {_DEEPEST} levels of directories. Fix: remove it yourself", name)
     descriptor = os.open(name, _DIRECTORY, dir_fd=directory)
     try:
         if _mount_of(descriptor) != mount:
-            raise RefusedFileError("another file system is mounted there", name)
+            raise RefusedFileError("another file system is mounted there. Fix: unmount it", name)
         while os.listdir(descriptor):  # another worker may still write into it
             _empty(descriptor, mount, levels - 1)
     finally:

@@ -6,7 +6,12 @@ Every file in this directory is imported, and so is every module that an install
 
 import importlib
 import pkgutil
+import sys
+from pathlib import Path
 
+from moc.errors import with_code
+from moc.files.text import one_line
+from moc.policy.errors import PolicyImportError
 from moc.policy.flags import JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
@@ -24,7 +29,10 @@ from moc.policy.registry import (
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-import_policies()
+try:
+    import_policies()
+except PolicyImportError as error:  # programs import this module before they can handle an error
+    sys.exit(f"{Path(sys.argv[0]).name}: error: {one_line(with_code(error))}")
 
 __all__ = [
     "AUTO",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from moc.errors import UserError
+from moc.errors import FIX, UserError
 
 
 class PolicyError(UserError, ValueError):
     """A policy cannot work with its flags or arguments; the message names the value."""
 
-    code = "policy-invalid"
+    code = "policy-flags-conflict"
 
 
 class PolicyImportError(UserError, ImportError):
     """A package that brings a policy cannot be imported."""
+
+
+def refusal_of(policy: str, refused: str | Exception) -> PolicyError:
+    """The error of what a policy refuses: with the code of a ``UserError``, or with one of other sentences."""
+    cause, _, remedy = str(refused).partition(FIX)
+    error = PolicyError(f"--ckpt-policy {policy}: {cause}. Fix: {remedy or 'change the flags that it names'}")
+    error.code = refused.code if isinstance(refused, UserError) else error.code
+    return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,3 +86,31 @@ def number_or_auto(text: Any) -> str:
             code="number-or-auto-invalid",
         )
     return text
+
+
+def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
+    """Yields why snapshots cannot have gradients in place of state.
+
+    Args:
+        asked: flags.
+        job: the job that they are for.
+        what: the flag that asks for it, as the subject of the sentences.
+        otherwise: another remedy.
+    """
+    instead = f", or {otherwise}" if otherwise else ""
+    if asked.ckpt_tier == "disk" or job.elastic:
+        yield PolicyError(
+            f"{what} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}",
+            code="gradients-need-memory",
+        )
+    if job.optimizer != "adam":
+        yield PolicyError(
+            f"{what} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
+            f"adam{instead}",
+            code="gradients-need-adam",
+        )
+    if not job.experts_apart:
+        yield PolicyError(
+            f"{what} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
+            code="gradients-need-separate-experts",
+        )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from moc.files import decode
 from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
+from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto, obstacles
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings, Sizes
@@ -99,20 +99,20 @@ class Gradient(Policy):
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
+    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
         """As :meth:`Policy.refusals`."""
         if asked.snapshot_interval not in ("auto", "1"):
-            yield (
+            yield PolicyError(
                 "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
-                f"{asked.snapshot_interval}th. Fix: drop --snapshot-interval"
+                f"{asked.snapshot_interval}th. Fix: drop --snapshot-interval",
+                code="snapshot-interval-fixed",
             )
 
     @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
         """As :meth:`Policy.misfits`."""
         if asked.ckpt_policy == cls.name:
-            why = _obstacles(asked, job)
-            yield from (f"--ckpt-policy gradient {one}, or choose another policy, such as full" for one in why)
+            yield from obstacles(asked, job, "--ckpt-policy gradient", "choose another policy, such as full")
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Gradient(Policy):
     def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
         """As :meth:`Policy.may_save_gradients`."""
         every = asked.snapshot_interval in ("auto", "1")
-        return every and not any(_obstacles(asked, job))
+        return every and not any(obstacles(asked, job, "--ckpt-policy gradient"))
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
@@ -295,12 +295,3 @@ def _hiding(machine: Machine) -> int:
     """The window that would be chosen."""
     full = machine.everything.busiest
     return shortest_window(full, full * (machine.gradient or 1.0), machine.hidden_s, machine.rate)
-
-
-def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
-    if asked.ckpt_tier == "disk" or job.elastic:
-        yield f"needs the gradients of every iteration in memory. Fix: {job.memory_remedy}"
-    if job.optimizer != "adam":
-        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take adam"
-    if not job.experts_apart:
-        yield "needs a separate update of each expert. Fix: drop --moe-grouped-gemm"

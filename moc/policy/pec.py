@@ -94,7 +94,7 @@ class Pec(Partial):
             raise PolicyError(
                 "Dynamic-K goes by tokens that weights have lost, and with the target optimizer all weights are saved, "
                 "so it would never act. Fix: drop --pec-dynamic-k, or choose another --pec-target",
-                code="policy-flags-conflict",
+                code="flag-has-no-effect",
             )
         if self.persist_every < 1:
             raise PolicyError(
@@ -120,7 +120,7 @@ class Pec(Partial):
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
+    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
         """As :meth:`Policy.refusals`."""
         return refusals(asked)
 

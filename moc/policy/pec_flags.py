@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, PolicyFlag, number_or_auto
 from moc.policy.registry import AUTO
 from moc.state.detail import Detail
@@ -80,33 +81,38 @@ def experts_of(asked: Asked) -> tuple[int, int]:
     return asked.pec_k_snapshot or k, asked.pec_k_persist or k
 
 
-def refusals(asked: Asked) -> Iterator[str]:
-    """Yields the refused combinations of these flags, as sentences that name the remedy."""
+def refusals(asked: Asked) -> Iterator[PolicyError]:
+    """Yields the refused combinations of these flags."""
     if chooses(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
-        yield (
+        yield PolicyError(
             "--pec-k auto chooses how many experts go where, and when. Fix: drop --pec-k-snapshot, --pec-k-persist and "
-            "--persist-interval"
+            "--persist-interval",
+            code="flag-chosen-by-auto",
         )
     in_snapshot, to_storage = experts_of(asked)
     if in_snapshot < to_storage:
-        yield (
+        yield PolicyError(
             f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot. Fix: lower "
-            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}"
+            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}",
+            code="flag-exceeds-another",
         )
     if in_snapshot != to_storage and asked.ckpt_tier == "disk":
-        yield (
+        yield PolicyError(
             f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
             "--ckpt-tier disk all of them are there. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose "
-            "--ckpt-tier memory or peers"
+            "--ckpt-tier memory or peers",
+            code="tier-lacks-flag",
         )
     if asked.pec_dynamic_k and asked.pec_target == "optimizer":
-        yield (
+        yield PolicyError(
             "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights "
-            "are saved, so it would never act. Fix: drop one of them"
+            "are saved, so it would never act. Fix: drop one of them",
+            code="flag-has-no-effect",
         )
     acts = asked.pec_dynamic_k or chooses(asked) or asked.ckpt_policy == AUTO
     if asked.pec_plt_limit != PLT_LIMIT and not acts:
-        yield (
+        yield PolicyError(
             "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto. Fix: add "
-            "one of them"
+            "one of them",
+            code="flag-needs-another",
         )

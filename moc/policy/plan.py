@@ -179,13 +179,13 @@ class Policy(ABC):
     grows: ClassVar[str | None] = None
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        """Yields the flag combinations that this policy refuses, as sentences that name the remedy."""
+    def refusals(cls, asked: Asked) -> Iterator[str | PolicyError]:
+        """Yields the flag combinations that this policy refuses, as sentences that name the remedy or as errors."""
         return iter(())
 
     @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
-        """Yields what flags ask for and the job does not have, as sentences that name the remedy.
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str | PolicyError]:
+        """Yields what flags ask for and the job does not have, as sentences that name the remedy or as errors.
 
         Not all of ``job`` is known yet: ``stages`` and ``bubble_share`` are not.
         """
@@ -463,20 +463,23 @@ class Policy(ABC):
             if self.replays:
                 if found in (Detail.FULL, Detail.COMPUTE, None):
                     continue
-                needs = "only full and compute can be replayed. Fix: plan one of them"
+                needs, remedy = "only full and compute can be replayed", "plan one of them"
             elif found is Detail.FULL or one.place is not None and not self.exact:
                 continue
             elif self.exact and self.saves_gradients:
                 if found is Detail.GRAD:
                     continue
-                needs = "a chain is of full saves and gradients. Fix: plan one of them"
+                needs, remedy = "a chain is of full saves and gradients", "plan one of them"
             elif self.exact:
-                needs = "an exact policy that does not replay saves every operator in full. Fix: do so, or drop exact"
+                needs, remedy = (
+                    "an exact policy that does not replay saves each operator in full",
+                    "do so, or drop exact",
+                )
             else:
-                needs = "all state but experts is restored from one snapshot. Fix: save it in full"
+                needs, remedy = "all state but experts is restored from one snapshot", "save it in full"
             raise PolicyError(
                 f"policy {self.name} plans {one.name} {'not at all' if found is None else f'as {found.value}'} at "
-                f"iteration {plan.iteration}, but {needs}",
+                f"iteration {plan.iteration}, but {needs}. Fix: {remedy}",
                 code="policy-plan-invalid",
             )
 

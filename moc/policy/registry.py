@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from moc.errors import UserError
 from moc.policy.errors import PolicyError, PolicyImportError
 from moc.policy.plan import Policy
 
@@ -83,7 +84,7 @@ def import_policies() -> None:
     """Imports the modules listed under the entry point ``moc.policies``, which register their policies.
 
     Raises:
-        ImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
+        PolicyImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
     """
     for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
         known = len(POLICIES) if found.module not in sys.modules else -1
@@ -91,6 +92,8 @@ def import_policies() -> None:
             importlib.import_module(found.module)
             if len(POLICIES) == known:
                 raise ValueError("it registers no policy")
+        except UserError as error:
+            raise PolicyImportError(f"the policies of {found.module}: {error}", code=error.code) from error
         except Exception as error:
             raise PolicyImportError(
                 f"the policies of {found.module}, which an installed package lists as {ENTRY_POINTS}, cannot be "

@@ -112,7 +112,7 @@ class Selective(Partial):
             object.__setattr__(self, "interval", interval)
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
+    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
         """As :meth:`Policy.refusals`."""
         return refusals(asked)
 
@@ -122,7 +122,7 @@ class Selective(Partial):
         return asked.selective_mlt_limit
 
     @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
         """As :meth:`Policy.misfits`."""
         return misfits(asked, job)
 
@@ -166,7 +166,7 @@ class Selective(Partial):
     def remarks(self) -> Iterator[str]:
         """As :meth:`Policy.remarks`."""
         if self.no_gradients is not None:
-            yield f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
+            yield f"experts are saved as their state, not as gradients: {self.no_gradients}"
         if self.hide == "bubble" and not self.in_bubbles:
             yield (
                 "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "

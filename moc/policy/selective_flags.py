@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moc.policy.flags import Asked, JobShape, PolicyFlag
+from moc.policy.errors import PolicyError
+from moc.policy.flags import Asked, JobShape, PolicyFlag, obstacles
 from moc.policy.selection import RULES, SCORES
 
 SURVIVORS = ("keep", "reload")
@@ -133,52 +134,69 @@ FLAGS = (
 )
 
 
-def refusals(asked: Asked) -> Iterator[str]:
-    """Yields the refused combinations of these flags, as sentences that name the remedy."""
+def refusals(asked: Asked) -> Iterator[PolicyError]:
+    """Yields the refused combinations of these flags."""
     budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
     flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
     if asked.selective_experts is not None and budgets:
-        yield f"--selective-experts fixes the number of experts that {flags} would choose. Fix: drop one of them"
+        yield PolicyError(
+            f"--selective-experts fixes the number of experts that {flags} would choose. Fix: drop one of them",
+            code="flags-exclude-each-other",
+        )
     if asked.selective_remote_gb is not None and asked.ckpt_tier != "peers":
-        yield (
+        yield PolicyError(
             "--selective-remote-gb is a budget of copies to other nodes. Fix: add --ckpt-tier peers, or drop "
-            "--selective-remote-gb"
+            "--selective-remote-gb",
+            code="tier-lacks-flag",
         )
     if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
-        yield "--selective-max-age belongs to --selective-rule per-byte. Fix: drop one of them"
+        yield PolicyError(
+            "--selective-max-age belongs to --selective-rule per-byte. Fix: drop one of them",
+            code="flags-exclude-each-other",
+        )
     if asked.selective_rule == "proportional" and asked.selective_score is not None:
-        yield "--selective-score belongs to --selective-rule per-byte. Fix: drop one of them"
+        yield PolicyError(
+            "--selective-score belongs to --selective-rule per-byte. Fix: drop one of them",
+            code="flags-exclude-each-other",
+        )
     if asked.selective_fold == "peers" and asked.selective_gradients == "off":
-        yield (
+        yield PolicyError(
             "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save. "
-            "Fix: drop one of them"
+            "Fix: drop one of them",
+            code="flags-exclude-each-other",
         )
     if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
-        yield "--selective-boost-iterations has no effect with --selective-boost 0. Fix: drop one of them"
+        yield PolicyError(
+            "--selective-boost-iterations has no effect with --selective-boost 0. Fix: drop one of them",
+            code="flag-has-no-effect",
+        )
 
 
-def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
-    """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
+def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
+    """Yields what these flags ask for and the job does not have."""
     if asked.selective_gradients == "on":
-        yield from (f"--selective-gradients on {why}, or drop --selective-gradients" for why in _obstacles(asked, job))
+        yield from _obstacles(asked, job, "--selective-gradients on", "drop --selective-gradients")
     elif asked.selective_fold == "peers" and asked.selective_gradients is None:
-        yield from (f"--selective-fold peers {why}, or drop --selective-fold" for why in _obstacles(asked, job))
+        yield from _obstacles(asked, job, "--selective-fold peers", "drop --selective-fold")
     wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
     for name, wants in wanted.items():
         if wants and not job.drops:
-            yield (
+            yield PolicyError(
                 f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
-                f"since otherwise no expert has tokens to make up. Fix: change that, or drop --selective-{name}"
+                f"since otherwise no expert has tokens to make up. Fix: change that, or drop --selective-{name}",
+                code="flag-needs-another",
             )
     if asked.selective_hide == "bubble" and job.pp == 1:
-        yield (
+        yield PolicyError(
             "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage. Fix: "
-            "raise --pipeline-model-parallel-size, or drop --selective-hide"
+            "raise --pipeline-model-parallel-size, or drop --selective-hide",
+            code="flag-needs-another",
         )
     if asked.selective_hide == "bubble" and not job.num_experts:
-        yield (
+        yield PolicyError(
             "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none. Fix: "
-            "add --num-experts, or drop --selective-hide"
+            "add --num-experts, or drop --selective-hide",
+            code="flag-needs-another",
         )
 
 
@@ -186,16 +204,15 @@ def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
     """Whether gradients are saved; if not, and nobody has turned them off, why."""
     if asked.selective_gradients == "off":
         return False, None
-    why = next(_obstacles(asked, job), None)
-    return why is None, why
+    why = next(_obstacles(asked, job, "--selective-gradients on"), None)
+    return why is None, why and str(why)
 
 
-def _obstacles(asked: Asked, job: JobShape) -> Iterator[str]:
-    if asked.ckpt_tier == "disk" or job.elastic:
-        yield f"needs the snapshots of every iteration in memory. Fix: {job.memory_remedy}"
+def _obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
+    yield from obstacles(asked, job, what, otherwise)
     if asked.snapshot_interval not in ("auto", "1"):
-        yield "needs a snapshot in every iteration. Fix: set --snapshot-interval 1"
-    if job.optimizer != "adam":
-        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take adam"
-    if not job.experts_apart:
-        yield "needs a separate update of each expert. Fix: drop --moe-grouped-gemm"
+        instead = f", or {otherwise}" if otherwise else ""
+        yield PolicyError(
+            f"{what} needs a snapshot in each iteration. Fix: set --snapshot-interval 1{instead}",
+            code="snapshot-interval-fixed",
+        )

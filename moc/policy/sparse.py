@@ -175,12 +175,13 @@ class Sparse(Policy):
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
+    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
         """As :meth:`Policy.refusals`."""
         if asked.snapshot_interval not in ("auto", "1"):
-            yield (
+            yield PolicyError(
                 f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th. "
-                "Fix: drop --snapshot-interval"
+                "Fix: drop --snapshot-interval",
+                code="snapshot-interval-fixed",
             )
 
     @classmethod

@@ -54,7 +54,7 @@ class _Process(Worker):
     waits: bool = False
     gives_back: str | None = None
     why_killed: str = ""
-    broken: bool = False  # its device or its groups were, by its own account
+    broken: str = ""  # code of the error by which it ended itself, such as that of a broken device
     dies_since: float | None = None
 
 
@@ -65,8 +65,6 @@ class CannotStartError(UserError, RuntimeError):
         lines: what the program prints about it.
         exit_code: of the job.
     """
-
-    code = "worker-cannot-start"
 
     def __init__(self, lines: str, exit_code: int):
         super().__init__(lines)
@@ -90,7 +88,7 @@ class Agent:
         self._workers: dict[str, _Process] = {}
         self.iteration: int | None = None
         self._clock = RunningClock(most_s=3 * WATCHES_S)
-        self._generation, self._reason, self._news = 0, "", 0.0
+        self._generation, self._cause, self._reason, self._news = 0, "", "", 0.0
         self._limits = HangLimits(flags.hang_caps)
         self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller may not know
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
@@ -258,7 +256,8 @@ class Agent:
         elif kind == "noted":
             self._unnoted.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
-            self._generation, self._reason = order["generation"], order.get("reason", self._reason)
+            self._generation, self._cause = order["generation"], order.get("cause", self._cause)
+            self._reason = order.get("reason", self._reason)
             self._news = self._clock.now
             for worker in self._workers.values():
                 worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
@@ -321,7 +320,8 @@ class Agent:
         if worker.born > 0 or not worker.together:
             self._ask(worker)
         if self._generation:
-            self._pass_on(worker, {"kind": "abort", "generation": self._generation, "reason": self._reason})
+            why = {"cause": self._cause, "reason": self._reason}
+            self._pass_on(worker, {"kind": "abort", "generation": self._generation, **why})
         while True:
             said = (await connection.recv()).header
             worker.heard = self._clock.now
@@ -336,7 +336,7 @@ class Agent:
             elif said["kind"] == "gives_back":
                 worker.gives_back = said["memory"]  # reported with its exit, when it takes effect
             elif said["kind"] == "broken":
-                worker.broken = True
+                worker.broken = said["code"]
                 self._kill(worker, said["why"])
             if said["kind"] not in ("alive", "gives_back", "broken"):
                 self._link.tell(**said, worker=worker.name)

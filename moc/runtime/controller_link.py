@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from moc.errors import UserError
+from moc.errors import UserError, cause_of
 from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
 from moc.runtime.election import Allegiance, Times, lease_end
@@ -32,8 +32,6 @@ _log = logging.getLogger("moc")
 class LostError(UserError, RuntimeError):
     """The node has lost something that it depends on."""
 
-    code = "controller-lost"
-
 
 class NoControllerError(LostError):
     """No controller has led for longer than the patience allows."""
@@ -42,15 +40,11 @@ class NoControllerError(LostError):
 
 
 class RefusedError(LostError):
-    """The controller refuses this agent."""
-
-    code = "controller-refused"
+    """The controller refuses this agent; its sentence has a code."""
 
 
 class GaveUpError(LostError):
-    """The node has left the job, since one of its devices does not work."""
-
-    code = "job-gave-up"
+    """The node has left the job, since one of its devices does not work; the controller's sentence has a code."""
 
 
 class ControllerLink:
@@ -151,7 +145,7 @@ class ControllerLink:
                     self._turn = 0
                     return index, connection
                 except PeerGoneError as error:
-                    failed = failed or str(error)
+                    failed = failed or cause_of(error)
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         self._allegiance.died(index)
                 self._clock.tick()

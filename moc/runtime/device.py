@@ -10,16 +10,12 @@ import threading
 
 import torch
 
-from moc.errors import UserError
-
 PATIENCE_S = 60.0
 """Seconds to wait for what is enqueued; kernels of aborted groups end at once."""
 
 
-class BrokenDeviceError(UserError, RuntimeError):
+class BrokenDeviceError(RuntimeError):
     """The device does not work any more in this process; the message continues a sentence about the worker."""
-
-    code = "device-broken"
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from moc.errors import UserError
 from moc.files.decode import parse
 from moc.runtime import children
 
@@ -25,10 +24,8 @@ _AT_ONCE = select.PIPE_BUF  # bytes that a pipe takes without waiting, if it tak
 _READ = 1 << 16  # bytes
 
 
-class HelperError(UserError):
-    """The process does not work; the message says what it does instead, as in "has died"."""
-
-    code = "helper-lost"
+class HelperError(Exception):
+    """The process does not work; the message is a predicate, as in "has died"."""
 
 
 class Helper:

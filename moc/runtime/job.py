@@ -28,12 +28,14 @@ class Interruption:
 
     Attributes:
         generation: that began with it.
+        cause: a word of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
         reason: what was lost, and how.
         noticed_s: seconds from the news until this worker had unwound.
         met_s: seconds from then until all workers were reconnected.
     """
 
     generation: int
+    cause: str
     reason: str
     noticed_s: float
     met_s: float

@@ -21,8 +21,6 @@ _MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # most bytes read from a file
 class TokenError(UserError, RuntimeError):
     """The token is missing or unusable; the message names the source and the remedy."""
 
-    code = "token-unusable"
-
 
 def make_token() -> bytes:
     """32 random bytes from the operating system."""

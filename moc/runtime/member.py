@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moc import private_interfaces
-from moc.errors import with_code
+from moc.errors import cause_of, code_of, with_code
 from moc.faults import reach
 from moc.output import print_lines, print_traceback
 from moc.runtime import device as compute_device
@@ -78,7 +78,8 @@ class JobMember(Job):
         self._real: dict[str, Callable] = {}
         self._built = False
         self._news = threading.Condition()
-        self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
+        self._wanted, self._cause, self._reason = self._started_for, "", ""
+        self._heard_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.helpers = tuple(map(int, filter(None, os.environ.get(environment.HELPERS, "").split(","))))
         self._seat = self.rank, self.size, self.helpers  # of the generation that the store is of
@@ -103,7 +104,7 @@ class JobMember(Job):
             return cls(patiently(lambda: connect(os.environ[environment.AGENT], token)), token)
         except PeerGoneError as error:
             who = f"worker {os.environ.get('RANK')}"
-            why = f"cannot join its agent ({error}): it ends itself, to be replaced"
+            why = f"cannot join its agent ({cause_of(error)}): it ends itself, to be replaced"
             print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
             raise
@@ -141,7 +142,7 @@ class JobMember(Job):
         dist.__dict__.update(self._real)  # a replacement, built alone
         begun = time.monotonic()
         self._meet()
-        return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
 
     def go_on_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.go_on_after`.  A worker whose device does not work any more ends here, as one that is lost."""
@@ -161,7 +162,7 @@ class JobMember(Job):
         error.__traceback__ = None  # it keeps the interrupted iteration's activations alive
         self._settle()
         self._meet()
-        return Interruption(self._generation, self._reason, begun - heard, time.monotonic() - begun)
+        return Interruption(self._generation, self._cause, self._reason, begun - heard, time.monotonic() - begun)
 
     @property
     def guests_wait(self) -> bool:
@@ -177,7 +178,7 @@ class JobMember(Job):
             self._say("parted", generation=self._generation)
         self._settle()
         self._meet()
-        return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
@@ -204,7 +205,7 @@ class JobMember(Job):
         try:
             compute_device.check_patiently(self._device)
         except compute_device.BrokenDeviceError as error:
-            self._end(str(error), error)
+            self._end(str(error), error, code="device-broken")
 
     def _abort(self, groups: Groups, generation: int) -> None:
         """Ends generations up to this one, or this worker; other threads wait, so that none goes on in between."""
@@ -212,26 +213,27 @@ class JobMember(Job):
             try:
                 groups.abort(generation)
             except RuntimeError as error:
-                self._end(f"cannot go on ({error})", error)
+                self._end(f"cannot go on ({cause_of(error)})", error)
 
     def _end_if_device_is_broken(self, error: BaseException) -> None:
         if self._device is not None:
             try:
                 compute_device.check(self._device)
             except compute_device.BrokenDeviceError as broken:
-                self._end(str(broken), error)
+                self._end(str(broken), error, code="device-broken")
 
-    def _end(self, why: str, error: BaseException) -> NoReturn:
+    def _end(self, why: str, error: BaseException, code: str | None = None) -> NoReturn:
         """Ends this process as a lost one, for another to take its place.
 
         Args:
             why: continues a sentence about the worker.
             error: whose traceback is printed.
+            code: of the error; None for its own.
         """
         print_traceback(error)
         print_lines(f"mocrun: worker {self.rank} {why}: it ends itself, to be replaced", error=True, flush=True)
         with contextlib.suppress(WireError):
-            self._say("broken", why=why)
+            self._say("broken", why=why, code=code or code_of(error))
         time.sleep(NEWS_S)  # for the agent, which kills this process, and so knows why it has ended
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("killed")
@@ -241,7 +243,7 @@ class JobMember(Job):
         try:
             body()
         except Exception as error:
-            self._end(f"cannot go on ({error})", error)
+            self._end(f"cannot go on ({cause_of(error)})", error)
 
     def _suspect(self) -> None:
         """Reports lost connections until the next generation; without a controller, the agent ends this worker."""
@@ -326,7 +328,7 @@ class JobMember(Job):
                 elif said["kind"] == "welcome":
                     self._welcomes = said["generation"]
                 elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too
-                    self._wanted, self._reason = said["generation"], said["reason"]
+                    self._wanted, self._cause, self._reason = said["generation"], said["cause"], said["reason"]
                     self._heard_at = time.monotonic()
                 self._news.notify_all()
             if said["kind"] == "abort" and self._groups is not None:

@@ -247,7 +247,7 @@ class Membership:
         )
 
     def ended(
-        self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: bool = False
+        self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: str = ""
     ) -> list[Order]:
         """A worker has exited.
 
@@ -256,7 +256,7 @@ class Membership:
             code: its exit code; minus the signal number if a signal killed it.
             why: the reason, if its node killed it.
             gives_back: the run's memory, if the worker has released it.
-            broken: it has ended itself, since its device does not work any more.
+            broken: code of the error by which it has ended itself, such as that of a broken device.
         """
         if name in self.guests:
             return self.growth.guest_ended(name, code)
@@ -296,7 +296,7 @@ class Membership:
             )
         if broken and self._broken.wears_out(worker):
             return self._give_up(worker, how)
-        return self._next_generation(Why(Cause.WORKER_LOST, how))
+        return self._next_generation(Why(broken or Cause.WORKER_LOST, how))
 
     def _ends_with(self, worker: Worker, number: int) -> int | None:
         """The exit code of the job, if a worker that a signal has killed is not replaced; None if it is.
@@ -322,8 +322,11 @@ class Membership:
         self._broken.is_well(worker)  # whoever starts the node again has looked at it
         kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
         often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
-        why = f"{how}, {often}: the node gives up its place. Fix: look at the device before you start it again"
-        return [*kills, GiveUp(node, with_code(UserError(why, code="device-broken"))), *self.left(node, gives_up=True)]
+        why = UserError(
+            f"{how}, {often}: the node gives up its place. Fix: look at the device before you start it again",
+            code="device-broken",
+        )
+        return [*kills, GiveUp(node, with_code(why)), *self.left(node, gives_up=True)]
 
     def built(self, name: str, stays: bool = False) -> list[Order]:
         """A worker is ready to train; ``stays`` tells whether it could go on if the number of workers changed."""

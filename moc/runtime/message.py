@@ -16,6 +16,7 @@ class WireError(UserError, RuntimeError):
     """The peer violated the protocol, or does not speak it; the connection is unusable."""
 
     code = "wire-protocol-violated"
+    remedy = "install the same release on all nodes; report the message as an issue if they have the same"
 
 
 class _Header(dict):

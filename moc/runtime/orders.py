@@ -29,9 +29,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Why:
-    """Why a generation begins, for programs and as a sentence."""
+    """Why a generation begins, for programs (also the code of an error) and as a sentence."""
 
-    cause: Cause
+    cause: str
     sentence: str
 
 
@@ -95,7 +95,7 @@ class Abort:
     """To all workers: abort all waits, and report in this generation."""
 
     generation: int
-    cause: Cause
+    cause: str
     reason: str = field(default="", compare=False)  # one sentence
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moc.errors import UserError
 from moc.files.tree import Tree, open_single
 from moc.runtime import async_connections as wire
 from moc.runtime.held_alike import HeldAlike, Missing, held_alike
@@ -53,8 +54,10 @@ _NODE = re.compile(r"[0-9A-Za-z]+")
 _FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # of a rank, or of one expert
 
 
-class AbsentError(RuntimeError):
+class AbsentError(UserError, RuntimeError):
     """The other node has not yet published the snapshot, or no longer has it."""
+
+    code = "copy-refused"
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ def _some(
     try:
         found = extract(file, entry, header, keeps)
     except ValueError as error:
-        raise DamagedRegionError(f"{remote.name(file)} is damaged: {error}") from None
+        raise _damaged(remote, file, str(error)) from None
     if found is None:
         return None
     names = itertools.chain([file] if found.entry == entry else [], (part_of_file(file, n) for n in itertools.count()))
@@ -217,7 +220,7 @@ async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> N
         async for data in remote.read(file, [(start, stop) for start, stop, _ in missing]):
             os.pwrite(descriptor, data, next(places))
         if digest_of(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
-            raise DamagedRegionError(f"{remote.name(file)} is damaged: its header does not match its hash")
+            raise _damaged(remote, file, "its header does not match its hash")
     finally:
         os.close(descriptor)
     name = f"{directory_of(remote.wanted.iteration)}/{piece.name}"  # it may be of a copy that was not finished
@@ -230,7 +233,7 @@ async def _missing(remote: _Remote, file: str, piece: _Piece, descriptor: int) -
         try:
             return await remote.alike.fill(descriptor, piece.header, piece.entry.bytes, piece.spans)
         except ValueError as error:
-            raise DamagedRegionError(f"{remote.name(file)} is damaged: {error}") from None
+            raise _damaged(remote, file, str(error)) from None
     sizes = (stop - start for start, stop in piece.spans)
     places = itertools.accumulate(sizes, initial=len(piece.header))
     return [Missing(*span, place) for span, place in zip(piece.spans, places, strict=False)]
@@ -242,10 +245,14 @@ def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
     except OSError as error:
         raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
             f"{into} has no room for the copy of {file} of node {wanted.of}, of {entry.bytes:,} bytes "
-            f"({error.strerror}): enlarge it (Docker. Fix: --shm-size), name another memory file system with "
+            f"({error.strerror}). Fix: enlarge it (Docker: --shm-size), name another memory file system with "
             "--ckpt-memory-dir, or keep fewer copies with --replicas",
             code="memory-full",
         ) from None
+
+
+def _damaged(remote: _Remote, file: str, why: str) -> DamagedRegionError:
+    return DamagedRegionError(f"{remote.name(file)} is damaged: {why}. Fix: test the memory of that node")
 
 
 class _Remote:
@@ -280,7 +287,7 @@ class _Remote:
         """Reads what precedes the data of a file; raises DamagedRegionError if that does not match its hash."""
         header = b"".join([bytes(data) async for data in self.read(file, [(0, entry.header_bytes)])])
         if digest_of(header) != entry.header_xxh3_128:
-            raise DamagedRegionError(f"{self.name(file)} is damaged: its header does not match its hash")
+            raise _damaged(self, file, "its header does not match its hash")
         return header
 
     async def read(self, file: str, spans: list[tuple[int, int]]) -> AsyncIterator[bytes | bytearray | memoryview]:
@@ -298,7 +305,7 @@ class _Remote:
             start, length = asked.popleft()
             data = (await self._answer()).body
             if len(data) != length:
-                raise DamagedRegionError(f"{self.name(file)} ends before byte {start + length}: it is truncated")
+                raise _damaged(self, file, f"it ends before byte {start + length}")
             await self._keep_pace(length)
             ahead -= length
             yield data
@@ -317,7 +324,7 @@ class _Remote:
             return answer
         about = f"the snapshot of iteration {self.wanted.iteration} of node {self.wanted.of}"
         if answer.kind == "absent":
-            raise AbsentError(f"node {self.wanted.held_by} does not have {about}")
+            raise AbsentError(f"node {self.wanted.held_by} does not have {about}. Fix: read the output of that node")
         raise CheckpointError(
             f"node {self.wanted.held_by} does not give {about}: {answer.header.get('why')}. Fix: read the "
             "output of that node",

@@ -16,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from moc.errors import UserError
+from moc.errors import UserError, cause_of, with_code
 from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime import children
@@ -93,7 +93,7 @@ class ReplicaServer:
                 answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
             except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
                 no_room = isinstance(error, NoRoomError) or isinstance(error, OSError) and error.errno in NO_ROOM
-                answer = {"kind": "failed", "why": str(error), "no_room": no_room}
+                answer = {"kind": "failed", "why": with_code(error), "no_room": no_room}
         with contextlib.suppress(WireError):
             connection.post(Message(answer))
 
@@ -123,7 +123,7 @@ class ReplicaServer:
             return Message({"kind": "absent"})
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
             _log.warning("the replica server of copies has refused to read: %s", error)
-            return Message({"kind": "refused", "why": str(error)})
+            return Message({"kind": "refused", "why": cause_of(error)})
 
 
 def _piece(path: Path, start: int, nbytes: int) -> Message:

@@ -35,6 +35,7 @@ class PeerGoneError(WireError):
     """The peer is unreachable or has disconnected; reconnecting may help."""
 
     code = "peer-unreachable"
+    remedy = "read the output of the other process, and look at the network"
 
 
 class _State(enum.Enum):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
-from moc.errors import UserError, with_code
+from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
@@ -101,7 +101,10 @@ def warm_up(script: str) -> str | None:
         program.get("warm_up", hook.warm_up)()
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
-            return leaving.code
+            if codes_in(leaving.code):
+                return leaving.code
+            sentence = f"{script} refuses to run: {leaving.code}. Fix: correct what it names"
+            return f"mocrun: error: {with_code(UserError(sentence, code='worker-cannot-start'))}"
         raise
     return None
 

@@ -132,7 +132,7 @@ class AutoPolicy:
         self._forget()
         self._orderly = False
         self._ranks: list[int] = []
-        self._harmless = Harmless(log.message, "the choice of a policy", "The policy in force stays.")
+        self._harmless = Harmless(log.message, "the choice of a policy", "the policy in force stays")
         self._fails = False
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:

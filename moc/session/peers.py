@@ -489,8 +489,10 @@ def _some(names: Sequence[str]) -> str:
 def _described(error: Exception) -> str:
     """An error of a copy with its code; one of a connection has none of its own."""
     if isinstance(error, WireError):
-        lost = f"a replica server does not answer ({error}). Fix: read its output above"
-        error = CheckpointError(lost, code="replica-server-lost")
+        error = CheckpointError(
+            f"a replica server does not answer ({cause_of(error)}). Fix: read its output above",
+            code="replica-server-lost",
+        )
     return with_code(error)
 
 

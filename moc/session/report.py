@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+from moc.errors import cause_of, warning
+from moc.output import counted
 from moc.policy import Policy
 from moc.policy.debt import Debt
 from moc.session.engine import Listener
@@ -33,7 +35,7 @@ class SnapshotReport:
 
     def __init__(self, log: Listener, tier: str):
         self._log, self._tier = log, tier
-        self.harmless = Harmless(log.message, "a report of snapshots", "Training goes on.")
+        self.harmless = Harmless(log.message, "a report of snapshots", "training continues")
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
@@ -134,8 +136,12 @@ class SnapshotReport:
         self._log.events.write("abandoned", iteration=iteration, reason=reason)
         if self._no_room.failed():
             self._log.message(
-                f"WARNING: the snapshot of iteration {iteration} is abandoned ({reason}). The one before it stays, and "
-                "training continues"
+                warning(
+                    f"the snapshot of iteration {iteration} is abandoned ({cause_of(reason)}). The one before it "
+                    "stays, and training continues. Fix: free memory, or name a larger file system with "
+                    "--ckpt-memory-dir",
+                    code="snapshot-abandoned",
+                )
             )
 
     @_harmless
@@ -154,7 +160,11 @@ class SnapshotReport:
             self._log.events.write("copy_missing", iteration=iteration, reason=reason)
         if self._no_copies.failed():
             self._log.message(
-                f"WARNING: the snapshot of iteration {iteration} has {len(reasons)} copies less ({reasons[0]})"
+                warning(
+                    f"the snapshot of iteration {iteration} has {counted(len(reasons), 'copy')} less "
+                    f"({cause_of(reasons[0])}). Fix: free memory, or keep fewer copies with --replicas",
+                    code="copies-missing",
+                )
             )
 
     @_harmless
@@ -173,9 +183,12 @@ class SnapshotReport:
         self._log.events.write("fold", iteration=iteration, **counts, seconds=told["seconds"])
         if counts["differing"]:
             self._log.message(
-                f"WARNING: gradients do not lead to the same bits beside training as in it for {counts['differing']} "
-                "experts, so they are not folded there any more: a recovery repeats their updates with the optimizer "
-                "of the run (--selective-fold recovery)"
+                warning(
+                    f"gradients do not lead to the same bits beside training as in it for {counts['differing']} "
+                    "experts, so they are not folded there any more, and a recovery repeats their updates. Fix: choose "
+                    "--selective-fold recovery",
+                    code="fold-differs",
+                )
             )
 
     @_harmless

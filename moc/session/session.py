@@ -23,8 +23,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from moc.errors import code_of
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
+from moc.policy.errors import refusal_of
 from moc.recovery.folds import RULES
 from moc.runtime.agreement import gather
 from moc.runtime.progress import PROGRESS
@@ -135,7 +135,8 @@ class Session(VoteParticipant):
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers alike
-            raise SettingsError(f"--ckpt-policy {policy.name}: {error}", code=code_of(error)) from None
+            refused = refusal_of(policy.name, error)
+            raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
             chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
         elif mine is None:
@@ -326,7 +327,8 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
         interval = interval_named(str(settings.interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
     except ValueError as error:
-        raise SettingsError(f"--ckpt-policy {name}: {error}", code=code_of(error)) from None
+        refused = refusal_of(name, error)
+        raise SettingsError(str(refused), code=refused.code) from None
     except TypeError as error:
         raise SettingsError(
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",

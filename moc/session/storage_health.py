@@ -165,10 +165,13 @@ class StorageHealth:
             return
         if lag.overdue and self._lags.failed():
             self._log.message(
-                f"WARNING: {self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} "
-                f"operators is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all "
-                "memory were lost, the run would lose or repeat the updates since then: use faster storage, or save "
-                f"fewer bytes; {self._newest_there()}"
+                warning(
+                    f"{self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} operators "
+                    f"is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all memory "
+                    "were lost, the run would lose or repeat the updates since then; "
+                    f"{self._newest_there()}. Fix: use faster storage, or save fewer bytes",
+                    code="storage-lags",
+                )
             )
         elif not lag.overdue and self._lags:
             warned, seconds = self._lags.warned, self._lags.over()

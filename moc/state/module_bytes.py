@@ -86,7 +86,7 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         if length > min(source.numel() - 8, tree.HEADER):
-            raise ModuleStateError(f"the header cannot have {length:,} bytes")
+            raise ValueError(f"the header cannot have {length:,} bytes")
         header = decode.decode(_plain(source[8 : 8 + length]), _Header)
         reader = _Reader(source, _start_after(length), header.tensors)
         return {path: reader.value(described, current.get(path)) for path, described in header.values.items()}
@@ -104,7 +104,7 @@ def _described(values: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     for path, value in values.items():
         try:
             trees[path] = _tree(value, tensors)
-        except ModuleStateError as error:
+        except TypeError as error:
             raise ModuleStateError(
                 f"module state: {path} changes and cannot be saved: {error}. Fix: keep it in a buffer, a number or a "
                 "container of these",
@@ -120,7 +120,7 @@ def _described(values: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
 def _is_supported(value: Any) -> bool:
     try:
         _tree(value, [])
-    except ModuleStateError:
+    except TypeError:
         return False
     return True
 
@@ -152,7 +152,7 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor]:
         return "number", torch.from_numpy(numpy.array(value))
     if isinstance(value, numpy.ndarray):
         return "array", torch.from_numpy(value)
-    raise ModuleStateError(f"values of type {type(value).__name__} have no representation without pickle")
+    raise TypeError(f"values of type {type(value).__name__} have no representation without pickle")
 
 
 class _Reader:
@@ -190,11 +190,11 @@ class _Reader:
         name, shape, offset, device = self._table[number]
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
-            raise ModuleStateError(f"{name} is no dtype")
+            raise ValueError(f"{name} is no dtype")
         begin = self._start + offset
         end = begin + math.prod(shape) * dtype.itemsize
         if end > self._source.numel():
-            raise ModuleStateError("a tensor reaches beyond the saved bytes")
+            raise ValueError("a tensor reaches beyond the saved bytes")
         read = self._source[begin:end].clone().view(dtype).reshape(shape)
         return read.cpu() if device == "cpu" else read
 

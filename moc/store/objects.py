@@ -103,7 +103,9 @@ class ObjectPlace(Storage):
         """See :class:`Storage`; an object that is too large is not fetched."""
         size = self._size(path)
         if size > most:
-            raise RefusedFileError(f"it has {size} bytes, more than {most}", self.path(path))
+            raise RefusedFileError(
+                f"it has {size} bytes, more than {most}. Fix: restore it from a copy, or name another", self.path(path)
+            )
         if size == 0:
             return b""  # which has no range
         with self._explained(path):

@@ -5,6 +5,7 @@ import errno
 import pytest
 
 from megatron.pretraining.error_messages import cause_and_remedy, messages
+from megatron.pretraining.reference import sources
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
 from tests.errors import raises
 
@@ -53,6 +54,24 @@ def test_an_error_that_another_process_sends_keeps_its_code():
 )
 def test_the_cause_of_an_error_is_quoted_without_remedy_and_code(error, cause):
     assert cause_of(error) == cause
+
+
+def test_an_error_without_a_remedy_has_that_of_its_class(tmp_path):
+    class Repairable(UserError):
+        code, remedy = "repairable", "repair it"
+
+    assert str(Repairable("it is broken")) == "it is broken. Fix: repair it"
+    assert str(Repairable("it is broken. Fix: replace it")) == "it is broken. Fix: replace it"
+    (tmp_path / "module.py").write_text(
+        "class Broken(UserError):\n    code = 'broken'\n    remedy = 'repair it'\n\nraise Broken('it is broken')\n"
+    )
+    assert messages([tmp_path / "module.py"]) == {"broken": ["it is broken. Fix: repair it"]}
+
+
+def test_each_message_has_a_cause_and_a_remedy():
+    found = messages(sources())
+    assert all(found.values()), [code for code, texts in found.items() if not texts]
+    assert not [text for texts in found.values() for text in texts if not all(cause_and_remedy(text))]
 
 
 def test_messages_are_read_from_the_source(tmp_path):

@@ -43,8 +43,6 @@ class ConfigError(UserError, ValueError):
 class ConfigErrors(ConfigError):
     """Several independent problems of flags; each is a line of the message."""
 
-    code = "flags-invalid"
-
     def __init__(self, problems: Sequence[ConfigError]):
         super().__init__()
         self._problems = tuple(problems)

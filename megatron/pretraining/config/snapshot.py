@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
 from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
+from moc.policy.errors import PolicyError, refusal_of
 from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.policy.pec_flags import experts_of
 from moc.session.settings import TIERS, node_names
@@ -179,8 +180,8 @@ class _EveryPolicy(FlagGroup):
         )
 
     def _ask(self, kind: type[Policy], problems: Problems) -> None:
-        for sentence in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
-            problems.refuse(True, sentence, code="policy-flags-conflict")
+        for refused in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
+            refuse_by(kind, refused, problems)
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
         problems.refuse(
@@ -243,3 +244,9 @@ else:
             "__module__": __name__,  # for pickling
         },
     )
+
+
+def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
+    """Adds what a policy refuses to the problems."""
+    error = refused if isinstance(refused, PolicyError) else refusal_of(kind.name, refused)
+    problems.refuse(True, str(error), code=error.code)

@@ -10,6 +10,7 @@ from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import Problems, dashed
 from megatron.pretraining.config.groups import FlagGroups
+from megatron.pretraining.config.snapshot import refuse_by
 from moc.policy import AUTO, POLICIES, JobShape
 
 
@@ -141,9 +142,9 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
 def _check_policies(config: FlagGroups, problems: Problems) -> None:
     snapshot, job = config.snapshot, job_shape(config)
     asked = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
-    misfits = [sentence for kind in asked for sentence in itertools.islice(kind.misfits(snapshot, job), 1)]
-    for sentence in misfits:
-        problems.refuse(True, sentence, code="policy-flags-conflict")
+    misfits = [(kind, misfit) for kind in asked for misfit in itertools.islice(kind.misfits(snapshot, job), 1)]
+    for kind, misfit in misfits:
+        refuse_by(kind, misfit, problems)
     problems.refuse(  # unless the policy that needs memory does not fit itself
         not misfits and config.elastic.elastic and snapshot.ckpt_policy and snapshot.ckpt_tier != "disk",
         f"--elastic keeps replicas of experts in the workers themselves. Fix: choose --ckpt-tier disk, not "

@@ -34,6 +34,23 @@ def stage_size(config: Config, world_size: int) -> int:
     return world_size // config.parallel.pipeline_model_parallel_size
 
 
+def ranks_of_stage(config: Config, size: int, workers: Workers) -> int:
+    """Workers of each node that are of one pipeline stage, where a job has so many workers in all.
+
+    Where one node has all workers, and the job no others, each worker counts as a node.
+    """
+    varies = workers.least < workers.most
+    here, of_stage = workers.per_node // stages_on_nodes(config, workers.per_node, varies), stage_size(config, size)
+    apart = of_stage > here or nodes_have_places(config, workers)
+    return here if apart and not of_stage % here else 1
+
+
+def nodes_have_places(config: Config, workers: Workers) -> bool:
+    """Whether nodes are known by their places: the job has several, and each has the same stages of all its copies."""
+    by_copies = copy_by_copy(config, workers.per_node, workers.least < workers.most)
+    return workers.most > 1 and (by_copies or config.parallel.pipeline_model_parallel_size == 1)
+
+
 def why_anew(config: Config, per_node: int) -> str:
     """Why workers cannot go on in the same processes when nodes of so many workers are lost or come; empty if they can.
 
@@ -118,7 +135,9 @@ def check_start(config: Config, workers: Workers) -> None:
     """Raises ``ConfigError`` with all reasons why a job of these workers cannot start or continue."""
     problems, (least, most, per_node) = Problems(), workers
     parts = nodes_of_model(config, per_node) if least < most and not why_anew(config, per_node) else 1
-    problems.check(check_world, config, max(most // parts, 1) * parts * per_node)
+    size = max(most // parts, 1) * parts * per_node
+    if problems.check(check_world, config, size):
+        problems.check(check_placement, config, size, workers)
     if least < most:
         problems.check(check_fewest, config, least, per_node)
     problems.raise_found()
@@ -164,6 +183,17 @@ def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, 
         code="nodes-too-few",
     )
     problems.check(check_everywhere, config, of_stage, workers // of_stage, f", and {left}")
+
+
+def check_placement(config: Config, size: int, workers: Workers) -> None:
+    """Raises ``ConfigError`` with all reasons why ``--elastic`` cannot place experts on so many workers in all."""
+    if not config.elastic.elastic:
+        return
+    problems, ranks = Problems(), ranks_of_stage(config, size, workers)
+    problems.check(check_domains, config, ranks)
+    if workers.least == workers.most:  # or check_fewest has found it
+        problems.check(check_everywhere, config, stage_size(config, size) // ranks, ranks)
+    problems.raise_found()
 
 
 def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> None:

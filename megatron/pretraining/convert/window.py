@@ -116,11 +116,7 @@ def compute_again(
             _link_or_copy(there / name, here / name)
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
     launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
-    if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
-        raise CheckpointError(
-            f"the window cannot be replayed: {failure.replace(str(snapshots), str(window.root))}",
-            code="replay-failed",
-        )
+    _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")], snapshots, window.root)
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
@@ -136,8 +132,12 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _run(command: Sequence[str]) -> str | None:
-    """Runs the program and shows its output; returns its error sentence if it fails."""
+def _run(command: Sequence[str], copies: Path, root: Path) -> None:
+    """Runs the program and shows its output.
+
+    Raises:
+        CheckpointError: the program failed; its error sentence names ``root`` in place of the ``copies``.
+    """
     reason = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
@@ -145,9 +145,16 @@ def _run(command: Sequence[str]) -> str | None:
             reason = reason or (said and said[1])
             if reason is None:  # the launcher's output after the error is of no use
                 print_lines(line.removesuffix("\n"), error=True, flush=True)
-    if process.returncode != 0:
-        return reason or f"{PROGRAM.name} failed (exit code {process.returncode}). Fix: correct what it printed above"
-    return None
+    if process.returncode == 0:
+        return
+    if reason is None:
+        raise CheckpointError(
+            f"the window cannot be replayed: {PROGRAM.name} ended with exit code {process.returncode}. Fix: correct "
+            "what it printed above",
+            code="replay-failed",
+        )
+    sentence = f"the window cannot be replayed: {reason.replace(str(copies), str(root))}"
+    raise CheckpointError(sentence)  # with the code of the program
 
 
 def _config(run: Config, window: ConvertedWindow, scratch: Path) -> Config:

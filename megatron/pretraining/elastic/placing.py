@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.pretraining.config import Config, plan_settings, stage_size
+from megatron.pretraining.config import Config, nodes_have_places, plan_settings, ranks_of_stage, stage_size
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.process.nodes import goes_by_copies, per_node, stages_here
+from megatron.pretraining.process.nodes import per_node, stages_here, workers_of_job
 from moc.elastic.dispatch import even, level
 from moc.elastic.plan import Loads, Plan, plan
 from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
-from moc.runtime.environment import numbers_of_nodes
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
@@ -82,9 +81,8 @@ def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> Nodes
         workers: in all.
         helpers: of the last nodes, which help: the part of the model that each has.
     """
-    of_node = stages_here(config)
-    size, here = stage_size(config, workers - len(helpers) * per_node()), per_node() // of_node
-    ranks = here if (size > here or _by_place(config)) and not size % here else 1
+    of_node, trains = stages_here(config), workers - len(helpers) * per_node()
+    size, ranks = stage_size(config, trains), ranks_of_stage(config, trains, workers_of_job())
     counts = {
         stage: size // ranks + sum(part == stage // of_node for part in helpers)
         for stage in range(config.parallel.pipeline_model_parallel_size)
@@ -101,7 +99,7 @@ def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequen
         helpers: as of :func:`nodes_of`.
     """
     nodes = nodes_of(config, len(told), helpers)
-    if not _by_place(config):
+    if not nodes_have_places(config, workers_of_job()):
         return nodes
     members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}
     return {stage: Nodes(members[stage], of.ranks) for stage, of in nodes.items()}
@@ -110,12 +108,6 @@ def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequen
 def place() -> int:
     """The place of this worker's node in the job."""
     return int(os.environ.get("GROUP_RANK", "0"))
-
-
-def _by_place(config: Config) -> bool:
-    """Whether nodes are known by their places: the job has several, and each has the same stages of all its copies."""
-    by_copies = goes_by_copies(config) or config.parallel.pipeline_model_parallel_size == 1
-    return numbers_of_nodes()[1] > 1 and by_copies
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:

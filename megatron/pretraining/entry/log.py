@@ -39,7 +39,7 @@ class StockLog:
         self._totals: dict[str, Any] = {}
         self._reports_memory, self._is_first = True, True
         self._last = time.perf_counter()
-        self._harmless = Harmless(self.message, "a report of training", "Training goes on.")
+        self._harmless = Harmless(self.message, "a report of training", "training continues")
         self._open()
 
     def _open(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 
+from moc.errors import warning
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
 
@@ -71,8 +72,12 @@ class Board:
             self._dropped += len(values)
             if self._trouble.failed():
                 self._say(
-                    f"WARNING: TensorBoard's files in {self._directory} cannot be written "
-                    f"({getattr(error, 'strerror', None) or error}). Training goes on, and tries again"
+                    warning(
+                        f"TensorBoard's files in {self._directory} cannot be written "
+                        f"({getattr(error, 'strerror', None) or error}); training continues, and tries again. Fix: "
+                        "correct the permissions of the directory or make room",
+                        code="log-unwritable",
+                    )
                 )
             return
         if self._trouble:

@@ -59,7 +59,7 @@ class Log:
         self._window = _Window()
         self._last = time.perf_counter()
         self._skipped_in_run = 0
-        self._harmless = Harmless(self.message, "a report of training", "Training goes on.")
+        self._harmless = Harmless(self.message, "a report of training", "training continues")
         self._open()
 
     def _open(self) -> None:

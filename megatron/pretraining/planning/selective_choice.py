@@ -252,7 +252,7 @@ def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: 
     remote = tuner.remote(policy.tier)
     equal = {layer: [1] * count for layer, count in numbers.items()}
     gradient = None if apart > 1 or not policy.gradients else 1 / sizes.ratio(min(sizes.gradients))
-    every = "needs a snapshot in every iteration" if apart > 1 and policy.gradients else None
+    every = "--selective-gradients on needs a snapshot in each iteration" if apart > 1 and policy.gradients else None
     bubble_s = share * found["forward_backward_s"]
     copied = max(sizes.least_of_rank, min(tuner.local, max(sizes.of_ranks.values())))
     of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
@@ -386,7 +386,7 @@ def explained(choice: SelectiveChoice) -> list[str]:
             "training waits for the copy."
         )
     elif choice.no_gradients:
-        lines.append(f"States alone: --selective-gradients on {choice.no_gradients}.")
+        lines.append(f"States alone: {choice.no_gradients}.")
     if (bubbles := choice.bubbles) is not None:
         lines.append(
             f"Bubbles are {100 * bubbles.share:.1f} % of forward and backward, {bubbles.seconds:.3g} s: "

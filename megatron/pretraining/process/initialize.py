@@ -15,16 +15,20 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.pretraining.config import (
     Config,
     check_backend,
-    check_domains,
-    check_everywhere,
     check_fewest,
+    check_placement,
     check_world,
 )
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.elastic.domains import build_domains
-from megatron.pretraining.elastic.placing import nodes_of
 from megatron.pretraining.process import cpu
-from megatron.pretraining.process.nodes import goes_on_in_process, order_of_ranks, parts_of_model, per_node
+from megatron.pretraining.process.nodes import (
+    goes_on_in_process,
+    order_of_ranks,
+    parts_of_model,
+    per_node,
+    workers_of_job,
+)
 from moc.runtime.environment import fewest_nodes, numbers_of_nodes
 from moc.runtime.job import Job
 from moc.runtime.world import World
@@ -57,10 +61,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
     workers = job.size - len(job.helpers) * per_node()
     workers = workers // at_once * at_once if job.parts > 1 else workers
     check_world(config, workers)
-    if config.elastic.elastic:
-        members, ranks = nodes_of(config, workers)[0]
-        check_domains(config, ranks)
-        check_everywhere(config, len(members), ranks)
+    check_placement(config, workers, workers_of_job())
     if (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node())
     backend = config.parallel.distributed_backend or cpu.default_backend()

@@ -11,13 +11,18 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
-from moc.runtime.environment import fewest_nodes
+from megatron.pretraining.config import Config, Workers, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
+from moc.runtime.environment import fewest_nodes, numbers_of_nodes
 
 
 def per_node() -> int:
     """Workers of each node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def workers_of_job() -> Workers:
+    """The workers of the job."""
+    return Workers(*numbers_of_nodes(), per_node())
 
 
 def goes_on_in_process(config: Config) -> bool:

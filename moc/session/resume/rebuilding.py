@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
+from moc.errors import warning
 from moc.recovery.going_on import Course
 from moc.recovery.plan import RecoveryPlan
 from moc.recovery.sources import LIVE, MEMORY
@@ -81,8 +82,11 @@ class Rebuilder:
             )
             if one.exact is False:
                 self._log.message(
-                    f"WARNING: replayed iteration {one.iteration} has {one.is_not}. Layout, data or flags differ from "
-                    "those of the original run: this one is not bit-identical to it"
+                    warning(
+                        f"replayed iteration {one.iteration} has {one.is_not}, so this run is not bit-identical to the "
+                        "original one. Fix: resume with the layout, the data and the flags of the original run",
+                        code="replay-differs",
+                    )
                 )
 
     def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:

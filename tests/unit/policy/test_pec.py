@@ -265,7 +265,7 @@ def test_faults_raise_both_numbers():
         ({"ep": 3}, "experts-indivisible", ["ep = 3"]),
         ({"selection": "random"}, "policy-setting-unknown", ["random"]),
         ({"target": "W"}, "policy-setting-unknown", [" W."]),
-        ({"target": "optimizer", "plt_limit": 0.0375}, "policy-flags-conflict", ["--pec-dynamic-k", "--pec-target"]),
+        ({"target": "optimizer", "plt_limit": 0.0375}, "flag-has-no-effect", ["--pec-dynamic-k", "--pec-target"]),
         ({"persist_every": 0}, "interval-invalid", ["persist_every"]),
     ],
     ids=str,

@@ -66,13 +66,13 @@ REFUSED = [
         f"{TP2} --moe-ffn-hidden-size 3 --disable-bias-linear --expert-tensor-parallel-size 2",
         "flag-not-a-multiple --moe-ffn-hidden",
     ),
-    ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "policy-flags-conflict"),
+    ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "flag-needs-another"),
     (
         "--ckpt-policy selective --ckpt-dir x --selective-boost-iterations 9 --moe-expert-capacity-factor 1 "
         "--moe-pad-expert-input-to-capacity",
-        "policy-flags-conflict --selective-boost-iterations --moe-expert-capacity-factor --moe-pad",
+        "flag-needs-another --selective-boost-iterations --moe-expert-capacity-factor --moe-pad",
     ),
-    ("--ckpt-policy auto --ckpt-dir x --selective-boost 0.1", "policy-flags-conflict --selective-boost"),
+    ("--ckpt-policy auto --ckpt-dir x --selective-boost 0.1", "flag-needs-another --selective-boost"),
     # network
     ("--num-attention-heads 3", "flag-not-a-multiple --hidden-size --num-attention-heads"),
     ("--num-query-groups 2", "flag-has-no-effect --group-query-attention"),
@@ -200,34 +200,34 @@ REFUSED = [
     ("--ckpt-policy full --save x --pec-k 2", "policy-lacks-flag --pec-k --ckpt-policy"),
     (
         "--ckpt-policy pec --save x --pec-k 2 --pec-k-persist 3",
-        "policy-flags-conflict --pec-k-persist",
+        "flag-exceeds-another --pec-k-persist",
     ),
     (
         "--ckpt-policy pec --save x --pec-k-snapshot 4 --pec-k-persist 1",
-        "policy-flags-conflict --pec-k-snapshot --pec-k-persist",
+        "tier-lacks-flag --pec-k-snapshot --pec-k-persist",
     ),
     (
         "--ckpt-policy pec --save x --pec-k 4 --pec-k-persist 1 --ckpt-tier disk",
-        "policy-flags-conflict --ckpt-dir --ckpt-tier",
+        "tier-lacks-flag --ckpt-dir --ckpt-tier",
     ),
     (
         "--ckpt-policy pec --save x --pec-dynamic-k --pec-target optimizer",
-        "policy-flags-conflict --pec-dynamic-k",
+        "flag-has-no-effect --pec-dynamic-k",
     ),
-    ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "policy-flags-conflict --pec-plt-limit --pec-dynamic-k --pec-k"),
+    ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "flag-needs-another --pec-plt-limit --pec-dynamic-k --pec-k"),
     (
         "--ckpt-policy selective --save x --ckpt-tier memory --selective-gradients on --optimizer sgd",
-        "policy-flags-conflict --selective-gradients",
+        "gradients-need-adam --selective-gradients",
     ),
     (
         "--ckpt-policy selective --save x --selective-gradients on",
-        "policy-flags-conflict --selective-gradients --ckpt-tier",
+        "gradients-need-memory --selective-gradients --ckpt-tier",
     ),
     ("--ckpt-policy pec --save x --pec-k 0", "value-unreadable"),
-    ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "policy-flags-conflict --pec-k"),
+    ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "flag-chosen-by-auto --pec-k"),
     ("--ckpt-policy full --save x --sparse-window 2", "policy-lacks-flag --sparse-window --ckpt-policy"),
     ("--ckpt-policy sparse --save x --sparse-window 0", "value-unreadable"),
-    ("--ckpt-policy sparse --save x --snapshot-interval 5", "policy-flags-conflict"),
+    ("--ckpt-policy sparse --save x --snapshot-interval 5", "snapshot-interval-fixed"),
     (
         "--upstream-logging",
         "flag-has-no-effect --upstream-logging --ckpt-policy",
@@ -252,8 +252,8 @@ REFUSED = [
         "--ckpt-policy full --save x --selective-hide bubble",
         "policy-lacks-flag --selective-hide --ckpt-policy",
     ),
-    ("--ckpt-policy selective --save x --selective-hide bubble", "policy-flags-conflict --pipeline-model-parallel"),
-    ("--ckpt-policy auto --save x --selective-hide bubble", "policy-flags-conflict --pipeline-model-parallel-size"),
+    ("--ckpt-policy selective --save x --selective-hide bubble", "flag-needs-another --pipeline-model-parallel"),
+    ("--ckpt-policy auto --save x --selective-hide bubble", "flag-needs-another --pipeline-model-parallel-size"),
     ("--ckpt-policy full --save x --mtbf-hours 2", "flag-needs-another --mtbf-hours --pec-k"),
     ("--ckpt-policy full --save x --exact-only", "policy-lacks-flag --exact-only --ckpt-policy"),
     ("--ckpt-policy pec --save x --host-memory-gb 8", "policy-lacks-flag --host-memory-gb --ckpt-policy"),
@@ -329,7 +329,7 @@ def test_flags_of_experts_need_experts(capsys, flag):
 
 def test_bubbles_are_chosen_by_for_experts(capsys):
     flags = f"{PP2} --ckpt-policy selective --save x --selective-hide bubble"
-    assert_refused(refusal(capsys, flags, DENSE), "policy-flags-conflict --selective-hide")
+    assert_refused(refusal(capsys, flags, DENSE), "flag-needs-another --selective-hide")
     assert parse(flags).snapshot.selective_hide == "bubble"
 
 

@@ -49,7 +49,7 @@ def test_a_lost_worker_is_replaced_and_the_others_stay():
 
 def breaks(membership, name):
     """A worker is lost to its device; the orders, and the names of the workers in its place."""
-    orders = membership.ended(name, -9, "has a broken device", broken=True)
+    orders = membership.ended(name, -9, "has a broken device", broken="device-broken")
     return orders, [order.worker for order in orders if isinstance(order, StartWorker)]
 
 
