@@ -177,6 +177,7 @@ EVENTS = {
         {
             "own": "bytes of the buffers of its workers",
             "copies": "bytes for copies of other nodes' snapshots",
+            "experts": "bytes for experts that are carried out of older snapshots, copies included",
             "small": "bytes for manifests and reports",
             "logs": "bytes of upstream logs",
         },

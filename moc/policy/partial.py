@@ -142,6 +142,10 @@ class Partial(Policy):
         """As :meth:`Policy.plan_for_storage`: the selection depends on the versions in storage."""
         return self._plan(iteration, load, persists=True) if again or self._due(iteration) else None
 
+    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
+        """As :meth:`Policy.plan_as_due`."""
+        return self._plan(iteration, load, persists=False) or self.everything(iteration)
+
     def _due(self, iteration: int) -> bool:
         """Whether a snapshot is due."""
         return self.interval.due(iteration)

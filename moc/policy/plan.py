@@ -315,6 +315,10 @@ class Policy(ABC):
         plan = self.plan(iteration, load)
         return self.everything(iteration) if plan is None and again and not self.windows else plan
 
+    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
+        """Plans the snapshot that would be taken after so many iterations if one were due; changes nothing."""
+        return self.plan(iteration, load) or self.everything(iteration)
+
     @property
     def storage_cycle(self) -> int | None:
         """Persisted snapshots (with windows: windows) until storage has a new version of every operator, at most.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, MissingRegionError
 from moc.store.layout import FileLayout
 from moc.store.manifest import NAME, FileEntry, Manifest
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
@@ -43,6 +44,7 @@ CARRIED = ".carried.json"
 
 _DETAILS = {frozenset({MASTER, MOMENTS}): Detail.FULL, frozenset({MASTER}): Detail.MASTER}
 _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
+_GRADIENTS = frozenset({Detail.GRAD.value})
 
 
 def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
@@ -62,6 +64,63 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
                 found[one.iteration][name] = detail
                 seen |= {(name, part) for part in parts}
     return found
+
+
+def slot_of(detail: Detail) -> str:
+    """Returns the name of the slots that experts carried at a detail use: those of one detail have about one size."""
+    return f"expert_{detail.value}"
+
+
+def most_carried(snapshots: Iterable[AvailableCheckpoint], experts: Collection[str], behind: int) -> dict[Detail, int]:
+    """Returns by detail the most experts that are carried at the same time; a pure function.
+
+    Args:
+        snapshots: in the order in which they are taken.
+        experts: as for :func:`of_use`.
+        behind: snapshots before the newest that may not be known to be safe yet.
+    """
+    carried: dict[str, list[_Carried]] = defaultdict(list)
+    now: Counter[Detail] = Counter()
+    most: Counter[Detail] = Counter()
+    taken: list[dict[str, str]] = []
+    for coming in snapshots:
+        details = {name: detail for name, detail in coming.operators.items() if name in experts}
+        if (safe := len(taken) - 1 - behind) >= 0:
+            for name, detail in taken[safe].items():
+                before = carried[name]
+                carried[name] = left = [kept for one in before if (kept := one.without(detail, safe)).parts]
+                now.subtract(one.detail for one in before)
+                now.update(one.detail for one in left)
+        if taken:
+            for name, detail in taken[-1].items():
+                parts = _of_use_in(detail) - _superseded_by(details.get(name))
+                if parts:
+                    carried[name].append(one := _Carried(len(taken) - 1, _DETAILS.get(parts, Detail.GRAD), parts))
+                    now[one.detail] += 1
+        most |= now
+        taken.append(details)
+    return dict(most)
+
+
+class _Carried(NamedTuple):
+    """An expert that is carried out of a snapshot: its detail, and what of it no newer safe snapshot has."""
+
+    number: int
+    detail: Detail
+    parts: frozenset[str]
+
+    def without(self, detail: str, number: int) -> _Carried:
+        """What is left once another snapshot is safe."""
+        return self._replace(parts=self.parts - _superseded_by(detail)) if self.number < number else self
+
+
+def _of_use_in(detail: str) -> frozenset[str]:
+    return _GRADIENTS if detail == Detail.GRAD.value else frozenset(PARTS.get(detail, ())) & {MASTER, MOMENTS}
+
+
+def _superseded_by(detail: str | None) -> frozenset[str]:
+    parts = frozenset(PARTS.get(detail or "", ())) & {MASTER, MOMENTS}
+    return parts | _GRADIENTS if parts else parts
 
 
 class Held(NamedTuple):
@@ -314,7 +373,8 @@ def _has_both(detail: str, slots: Collection[str]) -> bool:
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
     """Carries operators out; those wanted as gradients with all that the snapshot has of them."""
-    parts: dict[str, list[tuple[Blob, StoredBox]]] = defaultdict(list)
+    place, parts = store.place, defaultdict[str, list[tuple[Blob, StoredBox]]](list)
+    assert isinstance(place, LocalPlace)  # snapshots in memory are local
     for file, entry in manifest.files.items():
         for blob, box in _boxes(store, manifest.iteration, file, entry):
             name = operator_of(box.name)
@@ -323,7 +383,7 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
     directory, files, operators = directory_of(manifest.iteration), {}, {}
     for name, its in parts.items():
         file = file_of_operator(name)
-        files[file] = _write(store, f"{directory}/{file}", its)
+        files[file] = _write(place, f"{directory}/{file}", its, slot_of(wanted[name]))
         entry = manifest.operators[name]
         operators[name] = entry if wanted[name] is Detail.GRAD else entry.at(wanted[name])
     carried = dataclasses.replace(manifest, files=files, operators=operators)
@@ -343,11 +403,11 @@ def _boxes(store: Store, iteration: int, file: str, entry: FileEntry) -> list[tu
         ) from None
 
 
-def _write(store: Store, path: str, parts: Iterable[tuple[Blob, StoredBox]]) -> FileEntry:
+def _write(place: LocalPlace, path: str, parts: Iterable[tuple[Blob, StoredBox]], slot: str) -> FileEntry:
     blobs = {box: blob for blob, box in parts}
     layout = FileLayout(blobs)
     data = [blobs[box].read(box.start, box.start + box.nbytes) for box in layout.entries]
     digests = (box.digest or digest_of(its) for box, its in zip(layout.entries, data, strict=True))
     header = layout.header([*digests])
-    store.place.write(path, [header, *data], final=False)
+    place.write_into_slot(path, [header, *data], slot)
     return FileEntry(layout.nbytes, len(header), digest_of(header))

@@ -110,6 +110,7 @@ class _Steps:
             for (name, region), state in boxes.items()
             for slot, values in state.items()
         ]
+        self._check(chain)
         return all(same) and step == self._step(chain.until, chain.operator)
 
     def fold(self, chain: Chain, into: Store) -> tuple[FileEntry, OperatorEntry]:
@@ -154,7 +155,13 @@ class _Steps:
                     raise ValueError(f"the engine has not told how {kind_of(tensor)} is updated")
                 update(state, gradients.get(tensor, "grad", region), step, rule, factor)
             step += 1
+        self._check(chain)
         return boxes, step
+
+    def _check(self, chain: Chain) -> None:
+        """Raises an error if a file of a chain is gone: its memory may have been written to while it was read."""
+        for iteration in range(chain.base, chain.until + 1):
+            self._files(iteration, chain.operator)
 
     def _told(self, iteration: int, what: str) -> Mapping[str, Any]:
         if (told := self.manifest(iteration).state.get(what)) is None:

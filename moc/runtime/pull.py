@@ -33,12 +33,12 @@ from moc.runtime.wire import PeerGoneError
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store import manifest as manifests
+from moc.store import slots
 from moc.store.boxes import StoredBox
 from moc.store.digest import digest_of
 from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
 from moc.store.layout import extract
 from moc.store.manifest import FileEntry, Manifest
-from moc.store.slots import free_slot
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, is_by_rank, part_of_file, rank_of
 
@@ -241,7 +241,7 @@ async def _missing(remote: _Remote, file: str, piece: _Piece, descriptor: int) -
 
 def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
     try:
-        return free_slot(into / "slots", file, entry.bytes)
+        return slots.free_slot(into / slots.DIRECTORY, file, entry.bytes)
     except OSError as error:
         raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
             f"{into} has no room for the copy of {file} of node {wanted.of}, of {entry.bytes:,} bytes "

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moc.policy import Policy
+from moc.policy import Policy, SnapshotPlan
+from moc.policy.plan import experts_by_layer
+from moc.recovery.carrying import most_carried, slot_of
+from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents
+from moc.state.detail import Detail
+from moc.state.operators import operator_of
+from moc.store.layout import FileLayout
 
 _SETTLED = 3  # the windows before it are what is under way, and the first one of its kind
+_PLANS = 128  # snapshots, in which every expert has had its turn unless they are very few
+_TOKENS = 1 << 20  # of the busiest expert
+_POPULARITIES: tuple[Callable[[int], float], ...] = (
+    lambda expert: _TOKENS,
+    lambda expert: _TOKENS / (1 + expert),
+)
+"""Experts that are equally busy, and by Zipf's law: the fewer are busy, the longer chains of gradients become."""
 
 
 class Window(NamedTuple):
@@ -35,7 +50,7 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
         contents: gives this rank's shares.
         iteration: iterations completed.
     """
-    trial, begun, held, kept = copy.deepcopy(policy), 0, [], 1
+    trial, begun, held, kept = _trial(policy), 0, [], 1
     plans = []
     for after in range(iteration + 1, iteration + 3 + 3 * len(policy.operators)):
         if (plan := trial.plan(after)) is None:
@@ -52,6 +67,70 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
     return Window(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
 
 
+def plans_ahead(policy: Policy, popularity: Callable[[int], float]) -> Iterator[AvailableCheckpoint]:
+    """Yields a full snapshot, and those that a policy would take after it; changes nothing.
+
+    Args:
+        policy: whose snapshots are no windows.
+        popularity: tokens that an expert of a layer, by its number, is given in an iteration.
+    """
+    trial, layers = _trial(policy), experts_by_layer(policy.operators)
+    yield _available(trial.everything(0), 0)
+    for number in range(1, _PLANS):
+        after = number * trial.iterations_apart
+        load = {layer: [int(after * popularity(e)) for e in range(count)] for layer, count in layers.items()}
+        plan = trial.plan_as_due(after, load)
+        trial.on_snapshot(plan, load)
+        yield _available(plan, number)
+
+
+def _trial(policy: Policy) -> Policy:
+    """A copy of a policy, which may be told anything; operators never change."""
+    return copy.deepcopy(policy, {id(one): one for one in (policy.operators, *policy.operators)})
+
+
+def _available(plan: SnapshotPlan, number: int) -> AvailableCheckpoint:
+    return AvailableCheckpoint(number, MEMORY, {name: detail.value for name, detail in plan.operators.items()})
+
+
+def bytes_of_experts(contents: Contents, experts: Collection[str], gradients: bool) -> dict[str, dict[str, int]]:
+    """Returns by detail and expert the bytes that this rank saves of it, as a file; no entry for none."""
+    found = {}
+    for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, *[Detail.GRAD] * gradients):
+        entries = defaultdict(list)
+        for entry in contents.share(dict.fromkeys(experts, detail)).layout.entries:
+            entries[operator_of(entry.name)].append(entry)
+        found[detail.value] = {name: FileLayout(its).nbytes for name, its in entries.items()}
+    return found
+
+
+def carried_files(
+    policy: Policy, parts: Iterable[Mapping[str, Mapping[str, int]]], behind: int
+) -> dict[str, list[int]]:
+    """Returns, by the name of their slots, the bytes of the files of experts that a node carries at most.
+
+    It carries each expert once at least: how many experts snapshots have may be chosen later.  How long chains of
+    gradients become depends on the tokens of experts, so the most of several popularities counts.
+
+    Args:
+        policy: at the beginning of a run, or with what it has been told.
+        parts: what each of the node's ranks saves, as :func:`bytes_of_experts`.
+        behind: as in :func:`~moc.recovery.carrying.most_carried`.
+    """
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
+    for part in parts:
+        for detail, of in part.items():
+            sizes[detail].update(of)
+    here = frozenset(sizes[Detail.FULL.value])
+    if not here:
+        return {}
+    numbers: Counter[Detail] = Counter()
+    for popularity in _POPULARITIES[: 1 + policy.saves_gradients]:
+        numbers |= Counter(most_carried(plans_ahead(policy, popularity), here, behind))
+    numbers = numbers or Counter({Detail.FULL: len(here)})
+    return {slot_of(detail): [max(sizes[detail.value].values())] * number for detail, number in numbers.items()}
+
+
 class RankMemory(NamedTuple):
     """Bytes that a rank needs.
 
@@ -60,12 +139,14 @@ class RankMemory(NamedTuple):
         copies: of each copy that another node keeps of its snapshots.
         small: for manifests and reports.
         logs: of upstream logs.
+        experts: of each file of experts that its node carries; of the rank that leads the node, otherwise nothing.
     """
 
     own: Sequence[int]
     copies: Sequence[int]
     small: int
     logs: int
+    experts: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -77,17 +158,19 @@ class ReservedMemory:
         copies: for copies of other nodes' snapshots.
         small: for manifests and reports.
         logs: of upstream logs.
+        experts: that are carried out of older snapshots, copies included.
     """
 
     own: int
     copies: int
     small: int
     logs: int
+    experts: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.own + self.copies + self.small + self.logs
+        return sum(dataclasses.astuple(self))
 
     @classmethod
     def of(cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]) -> ReservedMemory:
@@ -107,7 +190,9 @@ class ReservedMemory:
             others = kept_by.get(node, ())
             own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
             copies = sum(sum(one.copies) for other in others for one in by_node[other])
-            found.append(cls(own, copies, small * (1 + len(others)), sum(one.logs for one in its)))
+            logs, kept_of = sum(one.logs for one in its), [*its, *(one for other in others for one in by_node[other])]
+            experts = sum(sum(sizes) for one in kept_of for sizes in one.experts.values())
+            found.append(cls(own, copies, small * (1 + len(others)), logs, experts))
         return max(found, key=lambda one: one.total)
 
     def describe(self) -> str:
@@ -115,6 +200,8 @@ class ReservedMemory:
         parts = [f"{self.own / 1e9:.3g} GB for its own snapshots"]
         if self.copies:
             parts.append(f"{self.copies / 1e9:.3g} GB for copies of other nodes' snapshots")
+        if self.experts:
+            parts.append(f"{self.experts / 1e9:.3g} GB for experts that newer snapshots lack")
         if self.logs:
             parts.append(f"{self.logs / 1e9:.3g} GB for upstream logs")
         return f"snapshots take {self.total / 1e9:.3g} GB of a node's memory: {', '.join(parts)}"

@@ -35,12 +35,13 @@ from moc.session.carriers import Carriers, RemoteCarrier
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
 from moc.session.folds import Folds
+from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.store.errors import CheckpointError, MissingRegionError, NoRoomError
 from moc.store.regions import RegionReader
-from moc.store.slots import reserve_slots
+from moc.store.slots import DIRECTORY, reserve_slots
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, file_of
 
@@ -228,11 +229,11 @@ class Peers:
         done.set_result(Copied())
         return done
 
-    def reserve(self, sizes: Sequence[Sequence[int]], small: int, turn: int, turns: int) -> None:
+    def reserve(self, needed: Sequence[RankMemory], small: int, turn: int, turns: int) -> None:
         """Allocates the memory of this node's copies; of several workers, each does so for some of the ranks.
 
         Args:
-            sizes: by rank, bytes of each snapshot that this node reserves memory for.
+            needed: by rank.
             small: bytes for manifests.
             turn: number of this worker on its node.
             turns: workers of the node.
@@ -243,7 +244,8 @@ class Peers:
         ranks = [(node, rank) for node in self.kept for rank, of in enumerate(self._nodes) if of == node]
         for node, rank in ranks[turn::turns]:
             into = part_of(self._root, self._node, node)
-            reserve_slots(into / "slots", file_of(rank), sizes[rank])
+            for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
+                reserve_slots(into / DIRECTORY, name, sizes)
             LocalPlace(into, in_memory=True).spare.fill(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:

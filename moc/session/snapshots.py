@@ -27,9 +27,16 @@ from moc.errors import code_of, with_code
 from moc.faults import reach
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
-from moc.session.carrying import Carrying
+from moc.session.carrying import Carrying, experts_of
 from moc.session.components import Components
-from moc.session.memory import RankMemory, ReservedMemory, Window, next_window
+from moc.session.memory import (
+    RankMemory,
+    ReservedMemory,
+    Window,
+    bytes_of_experts,
+    carried_files,
+    next_window,
+)
 from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
@@ -43,6 +50,7 @@ from moc.state.detail import Detail
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, NoRoomError, TakenError
+from moc.store.slots import DIRECTORY, reserve_slots
 from moc.store.spare import NAME as SPARE_NAME
 from moc.store.spare import SpareRoom
 
@@ -107,7 +115,8 @@ class Snapshots:
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         logged = 2 * window.length  # of a complete window, and the current one
-        mine = RankMemory(own, kept, _SMALL * full.header_bytes * rotation.keep, self._tap.bytes_for(logged))
+        small, experts = _SMALL * full.header_bytes * rotation.keep, self._files_of_experts()
+        mine = RankMemory(own, kept, small, self._tap.bytes_for(logged), experts)
         told = [RankMemory(*one) for one in gather(mine)]
         small = sum(told[rank].small for rank in self._tiers.node)
         recovered = len(rotation.slots)
@@ -118,8 +127,9 @@ class Snapshots:
             self._tap.reserve(logged)
             try:
                 if self._peers is not None:
-                    sizes, turn = [one.copies for one in told], self._tiers.node.index(self._world.rank)
-                    self._peers.reserve(sizes, small, turn, len(self._tiers.node))
+                    self._peers.reserve(told, small, self._tiers.node.index(self._world.rank), len(self._tiers.node))
+                for name, sizes in experts.items():
+                    reserve_slots(Path(self._memory_name) / DIRECTORY, name, sizes)
                 self._fill_spare(small)
             except OSError as error:
                 raise NoRoomError(
@@ -138,6 +148,16 @@ class Snapshots:
         if first:
             self._report.reserved(needed)
 
+    def _files_of_experts(self) -> dict[str, list[int]]:
+        """Returns by slot the bytes of each file that this worker's node carries, on the one that leads the node."""
+        experts = [one.name for one in experts_of(self._policy)]
+        if self._memory is None or not experts:
+            return {}
+        parts = gather(bytes_of_experts(self._contents, experts, self._policy.saves_gradients))
+        if not self._tiers.leads_node:
+            return {}
+        return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], self._rotation.spare - 1)
+
     def _look_ahead(self, iteration: int) -> None:
         """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
         length = self._policy.window_length
@@ -155,7 +175,12 @@ class Snapshots:
         """
         if self._memory is not None and self._tiers.leads_node:
             self._spare_bytes = nbytes
-            SpareRoom(Path(self._memory.place.name) / SPARE_NAME).fill(nbytes)
+            SpareRoom(Path(self._memory_name) / SPARE_NAME).fill(nbytes)
+
+    @property
+    def _memory_name(self) -> str:
+        assert self._memory is not None  # callers have a memory tier
+        return self._memory.place.name
 
     def take_again(self) -> None:
         """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""

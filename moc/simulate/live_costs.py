@@ -302,11 +302,12 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
 
 
 def _carried(run: Running, price: Price) -> float:
-    """Bytes of a rank that memory keeps beside its buffers: experts that the newest snapshot lacks, at most all."""
+    """Bytes of a rank that memory keeps beside its buffers: experts, also of snapshots not known to be safe."""
     most = run.machine.num_experts
     if run.tier == "disk" or price.k is None or price.k >= most:
         return 0.0
-    return (run.saved.full - run.saved.with_experts(1)) * most / (most - 1)
+    expert = (run.saved.full - run.saved.with_experts(1)) / (most - 1)
+    return expert * (most + (spare_buffers(run.tier) - 1) * min(price.k, most - price.k))
 
 
 def _load_s(run: Running, nbytes: float) -> float:

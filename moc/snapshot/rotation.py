@@ -72,7 +72,7 @@ class Rotation:
     Attributes:
         slots: the buffers; their number grows on demand.
         spare: buffers that may be in use in addition to recovery's; all buffers that one snapshot makes obsolete
-            count as one, and with ``keep`` so do all that only storage still needs.
+            count as one until the next vote, and with ``keep`` so do all that only storage still needs.
         keep: memory keeps what recovery needs; otherwise storage does.
         stores: with ``keep``, snapshots also go to storage.
     """
@@ -91,9 +91,7 @@ class Rotation:
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        # one vote can complete several snapshots, and each may supersede others
-        retiring = len({slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING})
-        if filling + retiring + self._held >= self.spare:
+        if filling + self._retiring + self._held >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
 
@@ -187,6 +185,20 @@ class Rotation:
         """Every rank has written its part."""
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=False))
+
+    @property
+    def _retiring(self) -> int:
+        """Number of spare buffers that retiring ones count as.
+
+        One vote can complete several snapshots.  Each may supersede others; and those that follow the end of a window
+        would otherwise need a buffer each before the superseded window has left its own.
+        """
+        ends = {slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING}
+        newest = max((end for end in ends if end is not None), default=None)
+        if newest is None:
+            return len(ends)
+        complete = (slot.iteration for slot in self.slots if slot.use is Use.RECOVERY)
+        return len(ends) + sum(iteration is not None and iteration > newest for iteration in complete)
 
     @property
     def _held(self) -> int:

@@ -28,6 +28,7 @@ from moc.store.buffers import Buffer
 from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport
 from moc.store.regions import Entry, FileLayout, digest_of
+from moc.store.slots import DIRECTORY
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
@@ -159,7 +160,7 @@ class Saver:
         gone = [path for path in self._directory.glob(f"{_slot_of(self._rank)}.*") if path not in mine]
         if others:
             here = {_slot_of(rank) for rank in node}
-            gone += [path for path in self._directory.iterdir() if path.stem not in here]
+            gone += [path for path in self._directory.glob("rank_*") if path.stem not in here]
         for path in gone:
             remove_own(path)
 
@@ -403,7 +404,7 @@ class Saver:
     @property
     def _directory(self) -> Path | None:
         """Where buffers have their own names; None without a memory tier."""
-        return None if self._memory is None else self._memory_place().root / "slots"
+        return None if self._memory is None else self._memory_place().root / DIRECTORY
 
     def _new_path(self) -> Path | None:
         directory = self._directory

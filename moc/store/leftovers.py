@@ -16,6 +16,7 @@ from moc.store.fence import lives
 from moc.store.leases import lease_left_s
 from moc.store.locate import place_of
 from moc.store.runs import run_of
+from moc.store.slots import DIRECTORY
 from moc.store.spare import NAME
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
@@ -132,7 +133,7 @@ def give_back_unused(memory: Path) -> None:
     The job of this process must be about to end.  Snapshots and logs stay, and so does what cannot be removed.
     """
     with contextlib.suppress(OSError):
-        for slot in memory.rglob("slots/*"):
+        for slot in memory.rglob(f"{DIRECTORY}/*"):
             if slot.lstat().st_nlink == 1:
                 remove_own(slot)
         for spare in memory.rglob(NAME):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from moc.files.tree import remove_own
 
+DIRECTORY = "slots"
+"""Name of the directory with them in a place in memory."""
+
 
 def reserve(path: Path, nbytes: int) -> int:
     """Makes a fully allocated file, so that later writes cannot run out of memory; returns its descriptor.
@@ -50,20 +53,25 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
 
 
 def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:
-    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; existing files stay.
+    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; removes other free ones.
 
     Raises:
         OSError: memory is insufficient.
     """
     there = _slots(directory, name)
-    left = dict(there)
+    left, missing = dict(there), []
     for nbytes in sorted(sizes, reverse=True):
         largest = max(left, key=lambda path: left[path], default=None)
         if largest is not None and left[largest] >= nbytes:
             del left[largest]
         else:
-            path = _new_slot(directory, name, there, nbytes)
-            there[path] = nbytes
+            missing.append(nbytes)
+    for path in left:
+        if path.lstat().st_nlink == 1:  # it makes room
+            remove_own(path)
+            del there[path]
+    for nbytes in missing:
+        there[_new_slot(directory, name, there, nbytes)] = nbytes
 
 
 def _slots(directory: Path, name: str) -> dict[Path, int]:

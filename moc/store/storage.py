@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
 from moc.files import tree
-from moc.files.tree import Tree
+from moc.files.tree import Tree, open_single
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.claims import Claim
 from moc.store.errors import NO_ROOM
 from moc.store.fence import Fence
+from moc.store.slots import DIRECTORY, free_slot
 from moc.store.spare import NAME, SpareRoom
 
 
@@ -137,6 +139,20 @@ class LocalPlace(Storage):
                 self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
         if final and "/" in path:
             self._tree.sync()  # the directory may be new there
+
+    def write_into_slot(self, path: str, parts: Iterable, slot: str) -> None:
+        """As :meth:`write`, not ``final``, into a slot of a name: memory that is allocated already, if one is free.
+
+        The place must be in memory.
+        """
+        data = [memoryview(part) for part in parts]
+        file = free_slot(self.root / DIRECTORY, slot, sum(one.nbytes for one in data))
+        with open(open_single(file, os.O_RDWR), "wb", buffering=0) as written:
+            for left in data:
+                while left:
+                    left = left[written.write(left) :]
+        self.check_owner()
+        self._tree.link(file.relative_to(self.root).as_posix(), path)
 
     def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Storage`."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.recovery.carrying import CARRIED, Carrier
+from moc.recovery.carrying import CARRIED, Carrier, most_carried, slot_of
 from moc.recovery.chains import file_of_operator
 from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
@@ -20,6 +20,7 @@ from moc.state.operators import Operator, operator_of
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
+from moc.store.slots import DIRECTORY
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, part_of_file
 from tests.errors import raises
@@ -132,6 +133,27 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
     data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
     assert sum(nbytes for i, nbytes in data.items() if i != last) <= EXPERTS * state
     assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte; of some only masters or moments
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([None, *Detail.__members__.values()]), min_size=EXPERTS, max_size=EXPERTS), max_size=7
+    )
+)
+def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chosen):
+    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    carrier, plans, there = Carrier(store, ONES), [in_full(*range(EXPERTS))], Counter()
+    for details in chosen:
+        its = {f"layers.0.expert.{e}": d for e, d in enumerate(details) if d not in (None, Detail.COMPUTE)}
+        plans.append(in_full() | its)
+    held = [held_of(iteration, operators) for iteration, operators in enumerate(plans, start=1)]
+    for one, operators in zip(held, plans, strict=True):
+        take(store, carrier, one.iteration, operators)
+        slots = store.place.root / DIRECTORY
+        there |= Counter(path.name.partition(".")[0] for path in slots.glob("*"))
+    most = most_carried(held, NAMES, 0)
+    assert {slot_of(detail): number for detail, number in most.items()} == there
 
 
 @settings(max_examples=15, deadline=None)

@@ -7,16 +7,20 @@ from types import SimpleNamespace
 import pytest
 
 from moc.policy import POLICIES, Every, policy_named
-from moc.session.memory import RankMemory, ReservedMemory, Window, next_window
+from moc.policy.budgets import Sizes
+from moc.recovery.carrying import most_carried
+from moc.session.memory import RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.rotation import Rotation
+from moc.state.detail import Detail
 from moc.state.host_memory import most_copies, reserved_bytes, spare_buffers
 from moc.state.shape import ModelShape, model_operators
 from tests.worlds import REPOSITORY
 
 PAGE = Path(REPOSITORY) / "docs/how-to/choose-a-policy.md"
-S, P, E = 1000.0, 400.0, 300.0
+S, P, E, K = 1000.0, 400.0, 300.0, 50.0
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
+EIGHT = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=8, expert_ffn_hidden_size=16))
 KEPT = {"sparse": lambda window: 2 * window - 1, "gradient": lambda window: window}
 
 
@@ -30,7 +34,7 @@ def columns() -> dict[str, list[str]]:
 def value(cell: str, window: int) -> float:
     """Value of a formula such as ``S + (3 W - 1) P``."""
     formula = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", cell.strip("`"))
-    return eval(formula, {"S": S, "P": P, "E": E, "W": window})
+    return eval(formula, {"S": S, "P": P, "E": E, "K": K, "W": window})
 
 
 def snapshots_of(policy: str, window: int) -> Window:
@@ -41,10 +45,13 @@ def snapshots_of(policy: str, window: int) -> Window:
 @pytest.mark.parametrize("policy", ["full", "sparse", "gradient", "pec", "selective", "auto"])
 def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
-    of, experts = snapshots_of(policy, window), E if policy in ("pec", "selective") else 0
+    of, carries = snapshots_of(policy, window), policy in ("pec", "selective")
     for tier, cell in (("memory", memory), ("peers", peers)):
-        most = Rotation.of(spare_buffers(tier), keep=True).most(of.length, of.kept)
+        spare = spare_buffers(tier)
+        most = Rotation.of(spare, keep=True).most(of.length, of.kept)
+        experts = carries * (E + (spare - 1) * K)
         assert reserved_bytes(most, S, of.snapshot) + experts == value(cell, window)
+    experts = carries * (E + (spare_buffers("peers") - 1) * K)
     assert reserved_bytes(most_copies(of.kept, spare_buffers("peers")), S, of.snapshot) + experts == value(copy, window)
 
 
@@ -63,6 +70,39 @@ def test_every_policy_has_a_row():
     assert columns().keys() == {*POLICIES, "auto"}
 
 
+@pytest.mark.parametrize("behind", [0, 1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_experts_are_carried_once_and_those_of_each_snapshot_that_may_not_be_safe(k, behind):
+    policy = policy_named("pec")(EIGHT, Every(1), k=k)
+    before = policy.state_dict()
+    names = [one.name for one in EIGHT if one.expert is not None]
+    files = carried_files(policy, [{"full": dict.fromkeys(names, 60)}, {"full": dict.fromkeys(names, 40)}], behind)
+    assert files == {"expert_full": [100] * (8 + behind * k)} and policy.state_dict() == before
+
+
+def test_a_node_reserves_files_for_the_experts_that_it_saves():
+    policy = policy_named("pec")(EIGHT, Every(100), k=1)
+    assert carried_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1) == {
+        "expert_full": [60, 60]
+    }  # its next version, too
+    assert carried_files(policy, [{"full": {}}], 1) == {}
+
+
+def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
+    policy = policy_named("selective")(EIGHT, Every(1), experts=1, gradients=True, score="tokens")
+    experts = {one.place: one.name for one in EIGHT if one.place is not None}
+    full, gradients = ({place: {0: size} for place in experts} for size in (60, 20))
+    policy.sizes.append(Sizes({0: 0}, full, (0,), 0, gradients))
+    parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]
+    equal, skewed = (
+        most_carried(plans_ahead(policy, popularity), frozenset(experts.values()), 1)
+        for popularity in (lambda expert: 64, lambda expert: 64 / (1 + expert))
+    )
+    assert skewed[Detail.GRAD] > equal[Detail.GRAD] > 0
+    found = {name: len(sizes) for name, sizes in carried_files(policy, parts, 1).items()}
+    assert found == {f"expert_{d.value}": max(equal[d], skewed[d]) for d in (Detail.FULL, Detail.GRAD)}
+
+
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("policy", KEPT)
 def test_windows_are_known_before_the_first_snapshot(policy, window):
@@ -75,7 +115,11 @@ def test_windows_are_known_before_the_first_snapshot(policy, window):
 
 
 def test_the_node_that_needs_most_counts():
-    sizes = [RankMemory([10, 10], [5], 1, 0), RankMemory([20, 20], [7], 1, 3), RankMemory([1], [9], 1, 0)]
+    sizes = [
+        RankMemory([10, 10], [5], 1, 0, {"expert_full": [2, 2]}),
+        RankMemory([20, 20], [7], 1, 3, {"expert_full": [3], "expert_grad": [1]}),
+        RankMemory([1], [9], 1, 0, {}),
+    ]
     found = ReservedMemory.of(sizes, ["a", "b", "b"], [["b"], ["a"], ["a"]])
-    assert found == ReservedMemory(own=41, copies=5, small=4, logs=3)
-    assert ReservedMemory.of(sizes[:1], ["a"], []) == ReservedMemory(own=20, copies=0, small=1, logs=0)
+    assert found == ReservedMemory(own=41, copies=5, small=4, logs=3, experts=8)
+    assert ReservedMemory.of(sizes[:1], ["a"], []) == ReservedMemory(own=20, copies=0, small=1, logs=0, experts=4)

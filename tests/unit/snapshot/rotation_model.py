@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from moc.session.queues import PER_VOTE
 from moc.snapshot.rotation import Rotation, Slot
+from moc.state.host_memory import kept_of_windows, most_copies
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
 NOTHING = (-1, TORN)
@@ -79,7 +80,7 @@ class Setting:
     @property
     def slots(self) -> int:
         """Number of buffers that are ever needed."""
-        return self.machine.of(self.spare, self.memory).most(self.window)
+        return self.machine.of(self.spare, self.memory, stores=self.stores).most(self.window)
 
     @property
     def size(self) -> int:
@@ -271,6 +272,8 @@ def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, St
         if any(state.ranks[rank].buffers[slot] != (number, WHOLE) for rank, slot in files):
             raise Violation("a peer copies what is not whole")
         copies = _each(state.copies, node, lambda kept: (*kept, number))
+        if len(copies[node]) > most_copies(kept_of_windows(setting.window), setting.spare):
+            raise Violation("a node keeps more copies than are ever needed")
         after = state._replace(copies=copies)
         yield f"node {node} copies", after._replace(begun=after.begun or is_safe(after))
 

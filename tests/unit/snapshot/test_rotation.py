@@ -61,9 +61,9 @@ def test_the_model_finds_who_waits_for_storage():
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_same_with_peers_and_windows_in_random_runs(peers, window, random):
-    setting = Setting(TWO_NODES, stores=True, window=window, peers=peers, spare=2 + peers, fails=True)
+@given(st.booleans(), st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_same_with_peers_and_windows_in_random_runs(peers, stores, window, random):
+    setting = Setting(TWO_NODES, stores=stores, window=window, peers=peers, spare=2 + peers, fails=stores)
     state = setting.begin()
     for _ in range(200):
         assert model.takes_what_is_due(state, setting, frozen=True)
@@ -195,6 +195,23 @@ def test_buffers_are_taken_in_order_and_given_back():
     assert rotation.voted().free() == 0 and rotation.voted().all_free() == (0,)
     with pytest.raises(KeyError):
         rotation.voted().holding(10)
+
+
+@pytest.mark.parametrize("spare", [2, 3])
+def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
+    rotation, newest = Rotation.of(spare, keep=True, stores=False), 0
+    for iteration in range(1, 6):
+        rotation = rotation.begin(iteration, False, iteration - 2 if iteration == 3 else None)
+        rotation, newest = rotation.complete(iteration).voted(), iteration
+    begun = range(newest + 1, newest + 1 + spare)  # the end of the second window, and what follows
+    for iteration in begun:
+        rotation = rotation.begin(iteration, False, 4 if iteration == 6 else None).voted()
+    assert len(rotation.slots) == rotation.most(3)
+    rotation = rotation.complete(6).complete(7)
+    while rotation.free() is not None:
+        rotation = rotation.begin(newest + 10 + len(rotation.slots), False, None)
+    assert len(rotation.slots) == rotation.most(3)
+    assert rotation.voted().free() == 0
 
 
 def test_what_goes_to_storage_is_kept_until_it_is_there():
