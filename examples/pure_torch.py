@@ -102,7 +102,7 @@ class Engine:
     def load_scalars(self, saved, where): ...  # no schedule, no loss scale
 
     def check(self, saved, where, window=False):
-        if saved["shape"] != [VOCABULARY, WIDTH, EXPERTS]:
+        if saved.get("shape") != [VOCABULARY, WIDTH, EXPERTS]:
             raise CheckpointError(f"{where} holds another model")
 
     def compare_samples(self, saved, say): ...

@@ -64,7 +64,9 @@ def make_hostile(rng: random.Random, world: Path, places: tuple[Path, ...]) -> l
     for _ in range(rng.randint(1, 4)):
         place = rng.choice([*places, places[0], places[0]])
         action = rng.choice([_replace_one, _replace_one, _add_one, _add_one, _forge_one])
-        with contextlib.suppress(OSError, LookupError, ValueError):  # nothing is left that it could change
+        with contextlib.suppress(
+            OSError, LookupError, ValueError, RecursionError
+        ):  # nothing that it could change is left
             done.append(f"{place.relative_to(world)}: {action(rng, world, place)}")
     return done
 
@@ -280,7 +282,11 @@ class Uses:
     def _add(self, kind: str, path: Any, directory: int | None, follow: bool) -> None:
         path = os.fsdecode(path)
         if directory is not None:
-            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
+            above = os.readlink(f"/proc/self/fd/{directory}")  # without links
+            if not follow and "/" not in path and path not in (".", ".."):
+                self.found.add((kind, os.path.join(above, path)))
+                return
+            path = os.path.join(above, path)
         path = os.path.abspath(path) if not path.startswith("/proc/self/fd/") else path
         above, name = os.path.split(path)
         whole = os.path.realpath(path) if follow else os.path.join(os.path.realpath(above), name)

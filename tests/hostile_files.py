@@ -1,11 +1,12 @@
 """Files of each type as a stranger may send them, up to 1 MB, and the functions that read them.
 
-As a program, it reads each file of a directory in a process of its own with a limit on its CPU time and memory, and
-prints how each has ended.
+As a program, it reads each hostile file of a type in a process of its own with a limit on its CPU time and memory, and
+prints as JSON how each has ended.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -13,35 +14,60 @@ import pickle
 import random
 import resource
 import sys
+import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
 
 from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save  # noqa: E402
+
+from megatron.pretraining import arguments  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import check_metadata  # noqa: E402
+from megatron.pretraining.checkpoint.writer import _read_report  # noqa: E402
+from megatron.pretraining.config import ds_config  # noqa: E402
+from megatron.pretraining.config.composed import compose  # noqa: E402
 from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_hashes  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
-from moc.files import tree  # noqa: E402
+from megatron.pretraining.planning.selective_choice import read_routing  # noqa: E402
+from moc.elastic.plan import Plan, Settings  # noqa: E402
+from moc.elastic.plan import plan as make_plan  # noqa: E402
+from moc.events import EventLog  # noqa: E402
+from moc.files import decode, tree  # noqa: E402
 from moc.files.events import read_events  # noqa: E402
-from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_regions  # noqa: E402
+from moc.files.tree import Tree  # noqa: E402
+from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_checkpoint, read_regions  # noqa: E402
 from moc.inspect.coverage import coverage_problems, missing_operators  # noqa: E402
+from moc.output import ToolError  # noqa: E402
+from moc.recovery.inventory import summary  # noqa: E402
 from moc.report.figures import report  # noqa: E402
 from moc.report.loss import read_run  # noqa: E402
+from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
-from moc.store import dense_files  # noqa: E402
+from moc.state import module_bytes  # noqa: E402
+from moc.store import dense_files, leases, runs  # noqa: E402
+from moc.store import manifest as manifests  # noqa: E402
 from moc.store.boxes import INDEX  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
+from moc.store.fence import Holder  # noqa: E402
+from moc.store.storage import LocalPlace  # noqa: E402
+from tests.mutations import changed, encoded, signed  # noqa: E402
 
 MOST = 1_000_000  # bytes of a file
 CPU_S, MEMORY = 4, 200 << 20  # guards; allocators reserve more addresses than they use
 MOST_MB = 100  # of memory that a file takes
-STATE = dict(
+STATE: dict[str, Any] = dict(
     iteration=3, consumed_samples=12, skipped_iterations=0, optimizer="adam", optimizer_step=3, params_dtype="bf16",
     fp8=None, main_params_dtype="fp32", moments=None, grad_scaler={"scale": [1.0], "growth_tracker": 0,
     "hysteresis_tracker": 1}, sample_order={"seed": 1}, job="job",
@@ -49,7 +75,7 @@ STATE = dict(
     scheduler=dict(num_steps=12, max_lr=1e-3, min_lr=0.0, lr_warmup_steps=1, lr_decay_steps=100,
         lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_style="constant", wd_incr_steps=100),
 )  # fmt: skip
-CONFIG = dict(
+CONFIG: dict[str, Any] = dict(
     model_type="qwen3_moe", vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=4, max_position_embeddings=32, num_experts_per_tok=2, num_experts=4,
     rms_norm_eps=1e-6, intermediate_size=32, moe_intermediate_size=8, decoder_sparse_step=1, mlp_only_layers=[0],
@@ -103,16 +129,36 @@ def weights(count: int = 2) -> bytes:
 
 def lines(events: list[Any]) -> bytes:
     """A log of events."""
-    return b"".join(json.dumps(event).encode() + b"\n" for event in events)
+    return b"".join(encoded(event).encode() + b"\n" for event in events)
 
 
-def _read_events(path: Path) -> None:
+def snapshot() -> dict[str, Any]:
+    """A valid manifest of a snapshot."""
+    entry = manifests.FileEntry(100, 50, "0" * 32)
+    operators = {
+        "layers.0.mlp": manifests.OperatorEntry("full", 3, {"master": 4, "exp_avg": 4}),
+        "layers.0.expert.1": manifests.OperatorEntry("compute", None, {"param": 4}),
+    }
+    record = dict(
+        iteration=3, loss=1.5, grad_norm=0.5, loss_scale=1.0, skipped=False, tokens=64, learning_rate=1e-3, samples=4,
+        zeros=None, params_norm=2.0, stop=False, auxiliary={"load": 0.1},
+    )  # fmt: skip
+    state = STATE | dict(record=record, alike={"2": ["layers.0.mlp"]}, copied=["layers.0.mlp"])
+    made = manifests.Manifest(
+        3, "full", 1, {"rank_00000.safetensors": entry}, operators, {"dp": 1}, state, "0" * 16, "job", (1, 2)
+    )
+    return json.loads(made.to_json())
+
+
+def _report_of(events: list[dict[str, Any]], path: Path) -> None:
+    report(str(path.parent), events)
+
+
+def _read_log(path: Path) -> None:
     read_events(path)
-    for read in (read_profile, lambda path: report("run", read_events(path)), read_run):
-        try:
-            read(path)
-        except ValueError:
-            pass
+    log = EventLog(path.parent)
+    log.newest("iteration")
+    log.close()
 
 
 def _read_regions(path: Path) -> None:
@@ -133,18 +179,50 @@ def _read_config(path: Path) -> None:
     family_of(config).flags_of(config)
 
 
-READERS: dict[str, Callable[[Path], object]] = {
-    "events.jsonl": _read_events,
-    "training_state.json": _read_state,
-    "conversion.json": lambda path: check_hashes(path.parent, lambda count: None),
-    "config.json": _read_config,
-    "model.safetensors.index.json": lambda path: read_directory(path.parent),
-    "model.safetensors": lambda path: read_directory(path.parent),
-    "rank_00000.safetensors": _read_regions,
-    "manifest.json": lambda path: dense_files.read_manifest(path.parent),
-    ".metadata": lambda path: check_metadata(path.parent),
-}
-"""Reads a file of each type; raises CheckpointError, ValueError or OSError if it is damaged."""
+def _read_dense(path: Path) -> None:
+    manifest = dense_files.read_manifest(path.parent)
+    assert manifest is not None
+    read_checkpoint(path.parent)
+    dense_files.damage_in(path.parent, manifest["files"])
+
+
+def _read_snapshot(path: Path) -> None:
+    manifest = manifests.Manifest.from_json(Tree(path.parent).read(path.name, tree.MANIFEST), path.name)
+    json.dumps([summary(manifest)])
+    assert manifest.bytes >= 0 and manifest.to_json()
+    read_checkpoint(path.parent)
+
+
+def _read_run(path: Path) -> None:
+    _valid(runs._recorded(LocalPlace(path.parent)) is not None)
+
+
+def _read_lease(path: Path) -> None:
+    leases.lease_left_s(path.parent)
+    _valid(leases._length_s(path.parent) != leases.DEFAULT_S)
+
+
+def _read_dense_report(path: Path) -> None:
+    error = _read_report(path.parent, 0).error
+    _valid(error is None or "cannot be read" not in error)
+
+
+def _valid(read: bool) -> None:
+    """Raises as other readers do, after one that ignores a damaged file."""
+    if not read:
+        raise ValueError("it was ignored")
+
+
+def _read_module_state(path: Path) -> None:
+    source = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    module_bytes.unpack(source, {"counts": torch.zeros(4), "calls": 0})
+
+
+def _read_routing(path: Path) -> None:
+    try:
+        read_routing(str(path))
+    except ToolError as error:
+        raise ValueError(str(error)) from None
 
 
 def _filled(begin: bytes, part: bytes, end: bytes, between: bytes = b",") -> bytes:
@@ -162,11 +240,13 @@ def _any_json() -> Iterator[bytes]:
     yield b"1e" + b"9" * (MOST - 2)
 
 
-def _within(plain: dict, fields: dict[str, list[Any]]) -> Iterator[bytes]:
+def _within(
+    plain: dict[str, Any], fields: dict[str, list[Any]], write: Callable[[dict[str, Any]], str] = json.dumps
+) -> Iterator[bytes]:
     yield from _any_json()
     for name, values in fields.items():
         for value in values:
-            yield json.dumps({**plain, name: value}).encode()[: MOST + 999]
+            yield write({**plain, name: value}).encode()[: MOST + 999]
 
 
 BIG = [10**9, 10**18, 10**4000, -1, 1e308, [1] * 300_000, "x" * 900_000, {"a": [[]] * 200_000}]
@@ -234,31 +314,306 @@ def _metadata() -> Iterator[bytes]:
     yield b"\x80\x04(" * (MOST // 3)
 
 
-_KEYS = ("num_experts", "num_hidden_layers", "mlp_only_layers", "model_type", "rope_scaling", "num_attention_heads")
-EXAMPLES: dict[str, Callable[[], Iterator[bytes]]] = {
-    "events.jsonl": _events,
-    "training_state.json": lambda: _within(
-        STATE,
-        {
-            "shape": [{**STATE["shape"], name: value} for name in STATE["shape"] for value in BIG],
-            "scheduler": BIG, "sample_order": BIG, "optimizer": BIG, "iteration": BIG,
-        },
-    ),
-    "conversion.json": lambda: _within(
-        CONVERSION, {"files": [*BIG, {"/etc/passwd": CONVERSION["files"]["x"]}, {"../x": {}}, {"x": [[]] * 200_000}]}
-    ),
-    "config.json": lambda: _within(CONFIG, dict.fromkeys(_KEYS, BIG)),
-    "model.safetensors.index.json": lambda: _within(
-        {"weight_map": {}}, {"weight_map": [*BIG, {"a": "/etc/passwd"}, {str(n): f"{n}" for n in range(50_000)}]}
-    ),
-    "model.safetensors": _weights,
-    "rank_00000.safetensors": _regions,
-    "manifest.json": lambda: _within(
-        {"format": dense_files.FORMAT, "iteration": 3, "files": {}}, {"files": BIG, "iteration": BIG, "format": BIG}
-    ),
-    ".metadata": _metadata,
+def _trace() -> Iterator[bytes]:
+    yield from _any_json()
+    for line in (b"1,add,a\n", b"1,remove,a\n", b"2026-01-01,10:00:00,3\n", b'1,add,"', b",\n", b'"\n', b"1\n"):
+        yield line * (MOST // len(line))
+    yield b"".join(b"%d,add,a\n" % number for number in range(70_000, 0, -1))
+    yield b"9" * 4000 + b",add,a\n"
+    yield b"9" * 900_000 + b",add,a\n"
+
+
+def _flags() -> Iterator[bytes]:
+    yield from _any_json()
+    most = tree.CONFIG
+    yield from (
+        part * (most // len(part)) for part in (b"a: 1\n", b"- ", b"? ", b"&a ", b"[", b"{", b"!!", b"a:\n ", b"*a\n")
+    )
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else '1'}]" for n in range(40)]
+    yield "\n".join(levels).encode()
+    yield b"num_layers: " + b"9" * 60_000
+    yield b"? " + b"[" * 30_000
+
+
+def _routing() -> Iterator[bytes]:
+    yield from (b"", b"PK", b"\0" * MOST, _archive(b""), _archive(b"\x93NUMPY"))
+    for shape in ((1 << 22, 1, 1), (60_000, 8, 16), (12, 1, 4), (0, 1, 1), (7_900_000,)):
+        for dtype in ("u1", "i8", "f8", "U1"):
+            if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= tree.MANIFEST:
+                yield _archive(_array(numpy.zeros(shape, dtype)), zipfile.ZIP_DEFLATED)
+    yield _archive(b"\x93NUMPY\x01\x00" + b"\xff\xff" + b"{" * 70_000)
+
+
+def _array(values: numpy.ndarray) -> bytes:
+    stream = io.BytesIO()
+    numpy.save(stream, values)
+    return stream.getvalue()
+
+
+def _archive(array: bytes, how: int = zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", how) as archive:
+        archive.writestr("tokens.npy", array)
+    return stream.getvalue()
+
+
+def _module_state(header: Any) -> bytes:
+    return file_of(header if isinstance(header, bytes) else encoded(header).encode(), 256)
+
+
+def _module_states() -> Iterator[bytes]:
+    yield from map(_module_state, _any_json())
+    for value in (*BIG, {"list": [{"tensor": 0}] * 80_000}, {"dict": [[1, 2]] * 80_000}, {"bytes": "00" * 400_000}):
+        yield _module_state({"values": {"a": value}, "tensors": [["float32", [4], 0, "cpu"]]})
+    for shape in ([1] * 80_000, [1 << 62] * 60, [0, 1 << 62, 1 << 62]):
+        yield _module_state({"values": {"a": {"tensor": 0}}, "tensors": [["float32", shape, 0, "cpu"]]})
+
+
+def _bytes_changed(rng: random.Random, whole: bytes) -> bytes:
+    data = bytearray(whole)
+    for _ in range(rng.randrange(1, 4)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+
+
+def _changed_events(rng: random.Random) -> bytes:
+    events: list[Any] = list(EVENTS)
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(len(events))
+        events[place] = changed(rng, events[place])
+    return lines(events)
+
+
+def _changed_regions(rng: random.Random) -> bytes:
+    header = header_of(regions([([4, 4], [0, 0], [2, 4]), ([4, 4], [2, 0], [2, 4])]))
+    return file_of(encoded(changed_index(rng, header)).encode(), 16)
+
+
+def header_of(whole: bytes) -> dict[str, Any]:
+    """The header of a safetensors file."""
+    return json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+
+
+def changed_index(rng: random.Random, header: dict[str, Any]) -> Any:
+    """A header of a region file in which the index, the entries or both have changes."""
+    index = json.loads(header["__metadata__"][INDEX])
+    index = encoded(changed(rng, index)) if rng.random() < 0.6 else json.dumps(index)
+    header = {**header, "__metadata__": {INDEX: index}}
+    return changed(rng, header) if rng.random() < 0.6 else header
+
+
+def _changed_trace(rng: random.Random) -> bytes:
+    rows = rng.choice([
+        ["0,add,a", "0,add,b", "500,remove,a", "900,add,c"],
+        ["2026-01-01,10:00:00,3", "2026-01-01,10:01:00,4", "2026-01-01,10:05:00,2"],
+    ])  # fmt: skip
+    cells = [changed(rng, row.split(",")) if rng.random() < 0.4 else row.split(",") for row in rows]
+    text = "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in cells)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _json_changed(plain: Any, write: Callable[[Any], str] = encoded) -> Callable[[random.Random], bytes]:
+    return lambda rng: write(changed(rng, plain)).encode()
+
+
+FLAGS = dict(
+    train_iters=9,
+    micro_batch_size=1,
+    mock_data=True,
+    tokenizer_type="NullTokenizer",
+    vocab_size=99,
+    seq_length=16,
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_experts=4,
+    lr=1e-3,
+    moe={"moe_router_topk": 2},
+)
+DS_CONFIG = {
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
 }  # fmt: skip
-"""Hostile files of each type."""
+DENSE = {"format": dense_files.FORMAT, "iteration": 3, "files": {"x": {"bytes": 1, "xxh3_128": "0" * 32}}}
+HOLDER = {"job": "a-job", "run": "0" * 16, "term": [0, 3], "host": "host", "pid": 7, "before": ["another"]}
+RUN = {"run": "0" * 16, "address": "/data", "made": 1.5}
+REPORT = {
+    "name": "rank_00000.safetensors", "job": "a-job", "term": [0, 3],
+    "file": {"bytes": 9, "header_bytes": 8, "header_xxh3_128": "0" * 32},
+    "operators": {"embedding": {"detail": "full", "step": 3, "elements": {"master": 4}}},
+}  # fmt: skip
+PLAN = make_plan(range(4), {0: [4, 3, 2, 1, 1, 1], 2: [1, 1, 9, 1, 1, 1]}, Settings(3)).to_json()
+MODULE_STATE = {
+    "values": {"counts": {"tensor": 0}, "calls": 3, "pairs": {"dict": [[1, {"tuple": [1, {"bytes": "00"}]}]]},
+               "last": {"deque": [1, 2], "maxlen": 4}, "mean": {"array": 1}, "turn": {"complex": [1.0, 2.0]}},
+    "tensors": [["float32", [4], 0, "cpu"], ["float64", [2, 2], 16, "cpu"]],
+}  # fmt: skip
+WEIGHT_INDEX = {"metadata": {"total_size": 8}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+_OTHER_WEIGHTS = [*BIG, {"a": "/etc/passwd"}, {str(n): f"{n}" for n in range(50_000)}]
+
+
+@functools.cache
+def metadata_file() -> bytes:
+    """``.metadata`` of a checkpoint of two tensors, as torch writes it."""
+    with tempfile.TemporaryDirectory() as directory:
+        tensors = {"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+        torch_save(tensors, checkpoint_id=directory, no_dist=True)
+        return Path(directory, ".metadata").read_bytes()
+
+
+@dataclass(frozen=True)
+class FileType:
+    """Files of one type.
+
+    Attributes:
+        name: file name.
+        read: reads a file; raises CheckpointError, ValueError or OSError if it is damaged.
+        mutated: makes a valid file with some changes.
+        examples: makes hostile files of up to 1 MB.
+        beside: another file that the reader needs.
+    """
+
+    name: str
+    read: Callable[[Path], object]
+    mutated: Callable[[random.Random], bytes]
+    examples: Callable[[], Iterator[bytes]]
+    beside: Callable[[], dict[str, bytes]] = dict
+
+    def in_directory(self, directory: Path) -> Path:
+        """Makes a directory for the file; returns the path of the file."""
+        directory.mkdir(exist_ok=True)
+        for name, content in self.beside().items():
+            (directory / name).write_bytes(content)
+        return directory / self.name
+
+
+def _events_type(read: Callable[[Path], object]) -> FileType:
+    return FileType("events.jsonl", read, _changed_events, _events)
+
+
+def _json_type(
+    name: str,
+    read: Callable[[Path], object],
+    plain: dict[str, Any],
+    examples: Callable[[], Iterator[bytes]] | None = None,
+    beside: Callable[[], dict[str, bytes]] = dict,
+) -> FileType:
+    return FileType(
+        name, read, _json_changed(plain), examples or (lambda: _within(plain, dict.fromkeys(plain, BIG))), beside
+    )
+
+
+def _signed_type(name: str, read: Callable[[Path], object], plain: dict[str, Any]) -> FileType:
+    return FileType(
+        name, read, _json_changed(plain, _signed), lambda: _within(plain, dict.fromkeys(plain, BIG), _signed)
+    )
+
+
+def _signed(value: Any) -> str:
+    return signed(value) if isinstance(value, dict) else encoded(value)
+
+
+TYPES: dict[str, FileType] = {
+    "manifest.json, snapshot": _signed_type("manifest.json", _read_snapshot, snapshot()),
+    "manifest.json, dense": _json_type("manifest.json", _read_dense, DENSE),
+    ".rank_00000.json, snapshot": _json_type(
+        ".rank_00000.json",
+        lambda path: manifests.RankReport.from_json(Tree(path.parent).read(path.name, tree.MANIFEST).decode()),
+        REPORT,
+    ),
+    ".rank_00000.json, dense": _json_type(
+        ".rank_00000.json", _read_dense_report, {"files": DENSE["files"], "error": None}
+    ),
+    ".fence": _signed_type(
+        ".fence", lambda path: Holder.from_json(Tree(path.parent).read(path.name, tree.SMALL)), HOLDER
+    ),
+    ".run.json": _signed_type(".run.json", _read_run, RUN),
+    ".lease": _signed_type(".lease", _read_lease, {"seconds": 12.5}),
+    "latest_checkpointed_iteration.txt": FileType(
+        "latest_checkpointed_iteration.txt",
+        lambda path: dense_files.latest_iteration(path.parent),
+        lambda rng: str(changed(rng, ["3"])[:1]).strip("[]'").encode("utf-8", "surrogatepass"),
+        _any_json,
+    ),
+    "training_state.json": _json_type(
+        "training_state.json",
+        _read_state,
+        STATE,
+        lambda: _within(
+            STATE,
+            {
+                "shape": [{**STATE["shape"], name: value} for name in STATE["shape"] for value in BIG],
+                "scheduler": BIG,
+                "sample_order": BIG,
+                "optimizer": BIG,
+                "iteration": BIG,
+            },
+        ),
+    ),
+    "rank_00000.safetensors": FileType("rank_00000.safetensors", _read_regions, _changed_regions, _regions),
+    "module state": FileType(
+        "module_state",
+        _read_module_state,
+        _json_changed(MODULE_STATE, lambda value: _module_state(value).decode("latin-1")),
+        _module_states,
+    ),
+    "elastic plan": _json_type(
+        "plan.json", lambda path: Plan.from_json(decode.table(decode.parse(path.read_bytes()), "it")), PLAN
+    ),
+    "events.jsonl, newest": _events_type(_read_log),
+    "events.jsonl, report": _events_type(lambda path: _report_of(read_events(path), path)),
+    "events.jsonl, profile": _events_type(read_profile),
+    "events.jsonl, loss": _events_type(read_run),
+    "conversion.json": _json_type(
+        "conversion.json",
+        lambda path: check_hashes(path.parent, lambda count: None),
+        CONVERSION,
+        lambda: _within(
+            CONVERSION,
+            {"files": [*BIG, {"/etc/passwd": CONVERSION["files"]["x"]}, {"../x": {}}, {"x": [[]] * 200_000}]},
+        ),
+    ),
+    "config.json": _json_type("config.json", _read_config, CONFIG),
+    "model.safetensors.index.json": _json_type(
+        "model.safetensors.index.json",
+        lambda path: read_directory(path.parent),
+        WEIGHT_INDEX,
+        lambda: _within({"weight_map": {}}, {"weight_map": _OTHER_WEIGHTS}),
+        lambda: {"model-00001-of-00001.safetensors": weights(1)},
+    ),
+    "model.safetensors": FileType(
+        "model.safetensors",
+        lambda path: read_directory(path.parent),
+        lambda rng: file_of(encoded(changed(rng, header_of(weights()))).encode(), 16),
+        _weights,
+    ),
+    ".metadata": FileType(
+        ".metadata",
+        lambda path: check_metadata(path.parent),
+        lambda rng: _bytes_changed(rng, metadata_file()),
+        _metadata,
+    ),
+    "metadata.json": _json_type(
+        "metadata.json",
+        lambda path: check_metadata(path.parent),
+        BACKEND,
+        beside=lambda: {".metadata": metadata_file()},
+    ),
+    "--config": FileType(
+        "flags.yaml", lambda path: compose(arguments.read_config_file(path)), _json_changed(FLAGS), _flags
+    ),
+    "--deepspeed-config": _json_type("ds.json", lambda path: ds_config.settings_in.__wrapped__(str(path)), DS_CONFIG),
+    "--trace": FileType("trace.csv", read_trace, _changed_trace, _trace),
+    "--routing": FileType(
+        "routing.npz",
+        _read_routing,
+        lambda rng: _bytes_changed(rng, _archive(_array(numpy.ones((12, 2, 4), "i4")))),
+        _routing,
+    ),
+}
+"""Files of unknown origin, by type: all that programs of this package decode (``docs/reference/security.md``)."""
 
 
 def outcome(read: Callable[[Path], object], path: Path) -> str:
@@ -266,7 +621,8 @@ def outcome(read: Callable[[Path], object], path: Path) -> str:
     try:
         read(path)
     except (CheckpointError, ValueError, OSError) as error:
-        return "refused" if len(str(error)) < 2000 else f"{len(str(error))} characters of an error"
+        most = max(map(len, [*str(error).splitlines(), ""]))  # a line for each problem of flags
+        return "refused" if most < 1000 else f"{most} characters of an error"
     except BaseException:
         return traceback.format_exc()
     return "read"
@@ -303,37 +659,19 @@ def guarded(read: Callable[[Path], object], path: Path) -> tuple[str, float, flo
     return tuple(json.loads(said)) if said else (f"ended by signal {os.WTERMSIG(status)}", CPU_S, 0.0)
 
 
-def main(name: str, directory: str) -> None:
-    """Reads hostile files of a type, each under this name in a directory, and prints the outcomes as JSON."""
-    path, outcomes = Path(directory, name), []
-    for content in EXAMPLES[name]():
+def measured(name: str, directory: str) -> list[tuple[str, int, str, float, float]]:
+    """Reads hostile files of a type in a directory.
+
+    Returns:
+        For each file, its begin, size, outcome, CPU seconds, and additional MB of memory.
+    """
+    kind = TYPES[name]
+    path, outcomes = kind.in_directory(Path(directory)), []
+    for content in kind.examples():
         path.write_bytes(content)
-        outcomes.append((content[:60].decode("latin-1"), len(content), *guarded(READERS[name], path)))
-    print(json.dumps(outcomes))
-
-
-def fuzzed(name: str, rng: random.Random, changed: Callable[[random.Random, Any], Any]) -> bytes:
-    """A valid file of a type with some changes."""
-    if name == "events.jsonl":
-        events: Any = list(EVENTS)
-        for _ in range(rng.randint(1, 3)):
-            place = rng.randrange(len(events))
-            events[place] = changed(rng, events[place])
-        return lines(events)
-    if name == "rank_00000.safetensors":
-        whole = regions([([4, 4], [0, 0], [2, 4]), ([4, 4], [2, 0], [2, 4])])
-        length = int.from_bytes(whole[:8], "little")
-        header = json.loads(whole[8 : 8 + length])
-        index = changed(rng, json.loads(header["__metadata__"][INDEX]))
-        return file_of(changed(rng, {**header, "__metadata__": {INDEX: json.dumps(index)}}), 16)
-    if name == "model.safetensors":
-        whole = weights()
-        length = int.from_bytes(whole[:8], "little")
-        return file_of(changed(rng, json.loads(whole[8 : 8 + length])), 16)
-    index = {"metadata": {"total_size": 8}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    plain = {"training_state.json": STATE, "conversion.json": CONVERSION, "config.json": CONFIG}.get(name, index)
-    return json.dumps(changed(rng, plain)).encode()
+        outcomes.append((content[:60].decode("latin-1"), len(content), *guarded(kind.read, path)))
+    return outcomes
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(measured(*sys.argv[1:])))

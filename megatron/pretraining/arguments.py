@@ -17,6 +17,7 @@ from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
 from megatron.pretraining.words import closest, load_config, read_words
 from moc.errors import with_code
+from moc.files.text import short, shown
 from moc.output import Parser, print_lines
 
 # Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
@@ -219,7 +220,7 @@ def _read_file(path: str | os.PathLike, problems: Problems) -> dict[str, Any]:
             name = _put(result, inner, item, path, problems)
             problems.refuse(
                 name is not None and name not in members,
-                f"{inner} in {path} does not belong below {key}. Fix: move it out of there",
+                f"{short(inner)} in {path} does not belong below {key}. Fix: move it out of there",
                 code="config-key-misplaced",
             )
     return result
@@ -233,11 +234,11 @@ def _put(result: dict, key: object, value: object, path: str | os.PathLike, prob
         if close is not None:
             result[known[close][0]] = UNKNOWN
         remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
-        problems.refuse(True, f"{key} in {path} is not a flag. Fix: {remedy}", code="flag-unknown")
+        problems.refuse(True, f"{short(key)} in {path} is not a flag. Fix: {remedy}", code="flag-unknown")
         return None
     field, negated = known[name]
     if negated and not isinstance(value, bool):
-        problems.refuse(True, f"{key} in {path} is {value!r}. Fix: make it true or false", code="value-unreadable")
+        problems.refuse(True, f"{key} in {path} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
         value = UNKNOWN
     elif negated:
         value = not value

@@ -23,6 +23,7 @@ from moc.elastic.settings import Settings
 from moc.elastic.split import split
 from moc.files import decode
 from moc.files.decode import MOST, Count
+from moc.files.text import shown
 
 Loads = Mapping[int, Sequence[int]]
 """Tokens of each expert by layer; layers have equally many experts."""
@@ -213,11 +214,11 @@ def _problem(plan: Plan) -> str | None:
     """What is wrong with a plan of unknown origin, as a clause; None if nothing is."""
     members, domains = len(plan.members), plan.domains
     if not plan.size or len(set(plan.members)) < members:
-        return f"its nodes are {list(plan.members)}, with {plan.ranks} workers each"
+        return f"its nodes are {shown(list(plan.members))}, with {plan.ranks} workers each"
     if sum(domains) != members or not all(domains):
-        return f"its domains {list(domains)} are no cut of {members} nodes"
+        return f"its domains {shown(list(domains))} are no cut of {members} nodes"
     if sorted(plan.columns) != list(range(members)):
-        return f"its columns are {list(plan.columns)}"
+        return f"its columns are {shown(list(plan.columns))}"
     for layer, table in plan.tables.items():
         if table.ndim != 2 or len(table) != plan.size:
             return f"its table of layer {layer} has not one row for each of {plan.size} ranks"

@@ -18,6 +18,7 @@ MOST = 1 << 62
 """Largest number of bytes or elements."""
 
 _LONGEST = 1000  # characters of a name
+_LONGEST_MESSAGE = 300  # characters
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
 _DIGEST = "xxh3_128"
 
@@ -33,8 +34,15 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 """A finite quantity that is not negative, such as a rate or a mean number of bytes."""
 
-Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z")]
-"""Text without control characters."""
+_CONTROLS = (
+    r"\x00-\x1f\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f"
+    r"\u205f-\u2064\u2066-\u206f\u3000\ud800-\uf8ff\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
+    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f\U000f0000-\U0010ffff"
+)
+"""Characters that ``str.isprintable()`` refuses, unassigned ones left out, as a part of a pattern."""
+
+Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=rf"^[^{_CONTROLS}]*\Z")]
+"""Text without control and formatting characters."""
 
 FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
 """The name of a file in the directory of a checkpoint itself."""
@@ -78,7 +86,7 @@ def convert[T](value: Any, to: type[T]) -> T:
     try:
         return msgspec.convert(value, to, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(_without_middle(str(error))) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -189,6 +197,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
 _PARSER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _without_middle(text: str) -> str:
+    """A message of msgspec, which may name a long value or a long path: begin and end say what is wrong, and where."""
+    return (
+        text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE // 2]}...{text[-_LONGEST_MESSAGE // 2 :]}"
+    )
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

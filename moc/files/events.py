@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from moc.errors import UserError
 from moc.files import decode, tree
 from moc.files.decode import Amount, Count, Name, Seconds
+from moc.files.text import shown
 from moc.files.tree import Tree
 
 NAME = "events.jsonl"
@@ -51,7 +52,7 @@ class Event(dict[str, Any]):
     """An event; a field that it lacks raises EventsError."""
 
     def __missing__(self, field: str) -> Any:
-        raise EventsError(f"an event {self.get('type')} has no {field}. Fix: give an {NAME} of this program")
+        raise EventsError(f"an event {shown(self.get('type'))} has no {field}. Fix: give an {NAME} of this program")
 
 
 def events_file(path: str | Path) -> Path:

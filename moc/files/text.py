@@ -27,8 +27,13 @@ def one_line(text: object) -> str:
 
 def shown(value: object) -> str:
     """A value in a message: short, in ASCII, and without control characters."""
-    text = _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return short(_SHORT.repr(value).encode("ascii", "backslashreplace").decode())
+
+
+def short(text: object) -> str:
+    """A text in a message, without its end if it is long."""
+    string = str(text)
+    return string if len(string) <= _LONGEST else f"{string[: _LONGEST - 3]}..."
 
 
 def _escaped(character: str) -> str:

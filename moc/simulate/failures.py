@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from moc.files.tree import MANIFEST, open_named
 from moc.simulate.errors import SimulationError
+
+_NUMBER = re.compile(r"[0-9]{1,15}")
+"""Text of a number in a trace."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ Rows = list[tuple[int, list[str]]]
 def _by_node(rows: Rows) -> Trace:
     changes = []
     for number, cells in rows:
-        if len(cells) != 3 or cells[1] not in ("add", "remove") or not cells[0].isdigit():
+        if len(cells) != 3 or cells[1] not in ("add", "remove") or not _NUMBER.fullmatch(cells[0]):
             raise ValueError(f"line {number} is not of the form milliseconds,add|remove,node")
         changes.append((number, int(cells[0]) / 1000, 1 if cells[1] == "add" else -1))
     doubt = _doubt(changes, "lines were sorted")
@@ -150,7 +154,10 @@ def _by_count(rows: Rows) -> Trace:
     for number, cells in rows:
         try:
             day, time, alive = cells
-            counts.append((number, datetime.fromisoformat(f"{day} {time}"), int(alive)))
+            at = datetime.fromisoformat(f"{day} {time}")
+            if at.tzinfo is not None or not _NUMBER.fullmatch(alive):
+                raise ValueError
+            counts.append((number, at, int(alive)))
         except ValueError:
             raise ValueError(
                 f"line {number} is neither milliseconds,add|remove,node nor date, time, instances alive"

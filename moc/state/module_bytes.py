@@ -90,7 +90,7 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
         header = decode.decode(_plain(source[8 : 8 + length]), _Header)
         reader = _Reader(source, _start_after(length), header.tensors)
         return {path: reader.value(described, current.get(path)) for path, described in header.values.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ModuleStateError(
             f"module state: the saved bytes are not valid ({type(error).__name__}: {error}). Fix: resume from another "
             "snapshot (--ckpt-step)",
@@ -164,7 +164,9 @@ class _Reader:
     def value(self, tree: Any, current: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        kind, content = next(iter(tree.items()))
+        kind, content = next(iter(tree.items()), (None, None))
+        if kind is None:
+            raise ModuleStateError("a value has no type")
         if kind == "complex":
             return complex(*content)
         if kind == "bytes":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,9 @@ from moc.state.fragments import Fragment
 from moc.state.operators import MODULE_STATE
 from moc.state.region import Region
 from moc.store.regions import MissingRegionError, RegionReader
+
+_INDEX = re.compile(r"[0-9]{1,9}")
+"""The last part of a name of module state: the index of the worker that saved it."""
 
 
 def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
@@ -31,7 +35,7 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     saved = reader.global_shape(name, fragment.slot)
     if saved == fragment.global_shape:
         return reader.get(name, fragment.slot, region)
-    if not fragment.padded:
+    if not fragment.padded or len(saved) != len(region.shape):
         raise MissingRegionError(
             f"{name} has shape {saved} in the checkpoint and {fragment.global_shape} in this model. Fix: give the "
             "flags of the saved model, or load another checkpoint",
@@ -50,7 +54,8 @@ def _of_another_worker(name: str, reader: RegionReader) -> str | None:
     """The saved module state of the same operator with the lowest index."""
     of_operator = name.rpartition(".")[0] + "."
     saved = {one.entry.name for one in reader.sources() if one.entry.name.startswith(of_operator)}
-    return min(saved, key=lambda one: int(one.rpartition(".")[2]), default=None)
+    numbers = {int(last): one for one in saved if _INDEX.fullmatch(last := one.removeprefix(of_operator))}
+    return numbers[min(numbers)] if numbers else None
 
 
 def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 64 << 20) -> Iterator[Fragment]:

@@ -185,7 +185,8 @@ class RegionReader:
         lazy: open a file only when the previous ones do not hold all requested data.
 
     Raises:
-        MissingRegionError: a file is not a region file; with ``lazy``, raised when it is opened.
+        MissingRegionError: a file is not a region file, or files contradict each other; with ``lazy``, raised when a
+            file is opened.
     """
 
     def __init__(self, files: Iterable[Path | Blob], verify: bool = False, lazy: bool = False):
@@ -274,7 +275,15 @@ class RegionReader:
         file = next(self._unopened, None)
         if file is not None:
             for source in read_sources(_blob(file)):
-                self._sources[source.entry.name, source.entry.slot].append(source)
+                known = self._sources[source.entry.name, source.entry.slot]
+                if known and known[0].entry.global_shape != source.entry.global_shape:
+                    raise MissingRegionError(
+                        f"{source.blob.name} is damaged: {source.entry.slot} of {source.entry.name} has another shape "
+                        f"than in {known[0].blob.name}. Fix: restore both from a copy, or load another checkpoint "
+                        "(--ckpt-step)",
+                        code="checkpoint-damaged",
+                    )
+                known.append(source)
         return file is not None
 
     def _open_all(self) -> None:

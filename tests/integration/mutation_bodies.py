@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 import shutil
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pretrain_gpt_moe as program
+from examples.pure_torch import Engine, Log
 from megatron.pretraining import loop, setup
 from megatron.pretraining.config import compose
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process.phases import Phases
+from moc import Session, Settings, join_job
 from moc.session.resume import loading, resuming
 from moc.session.resume.survivors import LocalRemains, survivors
 from moc.store.errors import CheckpointError
 from moc.store.manifest import NAME as MANIFEST
-from tests.mutations import changed, signed
+from tests.mutated_snapshots import mutate
+from tests.mutations import changed, encoded, signed
 
-_SAMPLED = 50  # of so many changes that cost the snapshot, one is followed by a whole start
+_SAMPLED = 500  # of so many changes that cost the snapshot, one is followed by a whole start
 
 
 class _Places:
@@ -46,10 +55,13 @@ class _Places:
             for snapshot in copy.glob("iter_*"):
                 shutil.copytree(snapshot, there / snapshot.name)
 
-    def write(self, changes: list[Any]) -> None:
-        """Writes the newest manifests, with their hashes."""
+    def write(self, changes: list[Any]) -> str:
+        """Writes the newest manifests, with their hashes; returns the last one."""
+        text = ""
         for path, one in zip(self.manifests, changes, strict=True):
-            path.write_text(signed(one))
+            text = signed(one) if isinstance(one, dict) else encoded(one)
+            path.write_text(text)
+        return text
 
 
 class _Loader(loading.SnapshotLoader):
@@ -65,8 +77,9 @@ class _Loader(loading.SnapshotLoader):
 def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> dict:
     """Looks for the snapshots to resume from after each of so many changes of the newest manifests.
 
-    If the changed snapshot is among them, the run starts from the snapshots, and trains an iteration.  Otherwise the
-    start is that of any run without this snapshot, so that few of these starts are run.
+    If the changed snapshot is among them, the run starts from the snapshots, and trains an iteration; of changes that
+    give the same fields values of the same kind, one is followed by a start.  Otherwise the start is that of any run
+    without this snapshot, so that few of these starts are run.
 
     Args:
         flags: of the run.
@@ -78,7 +91,7 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
         ``starts``: how often the run resumes from each iteration, or was refused since the flags have another schedule;
         ``failed``: the change and the error of each other; ``trained``: number of starts.
     """
-    config, rng, starts, failed, trained = compose(flags), random.Random(seed), Counter(), [], 0
+    config, rng, starts, failed, trained = compose(flags), random.Random(seed), Counter(), [], set()
     stop, phases = stopping.StopRequests(config), Phases()
     parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
     resuming.SnapshotLoader = _Loader
@@ -95,37 +108,93 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
     places.restore()
     assert start() in places.iterations
     for number_of in range(number):
-        changes = [_changed(rng, one) for one in places.plain]
-        places.write(changes)
+        text = places.write([_changed(rng, one) for one in places.plain])
+        differences = frozenset(_differences(places.plain[-1], _parsed(text)))
         try:
             engine, components, *rest = _Loader.made_with
             held = loading.SnapshotLoader(engine, components, LocalRemains(), *rest[1:]).find(
                 survivors(LocalRemains(), engine)
             )
             found = max(one.iteration for one in held)
-            if found in places.iterations or number_of % _SAMPLED == 0:
-                trained += 1
+            kind = differences if found in places.iterations else number_of // _SAMPLED
+            if kind not in trained:
+                trained.add(kind)
                 found = start()
             starts[str(found)] += 1
         except Exception as error:
-            what, refused = _difference(places.plain, changes), isinstance(error, CheckpointError)
-            if refused and ".state.scheduler." in what:  # as after a run with other flags: a valid schedule
+            refused = isinstance(error, CheckpointError)
+            if refused and any(".state.scheduler" in one for one in differences):  # as with other flags: it is valid
                 starts["refused"] += 1
             else:
-                failed.append((what, str(error) if refused else traceback.format_exc()))
+                failed.append((sorted(differences), str(error) if refused else traceback.format_exc()))
             places.restore()
     initialize.shut_down()
-    return {"starts": dict(starts), "failed": failed, "trained": trained}
+    return {"starts": dict(starts), "failed": failed, "trained": len(trained)}
 
 
-def _changed(rng: random.Random, plain: dict) -> dict:
+def resume_plain(flags: dict, kept: str, what: str, seed: int, number: int) -> dict:
+    """As :func:`resume_each`, for plain PyTorch, with a start after each change (:mod:`tests.mutated_snapshots`).
+
+    Args:
+        flags: of the run.
+        kept: a copy of the directory of snapshots.
+        what: which file is changed.
+        seed: of the changes.
+        number: of changes.
+    """
+    job = join_job()
+    job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
+    rng, starts, failed = random.Random(seed), Counter(), []
+    settings = Settings(flags["ckpt_dir"], 1000, policy=flags["ckpt_policy"], keep=flags["ckpt_keep"])
+    for _ in range(number):
+        shutil.rmtree(flags["ckpt_dir"])
+        shutil.copytree(kept, flags["ckpt_dir"])
+        content = mutate(rng, Path(flags["ckpt_dir"]), what)
+        session = Session(Engine(job), settings, Log(job.rank, None))
+        try:
+            starts[str(session.resume().iteration)] += 1
+        except Exception:
+            failed.append((content[:2000], traceback.format_exc()))
+        session.close()
+    job.leave()
+    return {"starts": dict(starts), "failed": failed}
+
+
+def _changed(rng: random.Random, plain: dict) -> Any:
     return plain | changed(rng, {"state": plain["state"]}) if rng.random() < 0.8 else changed(rng, plain)
 
 
-def _difference(one: object, other: object, where: str = "") -> str:
-    """The first place where two JSON values differ."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return next((d for key in one if (d := _difference(one[key], other[key], f"{where}.{key}"))), "")
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return next((d for i in range(len(one)) if (d := _difference(one[i], other[i], f"{where}[{i}]"))), "")
-    return "" if one == other else f"{where}: {one!r:.200} is {other!r:.200}"
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _differences(one: object, other: object, where: str = "") -> Iterator[str]:
+    """The places where two JSON values differ, and the kind of value that the second has there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            if key != "xxh3_128":
+                yield from _differences(one.get(key), other.get(key), f"{where}.{_general(key)}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for inner, changed_one in zip(one, other, strict=True):
+            yield from _differences(inner, changed_one, f"{where}[]")
+    elif one != other or type(one) is not type(other):
+        yield f"{where} {_kind(other)}"
+
+
+def _general(key: str) -> str:
+    return re.sub(r"\d+", "N", key)[:80]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        size = "not finite" if isinstance(value, float) and not math.isfinite(value) else f"{_digits(value)} digits"
+        return f"{type(value).__name__} {'-' * (value < 0)}{size}"
+    return f"{type(value).__name__} {value!r:.20}" if isinstance(value, (str, bool)) else type(value).__name__
+
+
+def _digits(value: float) -> int:
+    """The order of a number, in steps of six digits."""
+    return math.frexp(value)[1] // 20 if isinstance(value, float) else value.bit_length() // 20

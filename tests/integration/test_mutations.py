@@ -8,10 +8,11 @@ from moc.store.store import Store
 from tests.integration.snapshot_files import node_memory, start, stores, train
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS
+from tests.mutated_snapshots import OF_DIRECTORY, OF_SNAPSHOT
 from tests.shared import ALL
 from tests.worlds import run_world
 
-BATCHES, EACH = (24, 50) if ALL else (1, 50)  # 10,800 in all cases
+BATCHES, EACH = (4, 2500) if ALL else (1, 50)
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120, ckpt_keep=4)  # until several snapshots are taken
 MEMORY = dict(snapshot_interval=1, ckpt_tier="memory", persist_interval=2)
@@ -58,3 +59,20 @@ def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, t
     assert sum(told["starts"].values()) == EACH and "0" not in told["starts"], told["starts"]
     assert len(told["starts"]) > 1, told["starts"]
     print(name, batch, told["starts"], "trained:", told["trained"])
+
+
+PLAIN_BATCHES, PLAIN_EACH = (10, 1000) if ALL else (1, 30)
+
+
+@pytest.mark.parametrize("batch", range(PLAIN_BATCHES))
+@pytest.mark.parametrize("what", [*OF_SNAPSHOT, *OF_DIRECTORY])
+def test_a_changed_file_costs_no_more_than_its_snapshot(what, batch, tmp_path):
+    with node_memory() as memory:
+        flags = dict(ckpt_dir=f"{memory}/snapshots", ckpt_policy="full", train_iters=4, ckpt_keep=99)
+        train("plain", flags)
+        shutil.copytree(flags["ckpt_dir"], tmp_path / "kept")
+        then = dict(flags=flags, kept=str(tmp_path / "kept"), what=what, seed=batch, number=PLAIN_EACH)
+        (told,) = run_world(1, "tests.integration.mutation_bodies:resume_plain", timeout=3600, **then)
+    assert not told["failed"], "\n".join(f"{where}\n{error}" for where, error in told["failed"][:20])
+    assert set(told["starts"]) == ({"3", "4"} if what in OF_SNAPSHOT else {"4"}), told["starts"]
+    print(what, batch, told["starts"])

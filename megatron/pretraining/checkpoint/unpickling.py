@@ -15,6 +15,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint import filesystem
 from moc import private_interfaces
 from moc.errors import code_of
 from moc.files import decode, tree
+from moc.files.decode import Count, Name
 from moc.files.text import shown
 from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
@@ -65,6 +67,14 @@ _DTYPES = {
 }  # fmt: skip
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch: ``torch.load`` is ``weights_only``, whatever its caller says."""
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Content of :data:`_CONFIG` that megatron-core uses: the format of the tensors."""
+
+    sharded_backend: Name
+    sharded_backend_version: Count = 1
 
 
 class _Unpickler(pickle.Unpickler):
@@ -470,7 +480,7 @@ def check_metadata(directory: Path) -> list[str]:
     except FileNotFoundError:
         return []  # another format: megatron-core says what it misses
     try:
-        decode.parse(Tree(directory).read(_CONFIG, tree.SMALL))
+        decode.decode(Tree(directory).read(_CONFIG, tree.SMALL), _Format)
     except FileNotFoundError:
         pass  # the same
     except (OSError, ValueError) as error:

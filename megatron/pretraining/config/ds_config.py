@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
+from moc.files.text import short, shown
 from moc.files.tree import CONFIG, open_named
 
 AUTO = "auto"
@@ -48,7 +49,7 @@ _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "f
 def _adam(value: object) -> str:
     if str(value).lower() not in _ADAMS:
         raise ConfigError(
-            f"{value} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
+            f"{short(value)} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
             code="ds-config-value-unsupported",
         )
     return "adam"
@@ -57,7 +58,8 @@ def _adam(value: object) -> str:
 def _device(value: object) -> bool:
     if value not in ("none", "cpu", None):
         raise ConfigError(
-            f"{value} is not supported. Fix: choose cpu (--cpu-optimizer) or none", code="ds-config-value-unsupported"
+            f"{short(value)} is not supported. Fix: choose cpu (--cpu-optimizer) or none",
+            code="ds-config-value-unsupported",
         )
     return value == "cpu"
 
@@ -65,7 +67,7 @@ def _device(value: object) -> bool:
 def _format(value: object) -> str:
     if str(value) not in _FORMATS:
         raise ConfigError(
-            f"{value} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
+            f"{short(value)} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
         )
     return _FORMATS[str(value)]
 
@@ -288,7 +290,7 @@ def agree(
             problems.refuse(
                 not setting.yields and not same(name, given[name], value),
                 f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
-                f'{value}. Fix: change one of them, or set the key to "auto"',
+                f'{short(value)}. Fix: change one of them, or set the key to "auto"',
                 code="ds-config-contradicts-flag",
             )
         else:
@@ -319,7 +321,7 @@ def _setting(key: str, value: object, path: str) -> Setting:
         raise ConfigError(f"{key} in {path}: {error}", code=error.code) from None
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
-            f"{key} in {path} does not take {value!r}. Fix: correct it", code="ds-config-value-invalid"
+            f"{key} in {path} does not take {shown(value)}. Fix: correct it", code="ds-config-value-invalid"
         ) from None
 
 
@@ -333,8 +335,8 @@ def _is_off(only: object, value: object) -> bool:
 
 
 def _says(key: str, value: object, path: str) -> str:
-    shown = "" if isinstance(value, (Mapping, list)) else f" {json.dumps(value)}"
-    return f"{key}{shown} in {path} is not supported"
+    said = "" if isinstance(value, (Mapping, list)) else f" {short(json.dumps(value))}"
+    return f"{short(key)}{said} in {path} is not supported"
 
 
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from moc.errors import UserError, with_code
+from moc.files.text import short
 
 REQUIRED: Any = object()
 """Default of a flag that has no useful one: leaving it out is an error."""
+_LARGEST = 1 << 62  # of an integer; larger ones are no floats
 _LIMITS = {  # by sign
     ">=": (operator.ge, "at least"),
     ">": (operator.gt, "greater than"),
@@ -208,6 +210,11 @@ class Flag:
         )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
+        refuse(
+            isinstance(value, int) and abs(value) > _LARGEST,
+            f"{self.spelling} is {short(value)}. Fix: give a number that is at most {_LARGEST}",
+            code="value-out-of-range",
+        )
         refuse(
             not math.isfinite(value),
             f"{self.spelling} is {value}. Fix: give a finite number",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 10_000  # a larger --num-layers is refused
 
 
 def parse_layer_freq(value: object) -> int | tuple[int, ...]:
@@ -37,7 +37,7 @@ def expand(freq: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def from_interval(interval: int, num_layers: int) -> tuple[int, ...]:
     """Megatron-DeepSpeed's ``--expert-interval``: the last of every N layers holds experts."""
-    return tuple(int(layer % interval == interval - 1) for layer in range(num_layers))
+    return tuple(int(layer % interval == interval - 1) for layer in range(min(num_layers, _MOST_LAYERS)))
 
 
 def _zeros_and_ones(value: object) -> tuple[int, ...]:

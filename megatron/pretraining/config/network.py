@@ -13,7 +13,7 @@ class NetworkFlags(FlagGroup):
 
     preset = True
 
-    num_layers: int = flag(REQUIRED, "Transformer layers.", limits=">= 1")
+    num_layers: int = flag(REQUIRED, "Transformer layers.", limits=">= 1, <= 10000")
     hidden_size: int = flag(REQUIRED, "Width of the residual stream.", limits=">= 1")
     ffn_hidden_size: int = flag(
         None,

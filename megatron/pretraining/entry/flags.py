@@ -30,6 +30,7 @@ from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.rank0 import is_first_worker
 from megatron.pretraining.words import load_config, read_words, refuse_unknown
+from moc.files.text import short, shown
 from moc.output import print_lines
 from moc.runtime import hook
 
@@ -201,7 +202,7 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
             if actions is None:
                 refuse_unknown([f"--{key}"], {f"--{name}": name for name in by_name}, problems)
             elif value is not None:
-                yield from _words_of(actions, value, f"{key} in {file}", problems)
+                yield from _words_of(actions, value, f"{short(key)} in {file}", problems)
 
 
 def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, problems: Problems) -> Iterator[str]:
@@ -215,7 +216,7 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
                     yield spelling
                     return
         if value != action.default:
-            problems.refuse(True, f"{named} is {value!r}. Fix: make it true or false", code="value-unreadable")
+            problems.refuse(True, f"{named} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
     elif action.nargs is None:
         yield f"{action.option_strings[0]}={value}"
     else:

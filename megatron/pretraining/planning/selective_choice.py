@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,11 @@ from moc.state.operators import Operator
 _SKIPPED = 10
 """First iterations of a recording that do not count: right after the full snapshot little is at risk."""
 
+_UNREADABLE = (
+    *(AttributeError, EOFError, IndexError, OverflowError, RuntimeError, TypeError, ValueError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What zipfile and numpy raise of files that they cannot read."""
 _EXPECTED = "tokens[iterations, layers, experts] in .npz"
 
 
@@ -333,7 +339,7 @@ def read_routing(path: str) -> list[Counts]:
         raise ToolError(
             f"--routing {path} has no array called tokens. Fix: give {_EXPECTED}", code="routing-malformed"
         ) from error
-    except (AttributeError, EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise ToolError(
             f"--routing {path} holds no numbers. Fix: give {_EXPECTED}", code="routing-malformed"
         ) from error

@@ -29,7 +29,7 @@ from moc.session.resume.tied_weights import saved_elsewhere
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.operators import operator_of
+from moc.state.operators import UnsupportedStateError, operator_of
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
@@ -149,7 +149,7 @@ class SnapshotReader:
         whole: dict[str, Counter] = defaultdict(Counter)
         home = self._home(one, manifest)
         for name, entry in manifest.files.items():
-            with contextlib.suppress(MissingRegionError, OSError):
+            with contextlib.suppress(MissingRegionError, OSError, UnsupportedStateError):  # the last: a foreign name
                 for source in read_sources(home[name].blob(one.iteration, name, entry)):
                     if source.damage() is None:
                         whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel

@@ -2,7 +2,9 @@
 
 import json
 import math
+import unicodedata
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -22,6 +24,24 @@ class Example:
 def test_values_of_the_declared_types():
     text = '{"count": 3, "rate": 2, "name": "x é", "table": {"7": [1, 2]}, "unknown": []}'
     assert decode.decode(text, Example) == Example(3, 2.0, "x é", table={7: (1, 2)})
+
+
+def test_a_name_has_only_characters_that_terminals_show():
+    for code in [*range(1 << 16), 0x110BD, 0x1D173, 0x1F600, 0xE0020, 0xF0000, 0x10FFFD]:
+        read = True
+        try:
+            decode.convert(chr(code), decode.Name)
+        except ValueError:
+            read = False
+        assert read == chr(code).isprintable() or unicodedata.category(chr(code)) == "Cn", hex(code)
+
+
+def test_the_message_of_a_long_value_is_short():
+    with pytest.raises(ValueError, match="Expected `int`") as refused:
+        decode.convert({"x" * 5000: "a"}, dict[str, int])
+    with pytest.raises(ValueError) as of_choice:
+        decode.convert("x" * 5000, Literal["a", "b"])
+    assert max(len(str(refused.value)), len(str(of_choice.value))) < 400
 
 
 @pytest.mark.parametrize(

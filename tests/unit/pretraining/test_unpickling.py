@@ -125,6 +125,15 @@ def test_a_few_bytes_do_not_take_all_memory(directory, remember):
         check_metadata(directory)
 
 
+@pytest.mark.parametrize(
+    "content", ["[1]", "1", "{}", '{"sharded_backend": {}}', '{"sharded_backend": "a", "sharded_backend_version": "1"}']
+)
+def test_the_name_of_a_format_is_checked_before_megatron_core_reads_it(directory, content):
+    (directory / "metadata.json").write_text(content)
+    with pytest.raises(CheckpointError, match="metadata.json"):
+        check_metadata(directory)
+
+
 def test_any_bytes_are_metadata_or_an_error(directory):
     rng, path = random.Random(0), directory / ".metadata"
     whole = path.read_bytes()

@@ -70,6 +70,11 @@ def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
         ("", "is empty"),
         (BY_NODE + "soon,add,node5\n", "line 7 is not of the form"),
         (BY_COUNT + "tomorrow\n", "line 5 is neither"),
+        (BY_NODE + f"{'9' * 400},add,node5\n", "line 7 is not of the form"),
+        (BY_NODE + "\u00b2,add,node5\n", "line 7 is not of the form"),
+        (BY_COUNT + "2021-12-10, 10:00:00+01:00, 5\n", "line 5 is neither"),
+        (BY_COUNT + "2021-12-10, 10:00:00, -5\n", "line 5 is neither"),
+        (BY_COUNT + f"2021-12-10, 10:00:00, {'9' * 400}\n", "line 5 is neither"),
     ],
 )
 def test_a_trace_that_makes_no_sense_is_refused_with_its_line(tmp_path, text, message):

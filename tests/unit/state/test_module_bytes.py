@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import json
 import math
 import random
 
@@ -57,6 +58,14 @@ def test_existing_tensors_and_generators_are_filled_in_place():
     assert read["tensor"] is tensor and torch.equal(tensor, VALUES["tensor"])
     assert read["generator"] is other and torch.equal(torch.rand(2, generator=other), expected)
     assert read["counts"] is counts and counts == collections.Counter("aab")
+
+
+@pytest.mark.parametrize("value", [{}, {"deque": [], "maxlen": 1 << 70}, {"list": [{}]}, {"dict": [[{}, 1]]}, {"": 0}])
+def test_a_header_of_other_values_is_refused(value):
+    header = json.dumps({"values": {"a": value}, "tensors": []}).encode()
+    text = len(header).to_bytes(8, "little") + header
+    with pytest.raises(ModuleStateError):
+        unpack(torch.frombuffer(bytearray(text), dtype=torch.uint8), {})
 
 
 def test_zeros_are_no_values():

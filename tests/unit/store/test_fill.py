@@ -67,6 +67,10 @@ def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, exp
         for i in (10, 1, 2)
         if i != index or index == 2
     ]
+    foreign = torch.zeros(3).byte()  # names that no program gives
+    tensors += [
+        RegionTensor(f"module_state.output.{i}", "param", (3,), Region((0,), (3,)), foreign) for i in ("", "x.0")
+    ]
     write_regions(tmp_path / "file", tensors)
     reader = RegionReader([tmp_path / "file"])
 
@@ -80,6 +84,19 @@ def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, exp
     assert read("output", 3) == expected
     assert read("output", 5) == [*expected, 0, 0]
     assert read("embedding", 2) == [0, 0]
+
+
+def test_a_vocabulary_with_another_number_of_axes_is_refused(tmp_path):
+    write_regions(tmp_path / "file", [RegionTensor(NAME, "master", (6,), Region((0,), (6,)), torch.ones(6))])
+    with raises("checkpoint-of-another-model", "(6,)"):
+        values_for(fragment((2, 3), Region((0, 0), (2, 3))), RegionReader([tmp_path / "file"]))
+
+
+def test_files_that_contradict_each_other_are_refused(tmp_path):
+    saved(tmp_path / "one", 4)
+    write_regions(tmp_path / "two", [RegionTensor(NAME, "master", (12,), Region((6,), (6,)), torch.ones(6))])
+    with raises("checkpoint-damaged", "two"):
+        RegionReader([tmp_path / "one", tmp_path / "two"])
 
 
 def test_what_is_not_there_is_named(tmp_path):
