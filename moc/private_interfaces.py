@@ -417,6 +417,8 @@ _MEGATRON = (
         (f"{_TRAINING}.training:save_checkpoint", Parameters(_words("""iteration model optimizer opt_param_scheduler
             num_floating_point_operations_so_far checkpointing_context train_data_iterator
             preprocess_common_state_dict_fn"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.wandb_utils:on_save_checkpoint_success", Parameters(_words("""checkpoint_path tracker_filename
+            save_dir iteration"""), only=True), "delays", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.training:preprocess_common_state_dict", Parameters(("common_state_dict",)), "passes",
          f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.training:pretrain", Refers(_words("initialize_megatron set_jit_fusion_options")),

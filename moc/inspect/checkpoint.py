@@ -141,7 +141,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         )
     checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
-    for name in (STATE, ".metadata"):
+    stock = manifest["format"] == dense_files.OF_MEGATRON
+    for name in (".metadata",) if stock else (STATE, ".metadata"):
         if name not in checkpoint.files:
             checkpoint.problems.append(f"{MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:

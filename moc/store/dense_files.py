@@ -28,6 +28,8 @@ from moc.store.manifest import NAME as MANIFEST
 STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
+OF_MEGATRON = "megatron-lm checkpoint 1"
+"""Format of a checkpoint that Megatron-LM's code has written, with a manifest beside its files."""
 _UNFINISHED = ".iter_*.incomplete*"
 
 
@@ -100,7 +102,7 @@ def read_manifest(directory: Path) -> dict | None:
         return None
     try:
         manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
-        if manifest.get("format") != FORMAT:
+        if manifest.get("format") not in (FORMAT, OF_MEGATRON):
             raise CheckpointError(
                 f"{path} is of format {shown(manifest.get('format'))}, and this program reads {FORMAT!r}. Fix: load it "
                 "with the release that wrote it",
@@ -150,17 +152,30 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
     return staging
 
 
-def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fence | None = None) -> Path:
+def publish(
+    root: str | Path,
+    iteration: int,
+    files: dict[str, dict],
+    fence: Fence | None = None,
+    retain_interval: int | None = None,
+    format: str = FORMAT,
+) -> Path:
     """Publishes a staged checkpoint atomically as the newest.
 
-    ``files`` has the manifest entries of all files, by path relative to the checkpoint.
+    Args:
+        root: the directory of checkpoints.
+        iteration: iteration of the checkpoint.
+        files: the manifest entries of all files, by path relative to the checkpoint.
+        fence: guards the directory.
+        retain_interval: older checkpoints whose iteration is not a multiple of it are deleted; None to keep them.
+        format: of the checkpoint.
 
     Raises:
         SupersededError: a newer generation of this job, or another job, saves there now.
     """
     root, staging, final = Path(root), staging_of(root, iteration, _tag(fence)), directory_of(root, iteration)
     author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
-    manifest = {"format": FORMAT, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
+    manifest = {"format": format, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
     check = None if fence is None else fence.check
     try:
         write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
@@ -175,6 +190,13 @@ def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fen
         raise
     with contextlib.suppress(OSError):
         Tree(root).remove(_replaced(final).name)
+    if not retain_interval:
+        return final
+    for older in saved_iterations(root):
+        if older < iteration and older % retain_interval:
+            if check is not None:
+                check()
+            remove(root, older)
     return final
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
 from moc.store.locate import place_of
 from moc.store.store import Store
 from tests.integration.entry_jobs import (
+    BASE,
     EP2,
     FULL,
     MOE,
@@ -44,26 +49,76 @@ USER_CASES = {
 }
 
 
-def recovers(directory, script, flags, policy):
+def recovers(directory, script, flags, policy, *more, base=BASE):
     """Runs a job without a fault, with a worker that is killed, and with all workers killed and started again."""
     snapshots = f"{policy} --ckpt-tier memory --ckpt-dir snapshots"
-    whole = run(directory / "whole", script, 2, f"{flags} {snapshots}")
+    whole = run(directory / "whole", script, 2, f"{flags} {snapshots}", *more, base=base)
     assert whole.code == 0, whole.output[-4000:]
     assert len(whole.losses) >= 7
 
-    one = run(directory / "one", script, 2, f"{flags} {snapshots}", *KILL)
+    one = run(directory / "one", script, 2, f"{flags} {snapshots}", *KILL, *more, base=base)
     assert one.code == 0, one.output[-4000:]
     assert one.losses == whole.losses
     assert max(one.resumed_at()) == 4, one.resumed_at()  # and not from the start
 
     kept = snapshots if "gradient" in policy else f"{policy} --ckpt-dir snapshots"  # gradients are kept in memory only
     kill = "--inject", "kill ranks=0,1 iteration=7"
-    first = run(directory / "all", script, 2, f"{flags} {kept}", *kill, launcher="--max-restarts 0")
+    first = run(directory / "all", script, 2, f"{flags} {kept}", *kill, *more, launcher="--max-restarts 0", base=base)
     assert first.code != 0 and max(first.losses, default=0) == 6, first.output[-4000:]
-    second = run(directory / "all", script, 2, f"{flags} {kept}")
+    second = run(directory / "all", script, 2, f"{flags} {kept}", *more, base=base)
     assert second.code == 0, second.output[-4000:]
     assert second.losses == whole.losses
     assert second.resumed_at()[-1] > 0, "no snapshot is complete at the kill"
+
+
+SAMPLES = (
+    BASE.replace("--train-iters 8", "--train-samples 56")
+    .replace("--lr-warmup-iters 2", "--lr-warmup-samples 16")
+    .replace("--lr-decay-iters 8", "--lr-decay-samples 56")
+)
+
+
+def test_a_batch_whose_size_grows_recovers(tmp_path):
+    """The size is a function of the position: 4 samples, and 8 from 512 tokens on, where the killed iteration is."""
+    schedule = "--step-batch-size-schedule", "0:4 512:8"
+    recovers(
+        tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", FULL, *schedule, base=SAMPLES.replace("--global-batch-size 8", "")
+    )
+
+
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
+@pytest.mark.parametrize("flags", ["--optimizer muon", "--optimizer muon --bf16"])
+def test_an_optimizer_with_other_state_recovers(flags, tmp_path):
+    recovers(tmp_path, USER_SCRIPT, f"{EP2} {flags}", FULL)
+
+
+def byte_level_files(directory) -> str:
+    """Writes the vocabulary and the merges of a GPT-2 tokenizer of bytes; returns their options."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["to be or not to be"], vocab_size=300, special_tokens=["<|endoftext|>"])
+    directory.mkdir()
+    vocabulary, merges = tokenizer.save_model(str(directory))
+    return f"--vocab-file {vocabulary} --merge-file {merges}"
+
+
+def hugging_face_directory(directory) -> str:
+    """Writes a directory of transformers with a tokenizer; returns its option."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["to be or not to be"], vocab_size=300, special_tokens=["<|endoftext|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>")
+    fast.save_pretrained(str(directory))
+    return f"--tokenizer-model {directory}"
+
+
+@needs_scripts
+@pytest.mark.parametrize(
+    ("kind", "files"), [("GPT2BPETokenizer", byte_level_files), ("HuggingFaceTokenizer", hugging_face_directory)]
+)
+def test_blends_and_tokenizers_recover(kind, files, data, tmp_path):
+    (prefix,) = data["data_path"]
+    blend = f"--data-path 0.3 {prefix} 0.7 {prefix} --split 90,5,5 --tokenizer-type {kind} {files(tmp_path / 'files')}"
+    base = BASE.replace("--mock-data", "").replace("--tokenizer-type NullTokenizer", "").replace("--vocab-size 256", "")
+    recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", f"{EP2} {ZERO1} {blend}", FULL, base=base)
 
 
 @pytest.mark.parametrize("case", USER_CASES)

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, writer
+from megatron.pretraining.checkpoint.attempts import Attempts
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
 from megatron.pretraining.data.tokenizer import Vocabulary
@@ -41,8 +42,8 @@ from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.log import Log
-from moc.errors import cause_of, code_of, warning, with_code
-from moc.runtime.agreement import first_line, first_reported, run_on_rank0
+from moc.errors import with_code
+from moc.runtime.agreement import first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
 from moc.runtime.world import World
 from moc.snapshot.background import within
@@ -50,10 +51,9 @@ from moc.state.record import Position
 from moc.store import dense_files
 from moc.store.claims import Claim
 from moc.store.durable import write_durably
-from moc.store.errors import CheckpointError, TakenError
+from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
 from moc.store.regions import RegionTensor
-from moc.trouble import Trouble
 
 
 class Checkpoints:
@@ -77,11 +77,14 @@ class Checkpoints:
         self._modules, self._optimizer, self._scheduler, self._vocabulary = modules, optimizer, scheduler, vocabulary
         self._queue = AsyncCallsQueue()
         self._fence = _fence(config, world)
-        self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
-        self.problem = ""
-        """The error of the last failed save."""
+        self._attempts = Attempts(config, log)
         self.last_saved: int | None = None
         self._before: int | None = None  # value of last_saved before the save under way
+
+    @property
+    def problem(self) -> str:
+        """The error of the last failed save; empty after a success."""
+        return self._attempts.problem
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -127,12 +130,12 @@ class Checkpoints:
                 untouched.
         """
         self.finish()
-        with self._trying(position.iteration):
+        with self._attempts.attempt(position.iteration, self._give_up(position.iteration)):
             self._save(position)
 
     def tries_again(self) -> bool:
         """Whether to retry a failed save now; collective only after a failure."""
-        return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot tell the time")
+        return self._attempts.due()
 
     def _save(self, position: Position) -> None:
         save, fence = self._config.checkpoint.save, self._fence
@@ -145,7 +148,7 @@ class Checkpoints:
                 chunk.start_param_sync(force_sync=True)
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
         strategy = self._strategy()
-        with self._reporting_failure():
+        with self._attempts.reporting():
             how: dict[str, Any] = dict(sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore")
             request: Any = dist_checkpointing.save(weights, str(staging), **how)
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
@@ -165,13 +168,13 @@ class Checkpoints:
     def poll(self) -> None:
         """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
         if self._queue.async_calls:
-            with self._trying(self.last_saved):
+            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Waits for a save under way, and publishes it."""
         if self._queue.async_calls:
-            with self._trying(self.last_saved):
+            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=True)
 
     def close(self) -> None:
@@ -180,36 +183,17 @@ class Checkpoints:
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
 
-    @contextlib.contextmanager
-    def _trying(self, iteration: int | None) -> Iterator[None]:
-        """A context for an attempt to save, which fails on all workers together."""
-        begun = time.monotonic()
-        try:
-            yield
-        except CheckpointError as error:
-            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, Suspicion))
-            if self._stops or over:
-                raise
+    def _give_up(self, iteration: int | None) -> Callable[[], int | None]:
+        def give_up() -> int | None:
             self.close()
             if self.last_saved == iteration:
                 self.last_saved = self._before
-            self.problem = with_code(error)
-            self._tell_failure(error, iteration, self._trouble.failed(time.monotonic() - begun))
+            return self.last_saved
 
-    def _tell_failure(self, error: CheckpointError, iteration: int | None, warns: bool) -> None:
-        save, newest, lasted = self._config.checkpoint.save, self.last_saved, self._trouble.seconds
-        facts = dict(reason=cause_of(error), failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
-        self._log.events.write("save_failed", what="checkpoint", iteration=iteration, **facts)
-        if warns:
-            there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
-            sentence = (
-                f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training continues, and "
-                f"tries again; in {save}, {there}. Fix: make room or repair the disk"
-            )
-            self._say(warning(sentence, code=code_of(error)))
+        return give_up
 
     def _finalize(self, blocking: bool) -> None:
-        with self._reporting_failure():
+        with self._attempts.reporting():
             self._queue.maybe_finalize_async_calls()
             pause_s = 0.01
             while blocking and self._queue.async_calls:  # polled: a worker stuck in storage must notice a lost worker
@@ -231,36 +215,14 @@ class Checkpoints:
         self._agree(failure)
 
     def _agree(self, failure: BaseException | None) -> None:
-        if problem := first_reported(None if failure is None else with_code(self._not_written(failure))):
+        if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
             raise CheckpointError(problem)
-
-    @contextlib.contextmanager
-    def _reporting_failure(self):
-        """Reports megatron-core's and torch's errors in writing files as one sentence."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            raise self._not_written(error) from error
-
-    def _not_written(self, error: BaseException) -> CheckpointError:
-        failures = getattr(error, "failures", None)  # of all workers; only rank 0 has them
-        reason = next(iter(failures.values()))[0] if failures else error
-        return CheckpointError(
-            f"the checkpoint in {self._config.checkpoint.save} could not be written ({first_line(reason)}); earlier "
-            "ones are untouched. Fix: make room or repair the disk, and start again",
-            code="storage-unwritable",
-        )
 
     def _publish(self, root: Path, iteration: int) -> None:
         retain = self._config.checkpoint.save_retain_interval
         complete = functools.partial(writer.publish, root, iteration, self._world.size, retain, self._fence)
         run_on_rank0(complete, "cannot complete a checkpoint")
-        self._say(f"saved checkpoint at iteration {iteration} to {root}")
-        if self._trouble:
-            count, lasted = self._trouble.count, self._trouble.over()
-            self._say(f"checkpoints can be saved again, after {lasted:.0f} s; {count} could not be")
+        self._attempts.succeeded(iteration)
 
     def _strategy(self):
         writer.use_mortal_result_queue()

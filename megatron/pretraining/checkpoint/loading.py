@@ -120,7 +120,7 @@ class CheckpointLoader:
         mine = dict(sorted(manifest["files"].items())[self._world.rank :: self._world.size])
         if damage := first_reported(dense_files.damage_in(directory, mine)):
             raise dense_files.damaged(damage)
-        return manifest
+        return manifest if manifest["format"] == dense_files.FORMAT else None
 
     def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # the non-tensor types in stock Megatron-LM's common.pt

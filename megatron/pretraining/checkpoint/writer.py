@@ -83,13 +83,7 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     for path in staging.iterdir():
         if path.is_file():
             described.setdefault(path.name, dense_files.describe(path))
-    dense_files.publish(root, iteration, described, fence)
-    if retain_interval:
-        if fence is not None:
-            fence.check()
-        for older in dense_files.saved_iterations(root):
-            if older < iteration and older % retain_interval:
-                dense_files.remove(root, older)
+    dense_files.publish(root, iteration, described, fence, retain_interval)
 
 
 @dataclass(frozen=True)

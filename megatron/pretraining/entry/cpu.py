@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.process import cpu
 from moc import private_interfaces
@@ -71,6 +72,16 @@ def adapt(args: Any) -> None:
     """Sets the arguments of a run on a CPU; does nothing with CUDA."""
     if not torch.cuda.is_available():
         args.distributed_backend = "gloo"
+
+
+def take_device(config: Config, local_rank: int) -> None:
+    """Selects this worker's device, and deterministic kernels if the run asks for them."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return
+    if config.training.deterministic_mode:
+        import_module("megatron.pretraining.process.initialize").be_deterministic(config)
+    torch.cuda.set_device(local_rank)
 
 
 def mend_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,10 +28,10 @@ from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
-from megatron.pretraining.entry.stock import get_args, get_timers
+from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_streams
 from megatron.pretraining.process.cpu import device
-from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, be_deterministic, world_of
+from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, world_of
 from megatron.pretraining.process.nodes import order_of_ranks
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -75,12 +74,7 @@ class StockProgram:
     def connect(self, config: Config, job: Job) -> World:
         """Joins the job, and lets Megatron-LM build its process groups and random streams."""
         args = get_args()
-        if torch.cuda.is_available():
-            if config.training.deterministic_mode:
-                be_deterministic(config)
-            torch.cuda.set_device(args.local_rank)
-        else:
-            torch.set_num_threads(1)
+        cpu.take_device(config, args.local_rank)
         job.collectives_only = COLLECTIVES_ONLY
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
         with order_of_ranks(config, job.helpers):
@@ -98,7 +92,7 @@ class StockProgram:
         update_num_microbatches(0, consistency_check=False)
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("tokenizer")
-        with _without_loading(args):
+        with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False):  # the session chooses the state
             built: Any = training.setup_model_and_optimizer(
                 self.model_type,
                 model_provider_func=self._provider(),
@@ -268,19 +262,6 @@ class _Losses:
         counted = self._sums if world.tensor_rank == 0 else []
         total = sum(counted, torch.zeros(2, dtype=torch.float64, device=world.device))
         return {"loss": total[0], "weight": total[1]}
-
-
-@contextlib.contextmanager
-def _without_loading(args: Any) -> Iterator[None]:
-    """Lets Megatron-LM build the optimizer and load no checkpoint; the session chooses the state to load."""
-    saved = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint", "skip_train")}
-    args.load = args.pretrained_checkpoint = None
-    args.skip_train = False
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(args, name, value)
 
 
 def _let_schedule_overlap_communication(args: Any, core_config: Any, chunks: list[Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron import training
@@ -15,3 +17,16 @@ def get_args() -> Any:
 def get_timers() -> Any:
     """Megatron-LM's timers."""
     return training.get_timers()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes of Megatron-LM's modules or arguments other values meanwhile."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

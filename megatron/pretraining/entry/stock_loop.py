@@ -126,10 +126,15 @@ REFUSED = {
 }
 """Refused arguments."""
 
+IGNORED = {
+    "rampup_batch_size": Refusal("has no effect in megatron-core 0.19, whose option is --step-batch-size-schedule"),
+}
+"""Arguments that Megatron-LM has and does not read; they are refused, too."""
+
 
 def refusals(arguments: Any) -> Iterator[str]:
     """One sentence for each argument that selects a feature only Megatron-LM's loop has."""
-    for name, refusal in REFUSED.items():
+    for name, refusal in (REFUSED | IGNORED).items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:
             yield f"--{name.replace('_', '-')} {refusal.reason}. Fix: drop it"

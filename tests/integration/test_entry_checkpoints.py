@@ -1,0 +1,81 @@
+"""``--save`` and ``--load`` of Megatron-LM's scripts: whole checkpoints, and damage that is noticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from moc.errors import codes_in
+from moc.store import dense_files
+from tests.integration.entry_jobs import EP2, USER_SCRIPT, ZERO1, run
+from tests.integration.snapshot_files import mounted
+
+SAVES = f"{EP2} {ZERO1} --save saved --save-interval 4"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with the checkpoints of iterations 4 and 8."""
+    directory = tmp_path_factory.mktemp("saved")
+    ended = run(directory, USER_SCRIPT, 2, SAVES)
+    assert ended.code == 0, ended.output[-4000:]
+    return directory / "saved"
+
+
+def test_a_checkpoint_has_a_manifest_and_nothing_unfinished(saved):
+    for iteration in (4, 8):
+        directory = dense_files.directory_of(saved, iteration)
+        manifest = dense_files.read_manifest(directory)
+        assert manifest is not None and manifest["format"] == dense_files.OF_MEGATRON
+        there = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+        assert there == {*manifest["files"], "manifest.json"}
+        assert dense_files.damage_in(directory, manifest["files"]) is None
+    assert not [*saved.glob(".iter*")] and dense_files.latest_iteration(saved) == 8
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "missing"])
+def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
+    victim = next(dense_files.directory_of(saved, 8).glob("__1_*.distcp"))
+    content = victim.read_bytes()
+    try:
+        if damage == "missing":
+            victim.unlink()
+        else:
+            victim.write_bytes(content[:-1] if damage == "truncated" else bytes([content[0] ^ 1]) + content[1:])
+        ended = run(tmp_path, USER_SCRIPT, 2, f"{EP2} {ZERO1} --load {saved}")
+        assert ended.code == 1 and codes_in(ended.output) == ["checkpoint-damaged"] and victim.name in ended.output
+        step = run(tmp_path, USER_SCRIPT, 2, f"{EP2} {ZERO1} --exit-interval 5 --load {saved} --ckpt-step 4")
+        assert step.code == 0 and [*step.losses] == [5], step.output[-3000:]
+    finally:
+        victim.write_bytes(content)
+
+
+def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+    """Also where the same iteration was saved before: the old one stays until the new one is whole."""
+    assert run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4").code == 0
+    before = dense_files.read_manifest(dense_files.directory_of(tmp_path / "saved", 4))
+    kill = "--inject", "kill ranks=0,1 point=saving"
+    ended = run(
+        tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4", *kill, launcher="--max-restarts 0", log="second"
+    )
+    assert ended.code != 0 and 4 in ended.losses
+    assert dense_files.latest_iteration(tmp_path / "saved") == 4
+    assert dense_files.read_manifest(dense_files.directory_of(tmp_path / "saved", 4)) == before
+    again = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", log="third")
+    assert again.code == 0 and min(again.losses) == 5, again.output[-3000:]
+    assert not [*(tmp_path / "saved").glob(".iter*")]
+
+
+def test_a_full_disk_does_not_end_training_and_is_reported(tmp_path):
+    with mounted(tmp_path / "disk", "6m") as disk:
+        flags = f"{EP2} {ZERO1} --save {disk / 'saved'} --save-interval 4"
+        ended = run(tmp_path, USER_SCRIPT, 2, flags)
+        assert ended.code == 1 and len(ended.losses) == 8, ended.output[-3000:]
+        assert {event["what"] for event in ended.of("save_failed")} == {"checkpoint"}
+        assert set(codes_in(ended.output)) <= {"storage-unwritable", "disk-full"} and codes_in(ended.output)
+        assert not dense_files.saved_iterations(disk / "saved") and "Traceback" not in ended.output
+
+
+def test_old_checkpoints_are_removed_but_for_an_interval(tmp_path):
+    flags = f"{EP2} {ZERO1} --save saved --save-interval 2 --save-retain-interval 4"
+    assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
+    assert dense_files.saved_iterations(tmp_path / "saved") == [4, 8]
