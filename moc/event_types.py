@@ -182,6 +182,15 @@ EVENTS = {
             "logs": "bytes of upstream logs",
         },
     ),
+    "memory_short": EventType(
+        "After a change of members or a restart of workers, a node has too little memory for all snapshots. Training "
+        "continues.",
+        {"iteration": "iterations completed", "reason": "what the node reported"},
+    ),
+    "window_limited": EventType(
+        "A window of auto length does not fit into memory. Windows are shorter until workers restart.",
+        {"iteration": "of the first snapshot of the window", "wanted": "chosen length", "length": "length that fits"},
+    ),
     "placement": EventType(
         "Replica nodes are assigned, at the start with --ckpt-tier peers.",
         {

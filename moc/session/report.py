@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+from moc.errors import warning
 from moc.policy import Policy
 from moc.policy.debt import Debt
 from moc.session.engine import Listener
@@ -75,6 +76,23 @@ class SnapshotReport:
         """Reports once, before training, how much host memory snapshots take."""
         self._log.message(memory.describe())
         self._log.events.write("memory", **dataclasses.asdict(memory))
+
+    @_harmless
+    def not_reserved(self, iteration: int, reason: str) -> None:
+        """Reports that a node has too little memory for the snapshots of a new generation."""
+        self._log.events.write("memory_short", iteration=iteration, reason=reason)
+        self._log.message(
+            f"WARNING: memory for snapshots is not reserved ({reason}). Training continues, and abandons snapshots and "
+            "copies that do not fit [memory-full]"
+        )
+
+    @_harmless
+    def window_limited(self, iteration: int, wanted: int, length: int) -> None:
+        """Reports that memory limits the length of windows; warns once for each limit."""
+        self._log.events.write("window_limited", iteration=iteration, wanted=wanted, length=length)
+        why = f"a window of {wanted} iterations does not fit into the memory for snapshots, and windows have {length}"
+        fix = "free memory, enlarge the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
+        self._log.message(warning(f"{why}. Fix: {fix}", code="memory-full"))
 
     @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:

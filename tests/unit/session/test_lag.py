@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.recovery.redundancy import Redundancy
-from moc.session import snapshots
+from moc.session import reservation, snapshots
 from moc.session.engine import Listener
 from moc.session.meter import Meter
 from moc.session.peers import Copied
@@ -164,6 +164,8 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
         patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(reservation, "gather", lambda mine: [mine]),
+        patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         train(policy, tier, model, rests, most_behind=lag)
@@ -189,11 +191,12 @@ def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds,
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
         patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(reservation, "gather", lambda mine: [mine]),
+        patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         taking = train(policy, tier, model, [False])
-    window = taking._window
-    assert 0 < model.slots <= taking._rotation.most(window.length, window.kept)
+    assert 0 < model.slots <= taking._reservation.buffers(taking._rotation)
     if not any(lacks):
         assert taking._rotation.recovery is not None
 
