@@ -143,6 +143,11 @@ EVENTS = {
         },
         {"age_s": "of that one; null if there is none"},
     ),
+    "save_retried": EventType(
+        "Writes of a snapshot to storage failed, and succeeded when they were repeated. Only snapshots of windows are "
+        "written again, since one that is missing discards its window.",
+        {"iteration": "of the snapshot", "writes": "number of repetitions, over all ranks"},
+    ),
     "save_skipped": EventType(
         "A snapshot due in storage was not written, because an earlier one is still being written.",
         {

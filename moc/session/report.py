@@ -176,6 +176,11 @@ class SnapshotReport:
             )
 
     @_harmless
+    def retried(self, iteration: int, writes: int) -> None:
+        """Reports that writes of a snapshot to storage had failed, and succeeded when they were repeated."""
+        self._log.events.write("save_retried", iteration=iteration, writes=writes)
+
+    @_harmless
     def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:
         """Reports that nodes do not hold alike what they should, which was sent instead; warns the first time."""
         for reason in reasons:

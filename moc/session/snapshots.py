@@ -43,6 +43,9 @@ from moc.state.host_memory import spare_buffers
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
+RETRIES_S = (0.5, 2.0)
+"""Pauses, in seconds, before the write of a snapshot is repeated that others of its window depend on."""
+
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses, in seconds, between attempts to save the last state to storage."""
 
@@ -71,6 +74,8 @@ class Snapshots:
         keeps, stores = self._memory is not None, parts.tiers.persist_interval is not None
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
         self._reservation = Reservation(parts, settings)
+        # otherwise the next snapshot takes the place of one whose write has failed
+        self._pauses_s = RETRIES_S if parts.policy.windows and not settings.stops else ()
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
@@ -281,7 +286,7 @@ class Snapshots:
     def _persist(self, taken: Taken) -> None:
         assert taken.storage is not None  # the caller writes to storage
         whole = taken.storage.operators == taken.plan.operators and not taken.plan.compared
-        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
+        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators, self._pauses_s)
         self._queues.writing.append(taken)
 
     def _wait_for_gradients(self) -> None:
@@ -424,10 +429,13 @@ class Snapshots:
             self._give_up(taken, started(taken.snapshot.persisted))
             return
         self._meter.written(told)
+        if told["snapshot_retries"]:
+            self._report.retried(taken.plan.iteration, int(told["snapshot_retries"]))
         amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
         storage = taken.storage
         assert storage is not None  # it was written
-        published = self._on_rank0(lambda: self._publisher.in_storage(storage, taken.state, amount, seconds))
+        pauses_s = self._pauses_s
+        published = self._on_rank0(lambda: self._publisher.in_storage(storage, taken.state, amount, seconds, pauses_s))
         self._queues.publishing.append(dataclasses.replace(taken, published=published))
 
     def _all_published(self, taken: Taken, told: dict[str, float]) -> None:

@@ -75,18 +75,20 @@ class Model:
     def take(self, slot, iteration, share, entries, others, in_memory, after, nbytes) -> SimpleNamespace:
         """Starts to copy a snapshot."""
         self.slots = max(self.slots, slot + 1)
-        figures = dict(seal_s=0.0, persist_s=0.0, persisted_bytes=0, layout=SimpleNamespace(nbytes=1), gradients=None)
+        figures = dict(
+            seal_s=0.0, persist_s=0.0, persisted_bytes=0, retries=0, layout=SimpleNamespace(nbytes=1), gradients=None
+        )
         capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
         sealed = self._copying.begin()
         return SimpleNamespace(iteration=iteration, sealed=sealed, capture=capture, in_memory=in_memory, **figures)
 
-    def persist(self, snapshot, operators) -> None:
+    def persist(self, snapshot, operators, pauses_s) -> None:
         """Starts to write it to storage."""
         self._begun[snapshot.iteration] = None
         snapshot.persisted = self._writing.begin()
         self._count()
 
-    def in_storage(self, plan, state, amount, write_s) -> Future:
+    def in_storage(self, plan, state, amount, write_s, pauses_s) -> Future:
         """Starts to publish it there."""
         published = self._begun[plan.iteration] = self._publishing.begin()
         return published
