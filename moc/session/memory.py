@@ -19,7 +19,8 @@ from moc.state.operators import operator_of
 from moc.store.layout import FileLayout
 
 _SETTLED = 3  # the windows before it are what is under way, and the first one of its kind
-_PLANS = 128  # snapshots; after them, every expert has had its turn
+_PLANS = 16  # until the number of carried experts is the same for each snapshot
+_PLANS_OF_CHAINS = 64  # chains of gradients grow for longer
 _TOKENS = 1 << 20  # of the busiest expert
 _POPULARITIES: tuple[Callable[[int], float], ...] = (
     lambda expert: _TOKENS,
@@ -85,7 +86,7 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
     trial, passed = trial_of(policy), 0
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
     yield _available(trial.everything(0), 0)
-    for number in range(1, _PLANS):
+    for number in range(1, _PLANS_OF_CHAINS if policy.saves_gradients else _PLANS):
         passed += trial.iterations_apart
         load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
         plan = trial.plan_as_due(now.iteration + passed, load)
