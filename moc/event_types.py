@@ -143,6 +143,11 @@ EVENTS = {
         },
         {"age_s": "of that one; null if there is none"},
     ),
+    "save_retried": EventType(
+        "Writes of a snapshot to storage failed, and succeeded when they were repeated. Only snapshots of windows are "
+        "written again, since one that is missing discards its window.",
+        {"iteration": "of the snapshot", "writes": "number of repetitions, over all ranks"},
+    ),
     "save_skipped": EventType(
         "A snapshot due in storage was not written, because an earlier one is still being written.",
         {
@@ -181,6 +186,15 @@ EVENTS = {
             "small": "bytes for manifests and reports",
             "logs": "bytes of upstream logs",
         },
+    ),
+    "memory_short": EventType(
+        "After a change of members or a restart of workers, a node has too little memory for all snapshots. Training "
+        "continues.",
+        {"iteration": "iterations completed", "reason": "what the node reported"},
+    ),
+    "window_limited": EventType(
+        "A window of auto length does not fit into memory. Windows are shorter until workers restart.",
+        {"iteration": "of the first snapshot of the window", "wanted": "chosen length", "length": "length that fits"},
     ),
     "placement": EventType(
         "Replica nodes are assigned, at the start with --ckpt-tier peers.",

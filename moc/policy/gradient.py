@@ -239,7 +239,7 @@ class Gradient(Policy):
         if not isinstance(seen, WindowTuner) or not self.sizes or seen.seconds is None or seen.bandwidth is None:
             return 1
         full, gradients = self.sizes
-        return shortest_window(full, gradients, seen.seconds, seen.bandwidth)
+        return seen.limited(shortest_window(full, gradients, seen.seconds, seen.bandwidth))
 
     def _bases_after(self, iteration: int, details: Mapping[str, Detail]) -> list[int]:
         """The bases once a snapshot with these details is taken."""

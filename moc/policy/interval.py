@@ -85,6 +85,9 @@ class Interval(ABC):
     def observe(self, seen: Observed) -> None:  # noqa: B027
         """Records one iteration; called once per iteration, before :meth:`due`."""
 
+    def limit_windows(self, length: int) -> None:  # noqa: B027
+        """Limits windows that begin from now on to so many snapshots, if their length is measured."""
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON-compatible values; stored with each checkpoint."""
         return {}

@@ -356,7 +356,8 @@ class Sparse(Policy):
         seconds, bandwidth = seen.seconds, seen.bandwidth
         usual = {one.name: OperatorBytes(12 * one.parameters, 2 * one.parameters) for one in self.operators}
         sizes = self.sizes or usual  # master weights and two moments in fp32, 16-bit compute weights: section 3.2
-        return max(find_window_size([sizes[one.name] for one in queue], seconds, bandwidth).length for queue in queues)
+        queued = ([sizes[one.name] for one in queue] for queue in queues)
+        return seen.limited(max(find_window_size(queue, seconds, bandwidth).length for queue in queued))
 
     def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
         if load is None or self.order == "index":

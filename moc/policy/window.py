@@ -166,6 +166,15 @@ class WindowTuner(Interval):
         self._passed_over = 0
         self._seconds: deque[float] = deque(maxlen=BLOCK)
         self._bandwidths: deque[float] = deque(maxlen=SNAPSHOTS)
+        self._longest: int | None = None
+
+    def limit_windows(self, length: int) -> None:
+        """As :meth:`Interval.limit_windows`."""
+        self._longest = length
+
+    def limited(self, length: int) -> int:
+        """Returns a length, or the limit if the length exceeds it."""
+        return length if self._longest is None else min(length, self._longest)
 
     def observe(self, seen: Observed) -> None:
         """As :meth:`Interval.observe`."""

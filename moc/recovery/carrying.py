@@ -67,7 +67,7 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
 
 
 def slot_of(detail: Detail) -> str:
-    """Returns the name of the slots that experts carried at a detail use: those of one detail have about one size."""
+    """Returns the name of the slots for experts at a detail; their files have nearly the same size."""
     return f"expert_{detail.value}"
 
 
@@ -75,7 +75,7 @@ def most_carried(snapshots: Iterable[AvailableCheckpoint], experts: Collection[s
     """Returns by detail the most experts that are carried at the same time; a pure function.
 
     Args:
-        snapshots: in the order in which they are taken.
+        snapshots: in the order of their iterations.
         experts: as for :func:`of_use`.
         behind: snapshots before the newest that may not be known to be safe yet.
     """
@@ -103,7 +103,7 @@ def most_carried(snapshots: Iterable[AvailableCheckpoint], experts: Collection[s
 
 
 class _Carried(NamedTuple):
-    """An expert that is carried out of a snapshot: its detail, and what of it no newer safe snapshot has."""
+    """An expert carried out of a snapshot: number of the snapshot, detail of the file, and parts still needed."""
 
     number: int
     detail: Detail

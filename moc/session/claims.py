@@ -19,6 +19,7 @@ from moc.store.leases import DEFAULT_S, record_lease
 from moc.store.leftovers import Leftover, leftover
 from moc.store.locate import place_of
 from moc.store.runs import Run, begin_run, record_run
+from moc.store.storage import LocalPlace, Storage
 from moc.store.tiers import memory_of_other_runs
 
 
@@ -38,6 +39,16 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
     if mine is not None:
         mine.run = run
     return Claim(world.job.id, world.job.term, run)
+
+
+_FILES = 1 << 15
+"""Bytes for the files of a claim, a run and a lease."""
+
+
+def _make_room_for_files(place: Storage) -> None:
+    """Gives up spare memory of an earlier generation for the files that show the owner, if the file system is full."""
+    if isinstance(place, LocalPlace) and place.free_bytes() < _FILES:
+        place.spare.spend(_FILES)
 
 
 def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
@@ -60,6 +71,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
         if world.rank == 0 and begins:
             problem = _take_storage(tiers, settings.directory)
         if tiers.memory is not None and tiers.leads_node:
+            _make_room_for_files(tiers.memory.place)
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
             record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))

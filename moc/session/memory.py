@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moc.policy import Policy, SnapshotPlan
+from moc.policy import Load, Policy, SnapshotPlan
 from moc.policy.plan import experts_by_layer
 from moc.recovery.carrying import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
@@ -19,7 +19,8 @@ from moc.state.operators import operator_of
 from moc.store.layout import FileLayout
 
 _SETTLED = 3  # the windows before it are what is under way, and the first one of its kind
-_PLANS = 128  # snapshots, in which every expert has had its turn unless they are very few
+_PLANS = 16  # until the number of carried experts is the same for each snapshot
+_PLANS_OF_CHAINS = 64  # chains of gradients grow for longer
 _TOKENS = 1 << 20  # of the busiest expert
 _POPULARITIES: tuple[Callable[[int], float], ...] = (
     lambda expert: _TOKENS,
@@ -50,7 +51,7 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
         contents: gives this rank's shares.
         iteration: iterations completed.
     """
-    trial, begun, held, kept = _trial(policy), 0, [], 1
+    trial, begun, held, kept = trial_of(policy), 0, [], 1
     plans = []
     for after in range(iteration + 1, iteration + 3 + 3 * len(policy.operators)):
         if (plan := trial.plan(after)) is None:
@@ -67,25 +68,34 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
     return Window(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
 
 
-def plans_ahead(policy: Policy, popularity: Callable[[int], float]) -> Iterator[AvailableCheckpoint]:
-    """Yields a full snapshot, and those that a policy would take after it; changes nothing.
+class Now(NamedTuple):
+    """Where a run is: iterations completed, and tokens given to each expert by layer, None if they are not counted."""
+
+    iteration: int = 0
+    load: Load | None = None
+
+
+def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) -> Iterator[AvailableCheckpoint]:
+    """Yields a full snapshot and the following snapshots of a policy; changes nothing.
 
     Args:
-        policy: whose snapshots are no windows.
-        popularity: tokens that an expert of a layer, by its number, is given in an iteration.
+        policy: a policy without windows.
+        popularity: returns the tokens of an expert in an iteration, by the number of the expert in its layer.
+        now: the run before the first of these snapshots.
     """
-    trial, layers = _trial(policy), experts_by_layer(policy.operators)
+    trial, passed = trial_of(policy), 0
+    start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
     yield _available(trial.everything(0), 0)
-    for number in range(1, _PLANS):
-        after = number * trial.iterations_apart
-        load = {layer: [int(after * popularity(e)) for e in range(count)] for layer, count in layers.items()}
-        plan = trial.plan_as_due(after, load)
+    for number in range(1, _PLANS_OF_CHAINS if policy.saves_gradients else _PLANS):
+        passed += trial.iterations_apart
+        load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
+        plan = trial.plan_as_due(now.iteration + passed, load)
         trial.on_snapshot(plan, load)
         yield _available(plan, number)
 
 
-def _trial(policy: Policy) -> Policy:
-    """A copy of a policy, which may be told anything; operators never change."""
+def trial_of(policy: Policy) -> Policy:
+    """Returns a copy of a policy with the same operators, to try plans."""
     return copy.deepcopy(policy, {id(one): one for one in (policy.operators, *policy.operators)})
 
 
@@ -105,17 +115,18 @@ def bytes_of_experts(contents: Contents, experts: Collection[str], gradients: bo
 
 
 def carried_files(
-    policy: Policy, parts: Iterable[Mapping[str, Mapping[str, int]]], behind: int
+    policy: Policy, parts: Iterable[Mapping[str, Mapping[str, int]]], behind: int, now: Now
 ) -> dict[str, list[int]]:
     """Returns, by the name of their slots, the bytes of the files of experts that a node carries at most.
 
-    It carries each expert once at least: how many experts snapshots have may be chosen later.  How long chains of
-    gradients become depends on the tokens of experts, so the most of several popularities counts.
+    Each expert is included at least once, because the run may choose the number of experts later.  The length of chains
+    of gradients depends on the tokens of experts, so the result is the maximum over several popularities.
 
     Args:
-        policy: at the beginning of a run, or with what it has been told.
-        parts: what each of the node's ranks saves, as :func:`bytes_of_experts`.
+        policy: of the run.
+        parts: :func:`bytes_of_experts` of each rank of the node.
         behind: as in :func:`~moc.recovery.carrying.most_carried`.
+        now: as in :func:`plans_ahead`.
     """
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for part in parts:
@@ -126,7 +137,7 @@ def carried_files(
         return {}
     numbers: Counter[Detail] = Counter()
     for popularity in _POPULARITIES[: 1 + policy.saves_gradients]:
-        numbers |= Counter(most_carried(plans_ahead(policy, popularity), here, behind))
+        numbers |= Counter(most_carried(plans_ahead(policy, popularity, now), here, behind))
     numbers = numbers or Counter({Detail.FULL: len(here)})
     return {slot_of(detail): [max(sizes[detail.value].values())] * number for detail, number in numbers.items()}
 
@@ -151,7 +162,7 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Bytes of the node that needs most.
+    """Bytes of a node.
 
     Attributes:
         own: of the buffers of its workers.
@@ -173,8 +184,15 @@ class ReservedMemory:
         return sum(dataclasses.astuple(self))
 
     @classmethod
-    def of(cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]) -> ReservedMemory:
-        """Adds up what ranks need.
+    def most(cls, nodes: Iterable[ReservedMemory]) -> ReservedMemory:
+        """The largest of several."""
+        return max(nodes, key=lambda one: one.total)
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]
+    ) -> dict[str, ReservedMemory]:
+        """Adds up the needs of ranks, by node.
 
         Args:
             sizes: by rank.
@@ -185,15 +203,15 @@ class ReservedMemory:
         for node, one in zip(nodes, sizes, strict=True):
             by_node[node].append(one)
         kept_by = dict(zip(nodes, kept, strict=True)) if kept else {}
-        found = []
+        found = {}
         for node, its in by_node.items():
             others = kept_by.get(node, ())
             own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
             copies = sum(sum(one.copies) for other in others for one in by_node[other])
             logs, kept_of = sum(one.logs for one in its), [*its, *(one for other in others for one in by_node[other])]
             experts = sum(sum(sizes) for one in kept_of for sizes in one.experts.values())
-            found.append(cls(own, copies, small * (1 + len(others)), logs, experts))
-        return max(found, key=lambda one: one.total)
+            found[node] = cls(own, copies, small * (1 + len(others)), logs, experts)
+        return found
 
     def describe(self) -> str:
         """Returns a sentence for people."""

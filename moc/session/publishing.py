@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import MappingProxyType
 
@@ -16,8 +17,7 @@ from moc.recovery.retention import retain
 from moc.runtime.world import World
 from moc.session.engine import Listener
 from moc.session.tiers import Tiers
-from moc.snapshot.background import background
-from moc.snapshot.saver import GivenUpError
+from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.store.errors import CheckpointError
 from moc.store.manifest import RankReport
 from moc.store.publish import assemble
@@ -65,12 +65,15 @@ class Publisher:
             state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
-    def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> Future:
+    def in_storage(
+        self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float] = ()
+    ) -> Future:
         """Starts to publish the parts of all workers in storage, and to remove snapshots that are no longer needed.
 
-        ``amount`` bytes were written in ``write_s`` seconds.  The result is done when the snapshot is published.
+        ``amount`` bytes were written in ``write_s`` seconds.  A failed publication is repeated after each
+        of the pauses.  The result is done when the snapshot is published.
         """
-        return self._begin(self._publish_in_storage, plan, state, amount, write_s)
+        return self._begin(self._publish_in_storage, plan, state, amount, write_s, pauses_s)
 
     def gives_up(self, iteration: int) -> Future:
         """Starts to remove the written parts of an abandoned snapshot from storage.
@@ -110,9 +113,12 @@ class Publisher:
         if errors:
             raise errors[0]
 
-    def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
+    def _publish_in_storage(
+        self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float]
+    ) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage
-        self._publish(storage, plan, state, range(self._world.size))
+        publish = functools.partial(self._publish, storage, plan, state, range(self._world.size))
+        with_retries(publish, pauses_s, self._given_up)
         reach("published")
         if plan.ends_window:
             self._retain(plan.iteration)

@@ -194,6 +194,7 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
         "snapshot_written": float(written is not None),
         "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),
         "snapshot_write_s": written.snapshot.persist_s if written else 0.0,
+        "snapshot_retries": float(written.snapshot.retries if written else 0),
     }
 
 

@@ -79,6 +79,23 @@ class SnapshotReport:
         self._log.events.write("memory", **dataclasses.asdict(memory))
 
     @_harmless
+    def not_reserved(self, iteration: int, reason: str) -> None:
+        """Reports that a node has too little memory for the snapshots of a new generation."""
+        self._log.events.write("memory_short", iteration=iteration, reason=reason)
+        self._log.message(
+            f"WARNING: memory for snapshots is not reserved ({reason}). Training continues, and abandons snapshots and "
+            "copies that do not fit [memory-full]"
+        )
+
+    @_harmless
+    def window_limited(self, iteration: int, wanted: int, length: int) -> None:
+        """Reports that memory limits the length of windows; warns once for each limit."""
+        self._log.events.write("window_limited", iteration=iteration, wanted=wanted, length=length)
+        why = f"a window of {wanted} iterations does not fit into the memory for snapshots, and windows have {length}"
+        fix = "free memory, enlarge the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
+        self._log.message(warning(f"{why}. Fix: {fix}", code="memory-full"))
+
+    @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
         """Reports what a policy has chosen, if that is new."""
         if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
@@ -166,6 +183,11 @@ class SnapshotReport:
                     code="copies-missing",
                 )
             )
+
+    @_harmless
+    def retried(self, iteration: int, writes: int) -> None:
+        """Reports that writes of a snapshot to storage had failed, and succeeded when they were repeated."""
+        self._log.events.write("save_retried", iteration=iteration, writes=writes)
 
     @_harmless
     def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:

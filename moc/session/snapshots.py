@@ -21,23 +21,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 from moc.errors import code_of, with_code
 from moc.faults import reach
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
-from moc.session.carrying import Carrying, experts_of
+from moc.runtime.agreement import first_reported, gather, run_on_rank0, sum_over_workers
+from moc.session.carrying import Carrying
 from moc.session.components import Components
-from moc.session.memory import (
-    RankMemory,
-    ReservedMemory,
-    Window,
-    bytes_of_experts,
-    carried_files,
-    next_window,
-)
 from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin
+from moc.session.reservation import Reservation
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
@@ -47,15 +39,12 @@ from moc.session.to_storage import copy_to_storage
 from moc.snapshot.aside import Aside, share_interpreter
 from moc.snapshot.rotation import Rotation
 from moc.state.detail import Detail
-from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
+from moc.state.host_memory import spare_buffers
 from moc.state.record import Position, StepRecord
-from moc.store.errors import CheckpointError, NoRoomError, TakenError
-from moc.store.slots import DIRECTORY, reserve_slots
-from moc.store.spare import NAME as SPARE_NAME
-from moc.store.spare import SpareRoom
+from moc.store.errors import CheckpointError, TakenError
 
-_SMALL = 8
-"""Spare memory for manifests and reports, relative to the headers of the files that they describe."""
+RETRIES_S = (0.5, 2.0)
+"""Pauses, in seconds, before the write of a snapshot is repeated that others of its window depend on."""
 
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses, in seconds, between attempts to save the last state to storage."""
@@ -84,103 +73,22 @@ class Snapshots:
         spare = spare_buffers("peers" if parts.peers is not None else settings.tier)
         keeps, stores = self._memory is not None, parts.tiers.persist_interval is not None
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
-        self._window = Window()
-        self._length = 0  # the policy's window length when it was asked
+        self._reservation = Reservation(parts, settings)
+        # otherwise the next snapshot takes the place of one whose write has failed
+        self._pauses_s = RETRIES_S if parts.policy.windows and not settings.stops else ()
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
-        self._spare_bytes = 0
         self._dependent: set[int] = set()  # iterations of snapshots that need one that was abandoned
         self._in_memory: Taken | None = None  # the newest snapshot that is safe there
         self._superseded: int | None = None  # memory supersedes snapshots before this iteration
         self._position, self._record = start.position, start.record  # of the last completed iteration
 
     def reserve(self, first: bool) -> None:
-        """Allocates the memory of this node's snapshots and of its copies of others, before training needs it.
-
-        Windows may become longer later; their buffers are then allocated when they are first used.
-
-        Args:
-            first: this is the first generation of the job.  Later, too little memory does not end it.
-
-        Raises:
-            CheckpointError: on all workers, in the first generation: a node has too little memory.
-        """
+        """Allocates memory as :meth:`Reservation.make`; raises as that does."""
         self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
-        self._look_ahead(self._start.position.iteration)
-        full = self._contents.share(self._policy.everything(0).operators).layout
-        window, rotation = self._window, self._rotation
-        own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
-        count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
-        kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        logged = 2 * window.length  # of a complete window, and the current one
-        small, experts = _SMALL * full.header_bytes * rotation.keep, self._files_of_experts()
-        mine = RankMemory(own, kept, small, self._tap.bytes_for(logged), experts)
-        told = [RankMemory(*one) for one in gather(mine)]
-        small = sum(told[rank].small for rank in self._tiers.node)
-        recovered = len(rotation.slots)
-
-        def allocate() -> None:
-            for number, nbytes in enumerate(own[recovered:], recovered):
-                self._saver.reserve(number, nbytes)
-            self._tap.reserve(logged)
-            try:
-                if self._peers is not None:
-                    self._peers.reserve(told, small, self._tiers.node.index(self._world.rank), len(self._tiers.node))
-                for name, sizes in experts.items():
-                    reserve_slots(Path(self._memory_name) / DIRECTORY, name, sizes)
-                self._fill_spare(small)
-            except OSError as error:
-                raise NoRoomError(
-                    f"memory for snapshots cannot be allocated in {self._settings.memory_directory} "
-                    f"({error.strerror or error}). Fix: free memory, enlarge the file system (Docker: --shm-size), or "
-                    "name another one with --ckpt-memory-dir"
-                ) from None
-
-        needed = ReservedMemory.of(told, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
-        try:
-            run_on_all(allocate, "cannot allocate memory for snapshots")
-        except CheckpointError as error:
-            if first:
-                raise CheckpointError(f"{error} ({needed.describe()})", code=code_of(error)) from None
-            self._report.abandoned(self._position.iteration, str(error))
-        if first:
-            self._report.reserved(needed)
-
-    def _files_of_experts(self) -> dict[str, list[int]]:
-        """Returns by slot the bytes of each file that this worker's node carries, on the one that leads the node."""
-        experts = [one.name for one in experts_of(self._policy)]
-        if self._memory is None or not experts:
-            return {}
-        parts = gather(bytes_of_experts(self._contents, experts, self._policy.saves_gradients))
-        if not self._tiers.leads_node:
-            return {}
-        return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], self._rotation.spare - 1)
-
-    def _look_ahead(self, iteration: int) -> None:
-        """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
-        length = self._policy.window_length
-        if self._policy.windows and self._rotation.keep and length != self._length:
-            window = next_window(self._policy, self._contents, iteration)
-            # of the busiest rank: operators may be saved in another order later
-            largest = max(filter(None, gather(window.snapshot)), default=None)
-            self._length, self._window = length, window._replace(snapshot=largest)
-
-    def _fill_spare(self, nbytes: int) -> None:
-        """Allocates room for the manifests in this node's memory.
-
-        Raises:
-            OSError: memory is insufficient.
-        """
-        if self._memory is not None and self._tiers.leads_node:
-            self._spare_bytes = nbytes
-            SpareRoom(Path(self._memory_name) / SPARE_NAME).fill(nbytes)
-
-    @property
-    def _memory_name(self) -> str:
-        assert self._memory is not None  # callers have a memory tier
-        return self._memory.place.name
+        self._reservation.make(self._rotation, self._start.position.iteration, first)
 
     def take_again(self) -> None:
         """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""
@@ -202,6 +110,8 @@ class Snapshots:
         self._stored.ask_for_base(position.iteration)
         load = self._tokens and self._tokens.load
         plan, storage = self._stored.plan(position.iteration, load, self._window_may_begin)
+        if plan is not None and self._reservation.limits(plan, load, self._rotation):
+            plan, storage = self._stored.plan(position.iteration, load, self._window_may_begin)
         if plan is not None:
             self._check(plan)
             with self._meter.stalling():
@@ -316,8 +226,8 @@ class Snapshots:
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while not self._has_room:
             self._wait_and_vote(for_storage=self._memory is None)
-        self._look_ahead(plan.iteration)
-        most = self._rotation.most(self._window.length, self._window.kept)
+        self._reservation.look_ahead(plan.iteration)
+        most = self._reservation.buffers(self._rotation)
         self._rotation = self._rotation.trimmed(most)
         self._saver.trim(max(len(self._rotation.slots), most))
         self._copy(plan, storage)
@@ -339,7 +249,7 @@ class Snapshots:
             carried = self._carrying.begin(plan) if in_memory else None
             self._aside.move(self._carrying.processes + self._hasher.processes)
             state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
-            nbytes = None if plan.complete else self._window.snapshot
+            nbytes = None if plan.complete else self._reservation.window.snapshot
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes)
         except CheckpointError as error:
             self._failure = with_code(error)  # the next vote sends it to the others
@@ -376,7 +286,7 @@ class Snapshots:
     def _persist(self, taken: Taken) -> None:
         assert taken.storage is not None  # the caller writes to storage
         whole = taken.storage.operators == taken.plan.operators and not taken.plan.compared
-        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
+        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators, self._pauses_s)
         self._queues.writing.append(taken)
 
     def _wait_for_gradients(self) -> None:
@@ -427,7 +337,7 @@ class Snapshots:
                 if self._peers is not None:
                     self._peers.give_up_older(self._superseded)
             with contextlib.suppress(OSError):  # another process has the memory: a later call tries again
-                self._fill_spare(self._spare_bytes)
+                self._reservation.fill_spare()
         self._superseded = None
 
     def _all_have(self, done: str, told: dict[str, float]) -> bool:
@@ -519,10 +429,13 @@ class Snapshots:
             self._give_up(taken, started(taken.snapshot.persisted))
             return
         self._meter.written(told)
+        if told["snapshot_retries"]:
+            self._report.retried(taken.plan.iteration, int(told["snapshot_retries"]))
         amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
         storage = taken.storage
         assert storage is not None  # it was written
-        published = self._on_rank0(lambda: self._publisher.in_storage(storage, taken.state, amount, seconds))
+        pauses_s = self._pauses_s
+        published = self._on_rank0(lambda: self._publisher.in_storage(storage, taken.state, amount, seconds, pauses_s))
         self._queues.publishing.append(dataclasses.replace(taken, published=published))
 
     def _all_published(self, taken: Taken, told: dict[str, float]) -> None:

@@ -302,7 +302,7 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
 
 
 def _carried(run: Running, price: Price) -> float:
-    """Bytes of a rank that memory keeps beside its buffers: experts, also of snapshots not known to be safe."""
+    """Bytes of a rank in memory in addition to its buffers: experts, also of snapshots not known to be safe."""
     most = run.machine.num_experts
     if run.tier == "disk" or price.k is None or price.k >= most:
         return 0.0

@@ -7,9 +7,15 @@ keep the process forever.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+
+from moc.store.errors import CheckpointError, TakenError
+
+
+class GivenUpError(Exception):
+    """A write was abandoned: nobody waits for it any more."""
 
 
 class Background:
@@ -66,6 +72,28 @@ def background(name: str) -> Background:
     those of the next.
     """
     return _of_process.setdefault(name, Background(name))
+
+
+def with_retries(action: Callable[[], None], pauses_s: Sequence[float], given_up: threading.Event) -> int:
+    """Runs a storage operation, and repeats it after each of some pauses while it fails; returns the repetitions.
+
+    Raises:
+        TakenError: another job owns the storage.
+        CheckpointError, OSError: the last repetition failed, too.
+        GivenUpError: the operation was given up during a pause.
+    """
+    for number, pause_s in enumerate(pauses_s):
+        try:
+            action()
+        except TakenError:
+            raise
+        except (CheckpointError, OSError):
+            if given_up.wait(pause_s):
+                raise GivenUpError from None
+        else:
+            return number
+    action()
+    return len(pauses_s)
 
 
 def within(seconds: float | None, action: Callable, *args):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from moc.faults import reach
 from moc.files.tree import Tree, remove_own
-from moc.snapshot.background import background
+from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.snapshot.capture import Capture, Captures, Gate, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
@@ -42,10 +43,6 @@ Digests = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
 """Returns the hashes of spans of a buffer."""
 
 
-class GivenUpError(Exception):
-    """A write was abandoned: nobody waits for it any more."""
-
-
 @dataclass(eq=False)
 class Snapshot:
     """One rank's part of a snapshot.
@@ -68,6 +65,7 @@ class Snapshot:
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
         persisted_bytes: bytes written to storage.
+        retries: writes that were repeated.
     """
 
     iteration: int
@@ -85,6 +83,7 @@ class Snapshot:
     seal_s: float = 0.0
     persist_s: float = 0.0
     persisted_bytes: int = 0
+    retries: int = 0
 
 
 class Saver:
@@ -259,12 +258,15 @@ class Saver:
             known[share] = _copies(buffer, kinds[0]), _copies(buffer, kinds[1])
         return known[share]
 
-    def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
+    def persist(
+        self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None, pauses_s: Sequence[float] = ()
+    ) -> None:
         """Starts to write a snapshot to storage once it is sealed; returns at once.
 
-        It writes only the given operators, each at its detail; by default all.
+        It writes only the given operators, each at its detail; by default all.  A failed write is repeated after each
+        of the pauses.
         """
-        snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
+        snapshot.persisted = self._writing.submit(self._persist, snapshot, operators, pauses_s)
         under_way = {one: buffer for one, buffer in self._written.items() if not one.done()}
         self._written = under_way | {snapshot.persisted: snapshot.buffer}
 
@@ -309,9 +311,15 @@ class Saver:
         reach("snapshot_sealed")
         return part
 
-    def _persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None) -> None:
+    def _persist(
+        self, snapshot: Snapshot, operators: Mapping[str, Detail] | None, pauses_s: Sequence[float] = ()
+    ) -> None:
         part = snapshot.sealed.result()
         self._unless_given_up()
+        write = functools.partial(self._persist_sealed, snapshot, operators, part)
+        snapshot.retries = with_retries(write, pauses_s, self._given_up)
+
+    def _persist_sealed(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None, part: RankReport) -> None:
         begun = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
         if operators is not None or snapshot.stored is not None:

@@ -60,8 +60,8 @@ def train_recorded(
     _record(Path(record_dir) / f"{rank}.jsonl", stop_at)
     if hold_from is not None and rank == size - 1:
         persist = Saver._persist
-        Saver._persist = lambda saver, snapshot, operators: (
-            _stop() if snapshot.iteration >= hold_from else persist(saver, snapshot, operators)
+        Saver._persist = lambda saver, snapshot, *told: (
+            _stop() if snapshot.iteration >= hold_from else persist(saver, snapshot, *told)
         )
     if late is not None and rank == late[0]:
         publish = Publisher.in_memory

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -38,9 +39,9 @@ def memory_of_bytes(nbytes: int, directory: Path):
         subprocess.run(["umount", "-l", directory], check=True)
 
 
-def job(layout: str, flags: dict, directory: Path, tier: str, memory: str) -> Launched:
+def job(layout: str, flags: dict, directory: Path, tier: str, memory: str, **launched) -> Launched:
     places = dict(ckpt_dir=str(directory / "snapshots"), ckpt_memory_dir=memory, ckpt_tier=tier)
-    return Launched(layout, flags | places, directory / "job", nodes=1 + (tier == "peers"))
+    return Launched(layout, flags | places, directory / "job", **dict(nodes=1 + (tier == "peers")) | launched)
 
 
 def used(memory: str) -> int:
@@ -98,3 +99,45 @@ def test_memory_that_others_take_later_ends_nothing(policy, data, tmp_path):
             assert running.wait() == 0, running.console[-4000:]
         assert [event["iteration"] for event in running.events("iteration")] == [*range(1, 15)]
         assert not files(memory)
+
+
+SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
+AUTO = {
+    "sparse": dict(ckpt_policy="sparse", sparse_window="auto"),
+    "gradient": dict(ckpt_policy="gradient", gradient_window="auto"),
+}
+
+
+@pytest.mark.parametrize("tier", ["memory", "peers"])
+@pytest.mark.parametrize("policy", AUTO)
+def test_windows_of_auto_length_are_as_long_as_memory_allows(policy, tier, data, tmp_path):
+    flags = data | AUTO[policy] | dict(train_iters=40)
+    with node_memory() as memory, job("DP2", flags, tmp_path / "a", tier, memory, program=SLOW_COPIES) as running:
+        running.reach(36)
+        (at_first,), most = running.events("memory"), used(memory)
+        assert running.wait() == 0
+    wanted = max(event[f"{policy}_window"] for event in running.events("choice"))
+    assert wanted > 2 and not running.events("window_limited")
+    nodes = 1 + (tier == "peers")
+    room = nodes * (total(at_first) + (most - total(at_first)) // 2) + (1 << 18)
+    with memory_of_bytes(room, tmp_path / "small") as memory:
+        with job("DP2", flags, tmp_path / "b", tier, memory, program=SLOW_COPIES) as running:
+            assert running.wait() == 0, running.console[-4000:]
+            assert not running.events("abandoned") and not running.events("copy_missing")
+    limited = running.events("window_limited")
+    assert limited and all(event["length"] < event["wanted"] for event in limited)
+    assert max(event[f"{policy}_window"] for event in running.events("choice")) == limited[0]["length"]
+    assert running.console.count("[memory-full]") == len(limited)
+
+
+def test_members_that_need_more_memory_than_there_is_end_nothing(data, tmp_path):
+    """With one node less, each has a larger part of the state; there is room to recover, and not for all buffers."""
+    flags = data | POLICIES["full"] | dict(train_iters=14, global_batch_size=6, replicas=1)
+    with memory_of_bytes(64 << 20, tmp_path / "memory") as memory:
+        with job("DP3", flags, tmp_path / "job", "peers", memory, nodes=3, least=2) as running:
+            running.reach(4)
+            (Path(memory) / "another").write_bytes(bytes(shutil.disk_usage(memory).free - (1 << 20)))
+            running.lose(2)
+            assert running.wait() == 0, running.console[-4000:]
+        assert [event["iteration"] for event in running.events("iteration")][-1] == 14
+        assert len(running.events("memory_short")) == 1 and running.console.count("[memory-full]") == 1

@@ -75,5 +75,5 @@ def test_what_is_left_without_memory(policy, storage, data, tmp_path):
         assert ended.start == left.iteration
     if storage == "slow":
         assert any(event["storage_overdue"] for event in events(flags, "iteration") if "storage_overdue" in event)
-    if storage == "failing":
-        assert events(flags, "save_failed")
+    if storage == "failing":  # what others of a window depend on is written again
+        assert bool(events(flags, "save_retried")) == model.windows != bool(events(flags, "save_failed"))

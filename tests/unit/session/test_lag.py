@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.recovery.redundancy import Redundancy
-from moc.session import snapshots
+from moc.session import reservation, snapshots
 from moc.session.engine import Listener
 from moc.session.meter import Meter
 from moc.session.peers import Copied
@@ -75,18 +75,20 @@ class Model:
     def take(self, slot, iteration, share, entries, others, in_memory, after, nbytes) -> SimpleNamespace:
         """Starts to copy a snapshot."""
         self.slots = max(self.slots, slot + 1)
-        figures = dict(seal_s=0.0, persist_s=0.0, persisted_bytes=0, layout=SimpleNamespace(nbytes=1), gradients=None)
+        figures = dict(
+            seal_s=0.0, persist_s=0.0, persisted_bytes=0, retries=0, layout=SimpleNamespace(nbytes=1), gradients=None
+        )
         capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
         sealed = self._copying.begin()
         return SimpleNamespace(iteration=iteration, sealed=sealed, capture=capture, in_memory=in_memory, **figures)
 
-    def persist(self, snapshot, operators) -> None:
+    def persist(self, snapshot, operators, pauses_s) -> None:
         """Starts to write it to storage."""
         self._begun[snapshot.iteration] = None
         snapshot.persisted = self._writing.begin()
         self._count()
 
-    def in_storage(self, plan, state, amount, write_s) -> Future:
+    def in_storage(self, plan, state, amount, write_s, pauses_s) -> Future:
         """Starts to publish it there."""
         published = self._begun[plan.iteration] = self._publishing.begin()
         return published
@@ -164,6 +166,8 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
         patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(reservation, "gather", lambda mine: [mine]),
+        patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         train(policy, tier, model, rests, most_behind=lag)
@@ -189,11 +193,12 @@ def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds,
         patch.object(snapshots, "sum_over_workers", model.vote),
         patch.object(snapshots, "first_reported", lambda reason: reason),
         patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(reservation, "gather", lambda mine: [mine]),
+        patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
     ):
         taking = train(policy, tier, model, [False])
-    window = taking._window
-    assert 0 < model.slots <= taking._rotation.most(window.length, window.kept)
+    assert 0 < model.slots <= taking._reservation.buffers(taking._rotation)
     if not any(lacks):
         assert taking._rotation.recovery is not None
 

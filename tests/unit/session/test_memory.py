@@ -9,7 +9,7 @@ import pytest
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.budgets import Sizes
 from moc.recovery.carrying import most_carried
-from moc.session.memory import RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
+from moc.session.memory import Now, RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.rotation import Rotation
 from moc.state.detail import Detail
@@ -76,16 +76,18 @@ def test_experts_are_carried_once_and_those_of_each_snapshot_that_may_not_be_saf
     policy = policy_named("pec")(EIGHT, Every(1), k=k)
     before = policy.state_dict()
     names = [one.name for one in EIGHT if one.expert is not None]
-    files = carried_files(policy, [{"full": dict.fromkeys(names, 60)}, {"full": dict.fromkeys(names, 40)}], behind)
+    files = carried_files(
+        policy, [{"full": dict.fromkeys(names, 60)}, {"full": dict.fromkeys(names, 40)}], behind, Now()
+    )
     assert files == {"expert_full": [100] * (8 + behind * k)} and policy.state_dict() == before
 
 
 def test_a_node_reserves_files_for_the_experts_that_it_saves():
     policy = policy_named("pec")(EIGHT, Every(100), k=1)
-    assert carried_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1) == {
+    assert carried_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1, Now()) == {
         "expert_full": [60, 60]
     }  # its next version, too
-    assert carried_files(policy, [{"full": {}}], 1) == {}
+    assert carried_files(policy, [{"full": {}}], 1, Now()) == {}
 
 
 def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
@@ -95,11 +97,11 @@ def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
     policy.sizes.append(Sizes({0: 0}, full, (0,), 0, gradients))
     parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]
     equal, skewed = (
-        most_carried(plans_ahead(policy, popularity), frozenset(experts.values()), 1)
+        most_carried(plans_ahead(policy, popularity, Now()), frozenset(experts.values()), 1)
         for popularity in (lambda expert: 64, lambda expert: 64 / (1 + expert))
     )
     assert skewed[Detail.GRAD] > equal[Detail.GRAD] > 0
-    found = {name: len(sizes) for name, sizes in carried_files(policy, parts, 1).items()}
+    found = {name: len(sizes) for name, sizes in carried_files(policy, parts, 1, Now()).items()}
     assert found == {f"expert_{d.value}": max(equal[d], skewed[d]) for d in (Detail.FULL, Detail.GRAD)}
 
 
@@ -121,5 +123,9 @@ def test_the_node_that_needs_most_counts():
         RankMemory([1], [9], 1, 0, {}),
     ]
     found = ReservedMemory.of(sizes, ["a", "b", "b"], [["b"], ["a"], ["a"]])
-    assert found == ReservedMemory(own=41, copies=5, small=4, logs=3, experts=8)
-    assert ReservedMemory.of(sizes[:1], ["a"], []) == ReservedMemory(own=20, copies=0, small=1, logs=0, experts=4)
+    assert (
+        ReservedMemory.most(found.values())
+        == found["b"]
+        == ReservedMemory(own=41, copies=5, small=4, logs=3, experts=8)
+    )
+    assert ReservedMemory.of(sizes[:1], ["a"], []) == {"a": ReservedMemory(20, copies=0, small=1, logs=0, experts=4)}

@@ -1,5 +1,6 @@
 """One rank's part: captured, sealed, named in memory and written to storage, as Format v1 wants it."""
 
+import errno
 import os
 import threading
 import time
@@ -11,9 +12,10 @@ import torch
 from safetensors import safe_open
 
 from moc.snapshot import capture
+from moc.snapshot.background import GivenUpError
 from moc.snapshot.capture import Gate
 from moc.snapshot.contents import share
-from moc.snapshot.saver import GivenUpError, Saver
+from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
@@ -282,6 +284,52 @@ def test_a_storage_that_fails_is_named_with_a_remedy(tmp_path):
     with raises("storage-unwritable", "iteration 40", f"{tmp_path}/storage") as caught:
         snapshot.persisted.result()
     assert one_sentence(caught.value)
+
+
+class Fails(LocalPlace):
+    """A directory that the first writes to a file of tensors cannot write to."""
+
+    def __init__(self, root, number):
+        super().__init__(root)
+        self.left = number
+
+    def write(self, path, parts, final=True):
+        if path.endswith(".safetensors") and self.left:
+            self.left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().write(path, parts, final)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_failed_write_is_repeated_while_the_buffer_is_held(failures, tmp_path):
+    saver, fragments = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", failures))), state_of(6, 2)
+    snapshot = saver.take(0, 40, share(fragments), OPERATORS)
+    saver.persist(snapshot, pauses_s=(0.0, 0.0))
+    snapshot.persisted.result()
+    path = tmp_path / "storage" / "iter_0000040" / "rank_00000.safetensors"
+    assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+    assert snapshot.retries == failures
+
+
+def test_a_write_that_always_fails_is_repeated_as_often_as_there_are_pauses(tmp_path):
+    place = Fails(tmp_path / "storage", 9)
+    saver = Saver(0, CPU, None, Store(place))
+    snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
+    saver.persist(snapshot, pauses_s=(0.0, 0.0))
+    with raises("storage-unwritable", "iteration 40"):
+        snapshot.persisted.result()
+    assert place.left == 6
+
+
+def test_a_pause_ends_when_the_write_is_given_up(tmp_path):
+    saver = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", 1)))
+    snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
+    saver.persist(snapshot, pauses_s=(600.0,))
+    snapshot.sealed.result()
+    saver.close()
+    if not snapshot.persisted.cancelled():  # it had not begun
+        with pytest.raises(GivenUpError):
+            snapshot.persisted.result()
 
 
 class Full(LocalPlace):
