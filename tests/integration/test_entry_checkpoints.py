@@ -53,7 +53,7 @@ def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     """Also where the same iteration was saved before: the old one stays until the new one is whole."""
     assert run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4").code == 0
     before = dense_files.read_manifest(dense_files.directory_of(tmp_path / "saved", 4))
-    kill = "--inject", "kill ranks=0,1 point=saving"
+    kill = "--inject", "kill ranks=0,1 iteration=4 point=persisting"
     ended = run(
         tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4", *kill, launcher="--max-restarts 0", log="second"
     )

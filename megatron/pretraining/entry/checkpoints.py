@@ -19,6 +19,7 @@ from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.setup import WorkerParts
 from moc.errors import with_code
+from moc.faults import reach
 from moc.runtime.agreement import first_line, first_reported, gather, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
@@ -111,6 +112,7 @@ class StockCheckpoints:
             run_on_rank0(lambda: _start(root, iteration, fence), "cannot start a checkpoint")
             with _saving_to(staging, root):
                 self._write(position)
+                reach("persisting")
                 self._publish(root, iteration, fence, staging)
             self.last_saved = iteration
             self._attempts.succeeded(iteration)
