@@ -132,7 +132,7 @@ def address_of_interface(name: str) -> str:
     known = ", ".join(psutil.net_if_addrs())
     raise InterfaceError(
         f"the network interface {name} has no address here. Fix: choose one of {known}",
-        code="interface-unknown",
+        code="network-interface-missing",
     )
 
 

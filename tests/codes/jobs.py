@@ -1,0 +1,106 @@
+"""Codes that only running jobs find: workers, launchers and programs of users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.codes.case import PROGRAM, Case, writes
+from tests.codes.mistaken_loop import MISTAKES
+from tests.worlds import REPOSITORY
+
+LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 --micro-batch-size 1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
+    "--transformer-impl local --num-workers 0"
+)
+SNAPSHOTS = "--ckpt-dir c --ckpt-memory-dir ."
+
+
+def job(words: str, status: int, named: str = "", *, workers: int = 1, launcher: str = "", **more) -> Case:
+    """Training under the launcher."""
+    named = named or next(word for word in words.split() if word.startswith("--"))
+    return Case("mocrun", f"--nproc-per-node {workers} {launcher} {PROGRAM} {MODEL} {words}", status, named, **more)
+
+
+def worker(words: str, named: str, size: int = 1, **more) -> Case:
+    """The first worker of training without our launcher."""
+    variables = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"} | more.pop("variables", {})
+    return Case("pretrain", f"{MODEL} {words}", 2, named, variables=variables, **more)
+
+
+def loop(code: str, status: int = 1, launcher: str = "") -> Case:
+    """A program of a user, with a mistake."""
+    return Case("mocrun", f"{launcher} {LOOP} {code}", status)
+
+
+def script(text: str, status: int, named: str = "script.py", launcher: str = "", **more) -> Case:
+    """A program under the launcher."""
+    return Case("mocrun", f"{launcher} script.py", status, named, writes(script__py=text), **more)
+
+
+def package(name: str) -> Callable[[Path], None]:
+    """Writes an importable package without contents."""
+
+    def make(root: Path) -> None:
+        (root / name).mkdir()
+        (root / name / "__init__.py").touch()
+
+    return make
+
+
+def tracker(root: Path) -> None:
+    (root / "saved").mkdir()
+    (root / "saved" / "latest_checkpointed_iteration.txt").write_text("newest")
+
+
+def broken_policy(root: Path) -> None:
+    described = root / "broken-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[moc.policies]\nbroken = broken\n")
+    (root / "broken.py").write_text("1 / 0\n")
+
+
+CASES = {
+    # flags that need workers
+    "cuda-needed": worker(
+        "--moe-token-dispatcher-type flex --expert-model-parallel-size 2", "flex", 2, make=package("deep_ep"), cold=True
+    ),
+    "gloo-unsupported": worker(
+        "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --tensor-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2 --sequence-parallel --disable-bias-linear",
+        "--expert-tensor-parallel-size",
+        4,
+    ),
+    "launcher-missing": worker(f"--ckpt-policy full {SNAPSHOTS} --ckpt-tier peers", "--ckpt-tier"),
+    "fault-without-target": job("--inject 'kill rank=9 iteration=2' --log-dir log", 2),
+    "node-names-invalid": job(f"--node-of-rank 0,1 --ckpt-policy full {SNAPSHOTS} --ckpt-tier memory", 2),
+    "too-many-replicas": job(f"--replicas 2 --ckpt-policy full {SNAPSHOTS} --ckpt-tier peers", 2),
+    "host-memory-too-small": job(
+        f"--host-memory-gb 1e-9 --ckpt-policy auto {SNAPSHOTS} --ckpt-tier memory", 2, "--host-memory-gb"
+    ),
+    "experts-per-snapshot-invalid": job(f"--ckpt-policy pec {SNAPSHOTS} --pec-k 99", 2, "99"),
+    "snapshot-budget-too-small": job(
+        f"--selective-local-gb 1e-9 --ckpt-policy selective {SNAPSHOTS} --ckpt-tier memory", 2
+    ),
+    "memory-directory-unusable": job("--ckpt-memory-dir /proc --ckpt-policy full --ckpt-dir c --ckpt-tier memory", 1),
+    "tracker-invalid": job("--load saved", 1, "latest_checkpointed_iteration.txt", make=tracker),
+    "loss-not-finite": job("--lr 1e30 --train-iters 9", 1),
+    "policy-module-broken": job("--train-iters 2", 1, "broken", make=broken_policy, cold=True),
+    # launchers
+    "controller-missing": script(
+        "", 70, "--rdzv-endpoint", "--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:1 --patience 1"
+    ),
+    "program-not-python": script("this is no program\n", 1, cold=True),
+    "worker-cannot-start": script(
+        "import sys\n\ndef warm_up():\n    sys.exit('no licence')\n\nif __name__ == '__main__':\n    pass\n",
+        1,
+        cold=True,
+    ),
+    # programs of users
+    **{code: loop(code) for code in MISTAKES.keys() - {"restarts-exhausted", "sharding-rule-broken"}},
+    "sharding-rule-broken": loop("sharding-rule-broken", launcher="--nproc-per-node 2"),
+    "restarts-exhausted": loop("restarts-exhausted", 137, "--max-restarts 0"),
+}

@@ -1,0 +1,138 @@
+"""Each documented code is the end of a real command line: exit code, code, what it names, and no traceback.
+
+Programs run in this process by their real ``main``, or as processes forked from a warm one.
+"""
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megatron.pretraining.convert import program as convert
+from megatron.pretraining.data import preprocess, tokenizer_training
+from megatron.pretraining.error_messages import messages
+from megatron.pretraining.planning import simulate, sizes
+from megatron.pretraining.reference import sources
+from moc import launch
+from moc.errors import codes_in
+from moc.inspect import memory, summary, verify
+from moc.report import loss, program
+from tests import warm
+from tests.codes import elsewhere, flags, jobs, launcher, tools
+from tests.codes.case import PROGRAM, Case
+from tests.worlds import REPOSITORY
+
+MAINS = {
+    "mocrun": launch,
+    "convert_checkpoint": convert,
+    "inspect_checkpoint": summary,
+    "verify_checkpoint": verify,
+    "clean_memory": memory,
+    "report": program,
+    "plot_loss": loss,
+    "plan_checkpoint": sizes,
+    "simulate": simulate,
+    "preprocess_data": preprocess,
+    "train_tokenizer": tokenizer_training,
+}
+HERE = flags.CASES | launcher.CASES | tools.CASES
+"""Cases whose error comes before anything that a test process must not do."""
+
+
+@pytest.mark.parametrize("code", HERE)
+def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
+    case = HERE[code]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("MOC_TOKEN", "MOC_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in case.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(sys.modules, "benchmarks.papers.program", None)  # as where only the wheel is installed
+    monkeypatch.setattr(sys, "argv", [case.program, *shlex.split(case.words)])
+    if case.make is not None:
+        case.make(tmp_path)
+    capfd.readouterr()
+    try:
+        status = MAINS[case.program].main()
+    except SystemExit as ended:
+        status = ended.code
+    finally:
+        tools.HELD.close()
+    output = "".join(capfd.readouterr())
+    assert status == case.status and code in codes_in(output), output
+    assert case.named in output and "Traceback" not in output, output
+    assert all(" Fix: " in line for line in output.splitlines() if codes_in(line)), output
+
+
+@pytest.mark.parametrize("code", jobs.CASES)
+def test_a_job_ends_with_the_code(code, tmp_path):
+    case = jobs.CASES[code]
+    if case.make is not None:
+        case.make(tmp_path)
+    status, output = run(case, tmp_path)
+    assert status == case.status and code in codes_in(output), output
+    assert case.named in output and "Traceback" not in output, output
+
+
+def run(case: Case, directory) -> tuple[int, str]:
+    """Runs the program of a case as a process: exit code and output."""
+    program = ["-m", "moc.launch"] if case.program == "mocrun" else [PROGRAM]
+    variables = os.environ | {"MOC_TOKEN": "0" * 64, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.nullcontext() if case.cold else warm.starts():
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", *program, *shlex.split(case.words)],
+            cwd=directory,
+            env=variables | {"PYTHONPATH": f"{directory}:{REPOSITORY}"} | dict(case.variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    return ended.returncode, ended.stdout
+
+
+STRANGERS = {
+    "peer-foreign": lambda hello: b"HTTP/1.1 400 Bad Request",
+    "release-mismatch": lambda hello: hello[:8] + b"\xff\xff" + hello[10:],
+    "connection-loops": lambda hello: hello,
+    "token-mismatch": lambda hello: hello[:-1] + b"\x00" + bytes(32),
+}
+"""By code, what answers the first bytes of a launcher at the address of the controller."""
+
+
+@pytest.mark.parametrize("code", STRANGERS)
+def test_a_launcher_that_meets_a_stranger_ends_with_the_code(code, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = server.accept()[0]
+                    with connection:
+                        connection.sendall(STRANGERS[code](connection.recv(50)))
+                        connection.recv(1 << 10)
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        case = jobs.script("", 70, address, f"--nnodes 2 --node-rank 1 --rdzv-endpoint {address} --patience 1")
+        case.make(tmp_path)
+        status, output = run(case, tmp_path)
+    assert status == case.status and code in codes_in(output), output
+    assert case.named in output and "Traceback" not in output, output
+
+
+def test_each_documented_code_has_a_command_line():
+    """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
+    documented = messages(sources()).keys()
+    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys()
+    assert not documented - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
+    assert not elsewhere.TESTS.keys() - documented and not elsewhere.REASONS.keys() - documented
+    for code, file in elsewhere.TESTS.items():
+        assert code in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), (code, file)
