@@ -1,6 +1,5 @@
 """Full disks, little memory, other jobs, other nodes: one sentence if it cannot go on, and nothing saved is lost."""
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moc.store.tiers import memory_found
+from tests.integration.mounts import mounted
 from tests.integration.snapshot_files import (
     EVERY,
     events,
@@ -40,19 +40,6 @@ def assert_refused(world, *words: str) -> None:
         (said,) = (line for line in result.output.splitlines() if ".py: error" in line)
         assert all(word in said for word in words), said
         assert "Traceback" not in result.output, result.output
-
-
-@contextlib.contextmanager
-def mounted(directory: Path, size: str):
-    """A small memory file system."""
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs root, to mount a small tmpfs")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def fill(disk: Path, kib: int) -> Path:
