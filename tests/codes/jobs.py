@@ -7,8 +7,11 @@ from pathlib import Path
 
 from tests.codes.case import PROGRAM, Case, writes
 from tests.codes.mistaken_loop import MISTAKES
+from tests.integration.entry_jobs import BASE as MEGATRON
+from tests.integration.entry_jobs import MOE
 from tests.worlds import REPOSITORY
 
+PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
 LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 --micro-batch-size 1 "
@@ -38,6 +41,18 @@ def loop(code: str, status: int = 1, launcher: str = "") -> Case:
 def script(text: str, status: int, named: str = "script.py", launcher: str = "", **more) -> Case:
     """A program under the launcher."""
     return Case("mocrun", f"{launcher} script.py", status, named, writes(script__py=text), **more)
+
+
+def user_script(code: str, words: str = "", named: str = "", status: int = 1, workers: int = 1) -> Case:
+    """A user's script for ``megatron.training``, with a mistake."""
+    words = f"--nproc-per-node {workers} {PRETRAIN} {' '.join(MEGATRON.split())} {words}"
+    return Case("mocrun", words, status, named, variables={"MISTAKE": code})
+
+
+def front(words: str, named: str) -> Case:
+    """Training with Megatron-LM's flags."""
+    words = f"{PROGRAM} --front megatron {' '.join(MEGATRON.split())} {words}"
+    return Case("mocrun", words, 2, named)
 
 
 def package(name: str) -> Callable[[Path], None]:
@@ -99,6 +114,22 @@ CASES = {
         1,
         cold=True,
     ),
+    # Megatron-LM's flags and scripts for its functions
+    "elastic-unsupported": front(f"{MOE} --elastic --elastic-slots 4 --calculate-per-token-loss", "--elastic"),
+    "policy-unsupported": front("--ckpt-policy gradient --ckpt-dir c --ckpt-tier memory", "gradient"),
+    "device-unsupported": front("--hybrid-layer-pattern M*M*", "--hybrid-layer-pattern"),
+    "model-missing": user_script("model-missing", status=2),
+    "process-groups-of-caller": user_script("process-groups-of-caller", named="pg_collection", status=2),
+    "datasets-unsupported": user_script("datasets-unsupported", named="Stream", status=2),
+    "dataset-provider-unsupported": user_script(
+        "dataset-provider-unsupported",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "vp_stage",
+        2,
+        2,
+    ),
+    "loss-report-invalid": user_script("loss-report-invalid", status=2),
+    "module-state-too-large": user_script("module-state-too-large", "--ckpt-policy full --ckpt-dir c"),
     # programs of users
     **{code: loop(code) for code in MISTAKES.keys() - {"restarts-exhausted", "sharding-rule-broken"}},
     "sharding-rule-broken": loop("sharding-rule-broken", launcher="--nproc-per-node 2"),
