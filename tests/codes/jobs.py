@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.pretraining.data import preprocess
 from tests.codes.case import PROGRAM, Case, writes
 from tests.codes.mistaken_loop import MISTAKES
 from tests.integration.entry_jobs import BASE as MEGATRON
@@ -15,7 +16,7 @@ PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
 LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 --micro-batch-size 1 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
     "--transformer-impl local --num-workers 0"
 )
 SNAPSHOTS = "--ckpt-dir c --ckpt-memory-dir ."
@@ -24,13 +25,15 @@ SNAPSHOTS = "--ckpt-dir c --ckpt-memory-dir ."
 def job(words: str, status: int, named: str = "", *, workers: int = 1, launcher: str = "", **more) -> Case:
     """Training under the launcher."""
     named = named or next(word for word in words.split() if word.startswith("--"))
-    return Case("mocrun", f"--nproc-per-node {workers} {launcher} {PROGRAM} {MODEL} {words}", status, named, **more)
+    data = "" if "--data-path" in words else "--mock-data"
+    words = f"--nproc-per-node {workers} {launcher} {PROGRAM} {MODEL} {data} {words}"
+    return Case("mocrun", words, status, named, **more)
 
 
-def worker(words: str, named: str, size: int = 1, **more) -> Case:
+def worker(words: str, named: str, size: int = 1, status: int = 2, **more) -> Case:
     """The first worker of training without our launcher."""
     variables = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"} | more.pop("variables", {})
-    return Case("pretrain", f"{MODEL} {words}", 2, named, variables=variables, **more)
+    return Case("pretrain", f"{MODEL} --mock-data {words}", status, named, variables=variables, **more)
 
 
 def loop(code: str, status: int = 1, launcher: str = "") -> Case:
@@ -40,7 +43,7 @@ def loop(code: str, status: int = 1, launcher: str = "") -> Case:
 
 def script(text: str, status: int, named: str = "script.py", launcher: str = "", **more) -> Case:
     """A program under the launcher."""
-    return Case("mocrun", f"{launcher} script.py", status, named, writes(script__py=text), **more)
+    return Case("mocrun", f"{launcher} script.py", status, named, **{"make": writes(script__py=text)} | more)
 
 
 def user_script(code: str, words: str = "", named: str = "", status: int = 1, workers: int = 1) -> Case:
@@ -55,14 +58,29 @@ def front(words: str, named: str) -> Case:
     return Case("mocrun", words, 2, named)
 
 
-def package(name: str) -> Callable[[Path], None]:
-    """Writes an importable package without contents."""
+def package(name: str, text: str = "") -> Callable[[Path], None]:
+    """Writes an importable package, and an empty script."""
 
     def make(root: Path) -> None:
-        (root / name).mkdir()
-        (root / name / "__init__.py").touch()
+        (root / name).mkdir(parents=True)
+        (root / name / "__init__.py").write_text(text)
+        (root / "script.py").touch()
 
     return make
+
+
+def old_core(root: Path) -> None:
+    package("megatron/core")(root)
+    (root / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 1\nPATCH = 0\n")
+
+
+def dataset(root: Path) -> None:
+    (root / "in.txt").write_text("1 2 3 4 5 6 7 8 9\n" * 99)
+    made = preprocess.main(
+        f"--input {root}/in.txt --output-prefix {root}/out --tokenizer-type NullTokenizer --vocab-size 100 --append-eod "
+        "--workers 1".split()
+    )
+    assert made == 0
 
 
 def tracker(root: Path) -> None:
@@ -100,6 +118,21 @@ CASES = {
     "snapshot-budget-too-small": job(
         f"--selective-local-gb 1e-9 --ckpt-policy selective {SNAPSHOTS} --ckpt-tier memory", 2
     ),
+    "log-memory-too-small": job(
+        f"--upstream-log-limit 1e-9 --upstream-logging --ckpt-policy sparse {SNAPSHOTS} "
+        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --global-batch-size 2",
+        1,
+        workers=2,
+    ),
+    "tensor-parallel-across-nodes": job(
+        f"--ckpt-tier memory --node-of-rank 0,1 --ckpt-policy full {SNAPSHOTS} --tensor-model-parallel-size 2 "
+        "--sequence-parallel --disable-bias-linear",
+        1,
+        workers=2,
+    ),
+    "split-empty": job("--split 0,1 --data-path out_text_document", 2, make=dataset),
+    "release-unknown": script("", 1, "torch", make=package("torch", "set_num_threads = print\n"), cold=True),
+    "megatron-core-unusable": worker("--seed 1", "megatron.core", make=old_core, cold=True, status=1),
     "memory-directory-unusable": job("--ckpt-memory-dir /proc --ckpt-policy full --ckpt-dir c --ckpt-tier memory", 1),
     "tracker-invalid": job("--load saved", 1, "latest_checkpointed_iteration.txt", make=tracker),
     "loss-not-finite": job("--lr 1e30 --train-iters 9", 1),

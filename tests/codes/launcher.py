@@ -15,6 +15,11 @@ def launcher(words: str, named: str, status: int = 2, make=SCRIPT, **variables: 
     return Case("mocrun", f"{words} script.py", status, named, make, variables)
 
 
+def controller(words: str, named: str, status: int = 1) -> Case:
+    """A controller that is started by itself."""
+    return Case("controller", f"--nnodes 1 --nproc-per-node 1 {words}", status, named, None, {"MOC_TOKEN": "0" * 64})
+
+
 def token_file(text: str = "0" * 64, mode: int = 0o600):
     """Writes a script and a file with a token."""
 
@@ -35,6 +40,7 @@ CASES = {
     "program-missing": launcher("", "script.py", make=None),
     "rendezvous-exceeds-nodes": launcher("--rdzv-endpoint a:1,b:1", "--rdzv-endpoint"),
     "rendezvous-missing": launcher("--nnodes 2", "--rdzv-endpoint"),
+    "address-exposed": controller("--listen 0.0.0.0:0", "0.0.0.0:0"),
     "token-missing": launcher(SEVERAL, "MOC_TOKEN", 70),
     "token-malformed": launcher(SEVERAL, "MOC_TOKEN", 70, MOC_TOKEN="secret"),
     "token-file-unreadable": launcher(SEVERAL, "/no/token", 70, MOC_TOKEN_FILE="/no/token"),

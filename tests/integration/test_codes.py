@@ -22,6 +22,9 @@ from moc import launch
 from moc.errors import codes_in
 from moc.inspect import memory, summary, verify
 from moc.report import loss, program
+from moc.runtime import controller
+from moc.runtime.message import Message
+from moc.runtime.wire import Channel
 from tests import warm
 from tests.codes import elsewhere, flags, jobs, launcher, tools
 from tests.codes.case import PROGRAM, Case
@@ -29,6 +32,7 @@ from tests.worlds import REPOSITORY
 
 MAINS = {
     "mocrun": launch,
+    "controller": controller,
     "convert_checkpoint": convert,
     "inspect_checkpoint": summary,
     "verify_checkpoint": verify,
@@ -98,6 +102,17 @@ def run(case: Case, directory) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
+def altered(channel: Channel) -> bytes:
+    """A message with another last byte."""
+    message = b"".join(bytes(part) for part in channel.send(Message({"kind": "state"})))
+    return message[:-1] + bytes([message[-1] ^ 1])
+
+
+def without_fields(channel: Channel) -> bytes:
+    """A message that lacks what its kind needs."""
+    return b"".join(bytes(part) for part in channel.send(Message({"kind": "beat"})))
+
+
 STRANGERS = {
     "peer-foreign": lambda hello: b"HTTP/1.1 400 Bad Request",
     "release-mismatch": lambda hello: hello[:8] + b"\xff\xff" + hello[10:],
@@ -106,32 +121,44 @@ STRANGERS = {
 }
 """By code, what answers the first bytes of a launcher at the address of the controller."""
 
+PEERS = {"message-altered": altered, "wire-protocol-violated": without_fields}
+"""By code, the bytes that a process sends which knows the token."""
 
-@pytest.mark.parametrize("code", STRANGERS)
+
+@pytest.mark.parametrize("code", STRANGERS.keys() | PEERS.keys())
 def test_a_launcher_that_meets_a_stranger_ends_with_the_code(code, tmp_path):
+    def answer(connection):
+        hello = connection.recv(50)
+        if code in STRANGERS:
+            return connection.sendall(STRANGERS[code](hello))
+        channel = Channel(bytes(32), "server", 1 << 20)
+        while not channel.is_open:
+            channel.receive(hello)
+            connection.sendall(channel.handshake_bytes())
+            hello = b"" if channel.is_open else connection.recv(1 << 10)
+        connection.sendall(PEERS[code](channel))
+
+    def serve(server):
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as connection:
+                    answer(connection)
+                    while connection.recv(1 << 10):
+                        pass
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer():
-            with contextlib.suppress(OSError):
-                while True:
-                    connection = server.accept()[0]
-                    with connection:
-                        connection.sendall(STRANGERS[code](connection.recv(50)))
-                        connection.recv(1 << 10)
-
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=serve, args=[server], daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        case = jobs.script("", 70, address, f"--nnodes 2 --node-rank 1 --rdzv-endpoint {address} --patience 1")
+        case = jobs.script("", 70, "", f"--nnodes 2 --node-rank 1 --rdzv-endpoint {address} --patience 1")
         case.make(tmp_path)
         status, output = run(case, tmp_path)
-    assert status == case.status and code in codes_in(output), output
-    assert case.named in output and "Traceback" not in output, output
+    assert status == case.status and code in codes_in(output) and "Traceback" not in output, output
 
 
 def test_each_documented_code_has_a_command_line():
     """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
     documented = messages(sources()).keys()
-    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | OTHER_STATE.keys()
+    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys()
     assert not documented - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
     assert elsewhere.TESTS.keys() | elsewhere.REASONS.keys() <= documented - here
     for code, file in elsewhere.TESTS.items():
