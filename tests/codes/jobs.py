@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.pretraining.data import preprocess
+from tests import own_policy
 from tests.codes.case import PROGRAM, Case, writes
 from tests.codes.mistaken_loop import MISTAKES
 from tests.integration.entry_jobs import BASE as MEGATRON
@@ -77,8 +78,8 @@ def old_core(root: Path) -> None:
 def dataset(root: Path) -> None:
     (root / "in.txt").write_text("1 2 3 4 5 6 7 8 9\n" * 99)
     made = preprocess.main(
-        f"--input {root}/in.txt --output-prefix {root}/out --tokenizer-type NullTokenizer --vocab-size 100 --append-eod "
-        "--workers 1".split()
+        f"--input {root}/in.txt --output-prefix {root}/out --tokenizer-type NullTokenizer --vocab-size 100 --workers 1 "
+        "--append-eod".split()
     )
     assert made == 0
 
@@ -136,6 +137,9 @@ CASES = {
     "memory-directory-unusable": job("--ckpt-memory-dir /proc --ckpt-policy full --ckpt-dir c --ckpt-tier memory", 1),
     "tracker-invalid": job("--load saved", 1, "latest_checkpointed_iteration.txt", make=tracker),
     "loss-not-finite": job("--lr 1e30 --train-iters 9", 1),
+    "policy-flags-conflict": job(
+        "--ckpt-tier memory --ckpt-policy busier --ckpt-dir c", 2, make=own_policy.install, cold=True
+    ),
     "policy-module-broken": job("--train-iters 2", 1, "broken", make=broken_policy, cold=True),
     # launchers
     "controller-missing": script(

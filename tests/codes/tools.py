@@ -151,6 +151,13 @@ def mixtral(root: Path, forget: tuple[str, ...] = ()) -> None:
     write_dense(contents, root, 1, torch.float32, 10**9, lambda count: None)
 
 
+def large(root: Path) -> None:
+    """A model with a weight that is doubled in the format of transformers."""
+    contents, *_ = drawn("qwen2 of shared experts without a gate")
+    contents.values["decoder.layers.0.mlp.shared_experts.linear_fc2.weight"][0, 0] = 60_000.0
+    write_dense(contents, root, 1, torch.float32, 10**9, lambda count: None)
+
+
 def exported(change=lambda directory: None):
     """Writes a model of transformers, and changes it."""
 
@@ -247,6 +254,7 @@ CASES = {
     "update-counts-differ": convert("", lambda root: snapshot(root, Model(steps={"output": 3})), named="--no-optim"),
     "weight-differs-from-master": convert("", nudged, named="--no-optim"),
     "dtype-conflict": convert("--dtype fp16", dense, named="--dtype"),
+    "dtype-too-narrow": convert("--to hf --family qwen2_moe --dtype fp16", large, named="--dtype"),
     "dtype-missing": convert("", lambda root: snapshot(root, Model(params_dtype=None)), named="--dtype"),
     # models of transformers
     "model-not-recorded": convert("--to hf", lambda root: mixtral(root, ("model", "tokenizer")), named="--"),

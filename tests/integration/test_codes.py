@@ -6,13 +6,17 @@ Programs run in this process by their real ``main``, or as processes forked from
 import contextlib
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from benchmarks.live.job import free_ports
 from megatron.pretraining.convert import program as convert
 from megatron.pretraining.data import preprocess, tokenizer_training
 from megatron.pretraining.error_messages import messages
@@ -155,10 +159,76 @@ def test_a_launcher_that_meets_a_stranger_ends_with_the_code(code, tmp_path):
     assert status == case.status and code in codes_in(output) and "Traceback" not in output, output
 
 
+@contextlib.contextmanager
+def launched(words, directory):
+    """A launcher of a script that sleeps, of which something is lost before it ends."""
+    (directory / "sleeps.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(1e6)\n")
+    with open(directory / "output", "w") as output, warm.starts():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moc.launch", *words.split(), "sleeps.py"],
+            cwd=directory,
+            env=os.environ | {"MOC_TOKEN": "0" * 64, "PYTHONPATH": str(REPOSITORY)},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(holds):
+    while not holds():
+        time.sleep(0.05)
+
+
+def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tmp_path):
+    with launched("", tmp_path) as launcher:
+        until((tmp_path / "begun").exists)
+        for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+            if b"zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+        assert launcher.wait() == 70
+    assert codes_in((tmp_path / "output").read_text()) == ["zygote-lost"]
+
+
+def test_a_second_launcher_of_a_node_ends_with_the_code(tmp_path):
+    (port,) = free_ports(1)
+    words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --node-rank 1"
+    one, other = tmp_path / "one", tmp_path / "other"
+    for directory in (tmp_path / "zero", one, other):
+        directory.mkdir()
+    with launched(words.replace("--node-rank 1", ""), tmp_path / "zero"), launched(words, one):
+        until((one / "begun").exists)
+        with launched(words, other) as second:
+            assert second.wait() == 70
+    assert codes_in((other / "output").read_text()) == ["node-rank-taken"]
+
+
+def test_a_launcher_whose_other_node_is_lost_ends_with_the_code(tmp_path):
+    (port,) = free_ports(1)
+    words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --max-wait 1 --silence-timeout 2"
+    zero, one = tmp_path / "zero", tmp_path / "one"
+    zero.mkdir()
+    one.mkdir()
+    with launched(words, zero) as first:
+        with launched(f"{words} --node-rank 1", one):
+            until((one / "begun").exists)
+        assert first.wait() == 75
+    assert codes_in((zero / "output").read_text()) == ["nodes-missing"]
+
+
+HERE_TOO = {"zygote-lost", "node-rank-taken", "nodes-missing"}
+"""Codes of the three tests above."""
+
+
 def test_each_documented_code_has_a_command_line():
     """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
     documented = messages(sources()).keys()
-    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys()
+    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys() | HERE_TOO
     assert not documented - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
     assert elsewhere.TESTS.keys() | elsewhere.REASONS.keys() <= documented - here
     for code, file in elsewhere.TESTS.items():
