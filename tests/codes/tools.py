@@ -325,6 +325,8 @@ CASES = {
     "routing-malformed": planned("--routing loads.npz", "--routing", routing(other=numpy.zeros(1))),
     "repository-missing": simulated("--reproduce moevement-fig1", "--reproduce"),
     # reports
+    "permission-denied": simulated("--csv /sys/x.csv", "/sys"),
+    "system-call-failed": Case("report", "events.jsonl/x", 1, "events.jsonl", reported(START)),
     "file-missing": Case("report", "in", 1, "in"),
     "events-invalid": Case("report", "events.jsonl", 1, "events.jsonl", writes(events__jsonl="no event\n")),
     "run-too-short": Case("report", "events.jsonl", 1, "events.jsonl", reported(START)),

@@ -19,9 +19,8 @@ import pytest
 from benchmarks.live.job import free_ports
 from megatron.pretraining.convert import program as convert
 from megatron.pretraining.data import preprocess, tokenizer_training
-from megatron.pretraining.error_messages import messages
 from megatron.pretraining.planning import simulate, sizes
-from megatron.pretraining.reference import sources
+from megatron.pretraining.reference import documented
 from moc import launch
 from moc.errors import codes_in
 from moc.inspect import memory, summary, verify
@@ -227,10 +226,10 @@ HERE_TOO = {"zygote-lost", "node-rank-taken", "nodes-missing"}
 
 def test_each_documented_code_has_a_command_line():
     """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
-    documented = messages(sources()).keys()
+    codes = documented().keys()
     here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys() | HERE_TOO
-    assert not documented - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
-    assert elsewhere.TESTS.keys() | elsewhere.REASONS.keys() <= documented - here
+    assert not codes - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
+    assert elsewhere.TESTS.keys() | elsewhere.REASONS.keys() <= codes - here
     for code, file in elsewhere.TESTS.items():
         assert code in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), (code, file)
 
