@@ -290,7 +290,7 @@ CASES = {
     "library-missing": Case("clean_memory", "--memory-dir . --ckpt-dir gs://bucket/x", 1, "gs://bucket"),
     "run-unknown": Case("clean_memory", "--memory-dir . --ckpt-dir in", 1, "in", lambda root: (root / "in").mkdir()),
     # data
-    "input-missing": preprocess("", "in.txt"),
+    "input-missing": Case("plot_loss", "--output out.png", 1, "events.jsonl"),
     "input-empty": preprocess("", "--json-keys", writes(in__jsonl=""), TEXT.replace("in.txt", "in.jsonl")),
     "key-missing": preprocess("--json-keys body", "--json-keys", writes(in__txt="1 2\n")),
     "tokenizer-not-cached": preprocess(

@@ -47,6 +47,7 @@ MAINS = {
     "preprocess_data": preprocess,
     "train_tokenizer": tokenizer_training,
 }
+TOOLS = REPOSITORY / "tools"
 HERE = flags.CASES | launcher.CASES | tools.CASES
 """Cases whose error comes before anything that a test process must not do."""
 
@@ -78,6 +79,15 @@ def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
     assert all(" Fix: " in line for line in output.splitlines() if codes_in(line)), output
 
 
+@pytest.mark.parametrize("program", MAINS)
+def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
+    code, case = next((code, case) for code, case in HERE.items() if case.program == program)
+    if case.make is not None:
+        case.make(tmp_path)
+    status, output = run(case, tmp_path)
+    assert status == case.status and code in codes_in(output) and "Traceback" not in output, output
+
+
 @pytest.mark.parametrize("code", jobs.CASES)
 def test_a_job_ends_with_the_code(code, tmp_path):
     case = jobs.CASES[code]
@@ -90,7 +100,9 @@ def test_a_job_ends_with_the_code(code, tmp_path):
 
 def run(case: Case, directory) -> tuple[int, str]:
     """Runs the program of a case as a process: exit code and output."""
-    program = ["-m", "moc.launch"] if case.program == "mocrun" else [PROGRAM]
+    modules = {"mocrun": "moc.launch", "controller": "moc.runtime.controller"}
+    file = PROGRAM if case.program == "pretrain" else str(TOOLS / f"{case.program}.py")
+    program = ["-m", modules[case.program]] if case.program in modules else [file]
     variables = os.environ | {"MOC_TOKEN": "0" * 64, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with contextlib.nullcontext() if case.cold else warm.starts():
         ended = subprocess.run(
