@@ -117,6 +117,7 @@ CASES = {
     # workers
     "workers-not-divisible": flags("--pipeline-model-parallel-size 2", workers=3),
     "batch-not-divisible": flags("--global-batch-size 6", workers=2),
+    "fault-without-target": flags("--inject 'kill rank=9 iteration=2' --log-dir log"),
     # elastic training
     "elastic-needs-flag": flags("--elastic --elastic-slots 4", named="--calculate-per-token-loss"),
     "elastic-excludes-flag": flags(f"{ELASTIC} --moe-grouped-gemm"),

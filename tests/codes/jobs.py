@@ -109,7 +109,6 @@ CASES = {
         4,
     ),
     "launcher-missing": worker(f"--ckpt-policy full {SNAPSHOTS} --ckpt-tier peers", "--ckpt-tier"),
-    "fault-without-target": job("--inject 'kill rank=9 iteration=2' --log-dir log", 2),
     "node-names-invalid": job(f"--node-of-rank 0,1 --ckpt-policy full {SNAPSHOTS} --ckpt-tier memory", 2),
     "too-many-replicas": job(f"--replicas 2 --ckpt-policy full {SNAPSHOTS} --ckpt-tier peers", 2),
     "host-memory-too-small": job(
