@@ -4,7 +4,7 @@ TESTS = {
     "checkpoint-removed": "unit/store/test_store.py",
     "controller-without-majority": "unit/runtime/test_controller_link.py",
     "counts-misfit": "unit/policy/test_ledger.py",
-    "device-broken": "integration/test_lying.py",
+    "device-broken": "unit/runtime/test_membership.py",
     "directory-taken-over": "unit/session/test_carriers.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",
