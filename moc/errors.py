@@ -13,7 +13,7 @@ _WITH_CODE = re.compile(r"(?s)(.+) \[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 FIX = ". Fix: "
 """Separates what failed and its cause from the remedy."""
 
-_OF_SYSTEM = {
+OF_SYSTEM = {
     errno.ENOSPC: "disk-full",
     errno.EDQUOT: "disk-full",
     errno.EROFS: "permission-denied",
@@ -23,6 +23,10 @@ _OF_SYSTEM = {
     errno.EADDRINUSE: "port-in-use",
     errno.ENOMEM: "memory-full",
 }
+"""Codes of errors of the operating system."""
+
+OTHER_OF_SYSTEM = "system-call-failed"
+"""Code of its other errors."""
 
 
 class UserError(Exception):
@@ -54,7 +58,7 @@ def code_of(error: BaseException) -> str:
     if isinstance(code, str):
         return code
     if isinstance(error, OSError):
-        return _OF_SYSTEM.get(error.errno or 0, "system-call-failed")
+        return OF_SYSTEM.get(error.errno or 0, OTHER_OF_SYSTEM)
     return UserError.code
 
 

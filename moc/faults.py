@@ -27,7 +27,7 @@ SNAPSHOT = {
     "snapshot_published": "all know that a snapshot is sealed, and one worker of each node publishes it in memory",
     "replicating": "a snapshot is being copied to other nodes",
     "peers_published": "a node has its copies of a snapshot, and nobody knows yet; by the worker that leads it",
-    "persisting": "this worker's part of a snapshot, or of a checkpoint in Megatron-LM's format, is in storage, and not reported yet",
+    "persisting": "this worker's part of a snapshot or of a Megatron-LM checkpoint is in storage, and not reported yet",
     "published": "a snapshot is published in storage, and older ones are still there; by the first worker alone",
 }
 RECOVERY = {

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from moc.errors import FIX, UserError, code_of, codes_in
+from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in
 from moc.files.text import one_line, printable
 from moc.files.tree import RefusedFileError, Tree, remove_own
 
@@ -32,16 +32,22 @@ class Parser(argparse.ArgumentParser):
         """Prints the usage and the message, with a remedy and a code if it has none, and exits with code 2."""
         if codes_in(message):
             super().error(one_line(message))
-        sentence = message if FIX in message else f"{message}{FIX}correct the command line; --help lists the flags"
+        sentence = message if FIX in message else f"{message}{FIX}{CORRECT_FLAGS}"
         super().error(one_line(f"{sentence} [{code}]"))
 
 
-_REMEDIES = {
+REMEDIES = {
     "disk-full": "make room, or name a file in another file system",
     "file-missing": "correct the path",
+    "memory-full": "free memory",
     "permission-denied": "correct the permissions, or name another file",
+    "port-in-use": "choose another port, or end the process that has it",
+    OTHER_OF_SYSTEM: "correct the path, or repair its file system",
 }
 """By code of an error of the operating system."""
+
+CORRECT_FLAGS = "correct the command line; --help lists the flags"
+"""The remedy of a command line that the parser refuses."""
 
 
 class ToolError(UserError):
@@ -79,7 +85,7 @@ def refused(program: str, error: Exception, path: object = "") -> int:
     code = code_of(error)
     sentence = str(error)
     if isinstance(error, OSError):
-        remedy = getattr(error, "remedy", _REMEDIES.get(code, "correct the path, or repair its file system"))
+        remedy = getattr(error, "remedy", REMEDIES.get(code, REMEDIES[OTHER_OF_SYSTEM]))
         cause = ": ".join(map(str, filter(None, (error.filename or path, error.strerror or error))))
         sentence = f"{cause}{FIX}{remedy}"
     print_lines(f"{program}: {sentence} [{code}]", error=True)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
 from moc.event_types import EVENTS, EVERY
-from moc.output import print_lines, replacing
+from moc.output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m megatron.pretraining.reference"
@@ -80,9 +81,18 @@ def sources() -> list[Path]:
     return [*found, ROOT / "pretrain_gpt_moe.py"]
 
 
+def documented() -> dict[str, list[str]]:
+    """By code, the messages of all errors: those in the source, of the operating system, and of parsers."""
+    found = defaultdict(list, messages(sources()))
+    for code, remedy in REMEDIES.items():
+        found[code].append(f"<file>: <message of the operating system>. Fix: {remedy}")
+    found["flag-invalid"].append(f"<message of the parser>. Fix: {CORRECT_FLAGS}")
+    return dict(sorted(found.items()))
+
+
 def errors_page() -> str:
     """Codes of errors with their messages, causes and remedies."""
-    rows = [(f"`{code}`", *cause_and_remedy(text)) for code, texts in messages(sources()).items() for text in texts]
+    rows = [(f"`{code}`", *cause_and_remedy(text)) for code, texts in documented().items() for text in texts]
     return "\n".join(
         [
             f"# Errors\n\n{_NOTE}\n",

@@ -103,25 +103,25 @@ def load_config(path: str | os.PathLike) -> dict:
     Raises:
         ConfigError: the file cannot be read, or is no such file.
     """
-    unreadable = "config-file-unreadable"
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
             content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
     except OSError as error:
         raise ConfigError(
-            f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code=unreadable
+            f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code="config-file-unreadable"
         ) from None
     except RecursionError:
         raise ConfigError(
-            f"--config {path} is nested too deeply. Fix: write one key and value a line", code=unreadable
+            f"--config {path} is nested too deeply. Fix: write one key and value a line", code="config-file-unreadable"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it", code=unreadable
+            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it",
+            code="config-file-unreadable",
         ) from None
     refuse(
         not isinstance(content, dict),
         f"--config {path} does not hold keys and values. Fix: write one key and value a line",
-        code=unreadable,
+        code="config-file-unreadable",
     )
     return content

@@ -25,7 +25,7 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
         raise ElasticError(
             f"{nodes} nodes of {slots} slots hold {nodes * slots} experts, and a layer has {experts}. Fix: give each "
             f"node at least {-(-experts // nodes)} slots",
-            code="too-few-slots",
+            code="slots-too-few",
         )
     return min(wanted, nodes, nodes * slots // max(experts, 1))
 
@@ -65,7 +65,7 @@ def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
         raise ElasticError(
             f"{slots} slots do not hold {least} replicas of each of {len(loads)} experts. Fix: raise the slots, or "
             "lower the replicas",
-            code="too-few-slots",
+            code="slots-too-few",
         )
     replicas = [0] * len(loads)
     rest, left = sum(loads), slots

@@ -77,7 +77,7 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
         raise ElasticError(
             f"{sum(replicas)} replicas do not fit on {nodes} nodes of {slots} slots. Fix: raise the slots per node, or "
             "lower the replicas",
-            code="too-few-slots",
+            code="slots-too-few",
         )
     others = [expert for expert in ascending(replicas) if expert not in everywhere]
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)

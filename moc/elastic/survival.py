@@ -20,7 +20,7 @@ _LISTED = 16
 class TooManyNodesError(UserError, ValueError):
     """The probability cannot be computed exactly; :func:`least_survival` bounds it."""
 
-    code = "too-many-nodes"
+    code = "value-out-of-range"
 
 
 def survival(held: numpy.ndarray, lost: int) -> float:

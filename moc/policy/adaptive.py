@@ -51,12 +51,12 @@ class Measured:
             if not (math.isfinite(value) and (value > 0 or value == 0 and name == _RESTART)):
                 raise PolicyError(
                     f"{name} is {value}. Fix: measure it again, or set a number above 0",
-                    code="measurement-impossible",
+                    code="value-out-of-range",
                 )
         if not self.busiest or min(self.busiest) < 1:
             raise PolicyError(
                 "there is no K to choose from. Fix: measure the bytes by number of experts, from 1",
-                code="measurement-impossible",
+                code="value-out-of-range",
             )
 
     @property

@@ -51,7 +51,7 @@ class DynamicK:
         if not 0 < self.limit <= 1:
             raise PolicyError(
                 f"a limit of {self.limit} for lost tokens is not possible. Fix: take one up to 1, such as 0.0375",
-                code="plt-limit-invalid",
+                code="value-out-of-range",
             )
 
     @property

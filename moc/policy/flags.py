@@ -83,7 +83,7 @@ def number_or_auto(text: Any) -> str:
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise PolicyError(
             f"{text!r} is no number of at least 1. Fix: set auto or a number of at least 1",
-            code="number-or-auto-invalid",
+            code="value-unreadable",
         )
     return text
 

@@ -94,7 +94,7 @@ class Gradient(Policy):
         if self.window < 0:
             raise PolicyError(
                 f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
-                code="window-invalid",
+                code="value-out-of-range",
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 

@@ -203,7 +203,7 @@ class IntervalTuner(Interval):
         if not (math.isfinite(budget) and budget > 0):
             raise PolicyError(
                 f"an overhead budget of {budget} is not possible. Fix: take a fraction above 0, such as 0.03",
-                code="overhead-budget-invalid",
+                code="value-out-of-range",
             )
         self.budget = budget
         self._blocks: deque[float] = deque(maxlen=BLOCKS)
@@ -228,7 +228,7 @@ class IntervalTuner(Interval):
             raise PolicyError(
                 f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured. Fix: report "
                 "the seconds of an iteration and of its stall as measured",
-                code="measurement-impossible",
+                code="value-out-of-range",
             )
         disturbed = seen.started or seen.busy or self._busy
         if seen.started:

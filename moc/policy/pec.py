@@ -83,12 +83,12 @@ class Pec(Partial):
         if self.selection not in SELECTIONS:
             raise PolicyError(
                 f"there is no selection of experts called {self.selection}. Fix: choose {' or '.join(SELECTIONS)}",
-                code="policy-setting-unknown",
+                code="value-not-a-choice",
             )
         if self.target not in NOT_CHOSEN:
             raise PolicyError(
                 f"there is no target called {self.target}. Fix: choose one of {', '.join(NOT_CHOSEN)}",
-                code="policy-setting-unknown",
+                code="value-not-a-choice",
             )
         if self.target == "optimizer" and self.plt_limit:
             raise PolicyError(
@@ -112,7 +112,7 @@ class Pec(Partial):
                 raise PolicyError(
                     f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}. Fix: change the "
                     "number of experts, or --expert-model-parallel-size",
-                    code="experts-indivisible",
+                    code="experts-not-divisible",
                 )
         if self.auto and self._tuner is None:
             wanted = self.interval.interval if isinstance(self.interval, Every) else None

@@ -70,7 +70,7 @@ def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) ->
             raise PolicyError(
                 f"the {len(tokens)} experts of layer {layer} are not a multiple of ep = {ep}. Fix: change the "
                 "number of experts, or --expert-model-parallel-size",
-                code="experts-indivisible",
+                code="experts-not-divisible",
             )
     capacity = -(-len(unsaved) * k // ep)
     given = [0] * ep

@@ -116,7 +116,7 @@ def policy_named(name: str) -> type[Policy]:
     if name not in POLICIES:
         raise PolicyError(
             f"there is no policy called {name}. Fix: choose one of {', '.join(sorted(POLICIES))}",
-            code="policy-unknown",
+            code="value-not-a-choice",
         )
     return POLICIES[name]
 

@@ -89,7 +89,7 @@ class Selective(Partial):
             if (value := getattr(self, name)) not in choices:
                 raise PolicyError(
                     f"there is no {name} called {value}. Fix: choose {' or '.join(choices)}",
-                    code="policy-setting-unknown",
+                    code="value-not-a-choice",
                 )
         if not self.num_experts:
             raise PolicyError(

@@ -165,12 +165,12 @@ class Sparse(Policy):
         if self.window < 0:
             raise PolicyError(
                 f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
-                code="window-invalid",
+                code="value-out-of-range",
             )
         if self.order not in ORDERS:
             raise PolicyError(
                 f"there is no order called {self.order}. Fix: choose one of {', '.join(ORDERS)}",
-                code="policy-setting-unknown",
+                code="value-not-a-choice",
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 

@@ -65,7 +65,7 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
         raise PolicyError(
             f"a window of {len(sizes)} operators cannot be found for {iteration_s} s and {bandwidth} bytes/s. Fix: "
             "pass at least one operator, and a positive time and bandwidth",
-            code="window-invalid",
+            code="value-out-of-range",
         )
     active = len(sizes)
     while active > FEWEST and largest_snapshot(sizes, active) / bandwidth > iteration_s:

@@ -56,7 +56,7 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
     family, where = candidates(address)[0]
     if family != socket.AF_UNIX and not beyond_loopback and not ipaddress.ip_address(where[0]).is_loopback:
         raise AddressError(
-            f"other machines could connect to {address}. Fix: listen on 127.0.0.1, or set beyond_loopback",
+            f"other machines could connect to {address}. Fix: listen on 127.0.0.1, or pass --beyond-loopback",
             code="address-exposed",
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -132,7 +132,7 @@ def address_of_interface(name: str) -> str:
     known = ", ".join(psutil.net_if_addrs())
     raise InterfaceError(
         f"the network interface {name} has no address here. Fix: choose one of {known}",
-        code="interface-unknown",
+        code="network-interface-missing",
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moc.errors import UserError, with_code
-from moc.output import Parser, log_to_stderr
+from moc.output import Parser, escapes_output, log_to_stderr, refused
 from moc.runtime import async_connections as wire
 from moc.runtime.children import belong, reports
 from moc.runtime.control_state import ControlState, newest
@@ -449,26 +449,43 @@ def parser() -> argparse.ArgumentParser:
     add("--silence-timeout", type=float, default=30.0, help="as the launchers' (default: 30)")
     add("--max-wait", type=float, default=1800.0, help="as the launchers' (default: 1800)")
     add("--grow-wait", type=float, default=120.0, help="as the launchers' (default: 120)")
-    add("--candidate", default="0/1", metavar="I/N", help="which of N controllers this one is (default: 0/1)")
+    add(
+        "--candidate",
+        type=_candidate,
+        default=(0, 1),
+        metavar="I/N",
+        help="which of N controllers this one is (default: 0/1)",
+    )
     add("--listen-fd", type=int, help=argparse.SUPPRESS)
     add("--beyond-loopback", action="store_true", help="--listen may be an address that other machines can reach")
     return flags
 
 
-def main() -> None:
-    """Runs the controller as a process of its own."""
+def _candidate(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, with I from 0 to N - 1")
+    return int(index), int(count)
+
+
+@escapes_output
+def main() -> int:
+    """Runs the controller as a process of its own; returns the exit code."""
     own = parser().parse_args()
     if own.listen_fd is not None:  # started by a launcher, not standalone
         belong()
     log_to_stderr()
-    index, candidates = map(int, own.candidate.split("/"))
+    index, candidates = own.candidate
     least, most = own.nnodes
     membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)
     election = Election(index, candidates, most + own.spares, Times(own.silence_timeout))
     controller = Controller(membership, election, own.max_wait, own.grow_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)
-    sys.exit(asyncio.run(controller.run(own.listen, token_from_environment(), own.beyond_loopback, listener)))
+    try:
+        return asyncio.run(controller.run(own.listen, token_from_environment(), own.beyond_loopback, listener))
+    except (UserError, OSError) as error:
+        return refused("controller", error, own.listen)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

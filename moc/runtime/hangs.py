@@ -34,19 +34,19 @@ def parse_caps(text: str) -> dict[str, float]:
             known = f"{', '.join(CAPS)}, as in step=600,save=1800"
             raise HangCapError(
                 f"there is no section {section!r}. Fix: name some of {known}",
-                code="hang-timeout-invalid",
+                code="hang-timeout-malformed",
             )
         try:
             caps[section] = float(seconds)
         except ValueError:
             raise HangCapError(
                 f"{part!r} has no number of seconds. Fix: write {section}=600",
-                code="hang-timeout-invalid",
+                code="hang-timeout-malformed",
             ) from None
         if not caps[section] > 0:
             raise HangCapError(
                 f"{part!r} leaves no time. Fix: give a positive number of seconds",
-                code="hang-timeout-invalid",
+                code="hang-timeout-malformed",
             )
     return caps
 

@@ -92,7 +92,7 @@ def _fault_of(words: list[str]) -> Fault:
     if action not in ACTIONS:
         raise FaultError(
             f"{action} is no fault. Fix: begin the fault with one of {', '.join(ACTIONS)}",
-            code="fault-invalid",
+            code="value-unreadable",
         )
     values = {}
     for word in rest:
@@ -101,12 +101,12 @@ def _fault_of(words: list[str]) -> Fault:
         if not equals or name not in _READ:
             raise FaultError(
                 f"{word} is not understood. Fix: write {', '.join(f'{n}=' for n in _READ)} behind {action}",
-                code="fault-invalid",
+                code="value-unreadable",
             )
         if name in values:
             raise FaultError(
                 f"{name}= is there twice. Fix: drop one",
-                code="fault-invalid",
+                code="value-unreadable",
             )
         values[name] = _read(name, value)
     _check(action, values)
@@ -117,22 +117,22 @@ def _check(action: str, values: dict) -> None:
     if "iteration" not in values:
         raise FaultError(
             f"{action} has no iteration. Fix: add iteration=",
-            code="fault-invalid",
+            code="value-unreadable",
         )
     if "ranks" not in values and "node" not in values:
         raise FaultError(
             f"{action} has no worker or node. Fix: add rank= or node=",
-            code="fault-invalid",
+            code="value-unreadable",
         )
     if (action == "slow") != ("seconds" in values):
         raise FaultError(
             "only slow takes seconds=, and needs it. Fix: set seconds= for slow only",
-            code="fault-invalid",
+            code="value-unreadable",
         )
     if values.get("times") == 0 or values.get("seconds") == 0:
         raise FaultError(
             "times= and seconds= are not greater than 0. Fix: raise them",
-            code="fault-invalid",
+            code="value-unreadable",
         )
 
 
@@ -171,7 +171,7 @@ def _read(name: str, value: str):
     except ValueError as wanted:
         raise FaultError(
             f"{name}= takes {wanted}, not {value or 'nothing'}. Fix: change it",
-            code="fault-invalid",
+            code="value-unreadable",
         ) from None
 
 

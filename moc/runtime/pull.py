@@ -139,7 +139,7 @@ async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None
         if manifest.iteration != wanted.iteration or not all(map(_FILE.fullmatch, manifest.files)):
             raise CheckpointError(
                 f"{name} is of iteration {manifest.iteration}. Fix: start without the snapshots of this node's memory",
-                code="snapshot-damaged",
+                code="checkpoint-moved",
             )
         store = Store(LocalPlace(into, in_memory=True), slack=True)
         if own is not None:
@@ -305,7 +305,7 @@ class _Remote:
             start, length = asked.popleft()
             data = (await self._answer()).body
             if len(data) != length:
-                raise _damaged(self, file, f"it ends before byte {start + length}")
+                raise _damaged(self, file, f"it is truncated before byte {start + length}")
             await self._keep_pace(length)
             ahead -= length
             yield data

@@ -92,8 +92,11 @@ def warm_up(script: str) -> str | None:
         if not is_guarded(Path(script).read_text(encoding="utf-8")):
             return None
     except (SyntaxError, ValueError) as error:
-        sentence = f"{script} is not a Python program: {error}. Fix: name a Python program, or correct this one"
-        return f"mocrun: error: {with_code(UserError(sentence, code='program-not-python'))}"
+        refusal = UserError(
+            f"{script} is not a Python program: {error}. Fix: name a Python program, or correct this one",
+            code="program-not-python",
+        )
+        return f"mocrun: error: {with_code(refusal)}"
     sys.path.insert(0, str(Path(script).resolve().parent))
     hook.install()
     try:
@@ -103,8 +106,10 @@ def warm_up(script: str) -> str | None:
         if isinstance(leaving.code, str):
             if codes_in(leaving.code):
                 return leaving.code
-            sentence = f"{script} refuses to run: {leaving.code}. Fix: correct what it names"
-            return f"mocrun: error: {with_code(UserError(sentence, code='worker-cannot-start'))}"
+            refusal = UserError(
+                f"{script} refuses to run: {leaving.code}. Fix: correct what it names", code="worker-cannot-start"
+            )
+            return f"mocrun: error: {with_code(refusal)}"
         raise
     return None
 
@@ -235,6 +240,9 @@ def run(script: str, arguments: list[str]) -> int:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0
         print_lines(*str(leaving.code).split("\n"), error=True)
+        return 1
+    except UserError as error:  # that the program does not handle itself
+        print_lines(f"{Path(script).name}: error (worker {os.environ.get('RANK')}): {with_code(error)}", error=True)
         return 1
     if (sentence := hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
         print_lines(f"mocrun: {sentence}", error=True)

@@ -153,7 +153,7 @@ def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]
         raise LayoutError(
             f"{num_experts} experts are not a multiple of ep = {layout.ep}. Fix: change the number of experts, or the "
             "expert-parallel size",
-            code="experts-indivisible",
+            code="experts-not-divisible",
         )
     one_for_all = layout.ep == 1 and layout.etp == layout.tp  # megatron-core then treats experts as ordinary parameters
     for stage in range(layout.pp):
@@ -180,7 +180,7 @@ def _buffer(operators: Sequence[Operator], grid: list[tuple[int, ...]]) -> _Buff
             raise LayoutError(
                 f"{operator.name} does not divide into {slices} tensor-parallel slices. Fix: change the "
                 "tensor-parallel size",
-                code="tensors-indivisible",
+                code="tensors-not-divisible",
             )
         segments += [_Segment(operator, elements, True), _Segment(operator, unsliced, False)]
     return _Buffer([segment for segment in segments if segment.elements], grid)

@@ -37,14 +37,14 @@ class Layout:
             if size < 1:
                 raise LayoutError(
                     f"{name} is {size}. Fix: set it to 1 or more",
-                    code="layout-size-invalid",
+                    code="value-out-of-range",
                 )
         for product, names in ((self.tp * self.pp, "tp x pp"), (self.etp * self.ep * self.pp, "expert_tp x ep x pp")):
             if self.world % product:
                 raise LayoutError(
                     f"{self.world} ranks are not a multiple of {names} = {product}. Fix: change the number of workers, "
                     "or the parallel sizes",
-                    code="ranks-indivisible",
+                    code="workers-not-divisible",
                 )
 
     @property
@@ -89,6 +89,6 @@ class Layout:
             raise LayoutError(
                 f"{num_layers} layers are not a multiple of {chunks} pipeline stages. Fix: change the number of layers "
                 "or of stages",
-                code="layers-indivisible",
+                code="layers-not-divisible",
             )
         return layer // (num_layers // chunks) % self.pp

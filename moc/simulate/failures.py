@@ -56,7 +56,7 @@ class Faults:
         if (self.mtbf_s is None) == (not self.trace):
             raise SimulationError(
                 "failures have either an MTBF or a trace as their source. Fix: give one of them",
-                code="failure-source-ambiguous",
+                code="flags-exclude-each-other",
             )
         if self.mtbf_s is not None and not self.mtbf_s > 0:
             raise SimulationError(

@@ -43,7 +43,7 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
     if not busiest:
         raise SimulationError(
             "--explain-k chooses numbers of experts. Fix: take a model that has some",
-            code="experts-missing",
+            code="model-without-experts",
         )
     if not args.mtbf_hours > 0:
         raise SimulationError(

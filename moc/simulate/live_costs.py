@@ -104,7 +104,7 @@ class Running:
         if self.tier not in _TIERS:
             raise SimulationError(
                 f"there is no tier {self.tier!r}. Fix: choose one of {', '.join(_TIERS)}",
-                code="tier-unknown",
+                code="value-not-a-choice",
             )
         for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved", "loads")):
             if not getattr(self, name) > 0:

@@ -45,7 +45,7 @@ class PlanLimits:
         if unknown or not self.policies:
             raise SimulationError(
                 f"there is no policy {', '.join(unknown)!r}. Fix: choose from {', '.join(POLICIES)}",
-                code="policy-unknown",
+                code="value-not-a-choice",
             )
 
     def plt_of(self, policy: str) -> float:

@@ -79,7 +79,7 @@ def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturb
             assert {rank for rank, pid in job.pids.items() if pid != before[rank]} == set(ranks)
         assert_nobody_can_tell(job, flags, undisturbed("PP2xEP2"))
     for event in job.events("generation"):
-        assert "was killed by signal 9" in event["reason"] and event["met_s"] > 0
+        assert event["cause"] == "worker-lost" and "was killed by signal 9" in event["reason"] and event["met_s"] > 0
     for event in job.events("resume"):
         assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
 
@@ -259,6 +259,7 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
     assert "worker 1 has been in its step for" in job.console and "worker 0 has been in" not in job.console
     (event,) = job.events("generation")
+    assert event["cause"] == "worker-lost"
     assert event["reason"].startswith("worker 1 was killed by signal 9: it had been in its step for")
 
 

@@ -1,6 +1,6 @@
 """Mistakes of users at the real command line: each ends with its code, a remedy and a non-zero exit code, no traceback.
 
-Most are parsed in this process; one of each kind is sent through the launcher.
+``tests/codes`` has a command line for each code; here are problems that need a machine, other jobs or signals.
 """
 
 import json
@@ -17,6 +17,8 @@ import pytest
 from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config import Workers
 from moc.errors import codes_in
+from tests import warm
+from tests.integration.mounts import mounted
 from tests.worlds import REPOSITORY
 
 PROGRAM = str(REPOSITORY / "pretrain_gpt_moe.py")
@@ -25,65 +27,27 @@ BASE = (
     "--micro-batch-size 1 --eval-iters 0 --transformer-impl local"
 )
 WORKERS = Workers(1, 1, 4)
-OF_FLAGS = {  # flags in place of or beside the others: codes
-    # misspelled and missing
-    "--hiden-size 64": "flag-unknown",
-    "--wandb-project x": "flag-unknown",
-    "--lr-warmup-step 5": "flag-unknown",
-    "--bf16 true": "value-without-flag",
-    "--bf16=true": "value-not-taken",
-    "--train-iters": "value-missing",
-    "--train-iters ten": "value-unreadable",
-    "--train-iters 0": "value-out-of-range",
-    "--optimizer lamb": "value-not-a-choice",
-    "--model gpt-5": "preset-unknown",
-    "--tokenizer-type SentencePieceTokenizer": "tokenizer-incomplete",
-    "--tokenizer-type SentencePieceTokenizer --tokenizer-model /no/such.model": "tokenizer-missing",
-    # paths
-    "--config /no/such.yaml": "config-file-unreadable",
-    "--deepspeed --deepspeed-config /no/such.json": "ds-config-unreadable",
+SEVERAL = {  # flags beside the others: codes
     "--data-path /no/such": "flags-exclude-each-other data-file-missing",
-    "--split 9,x": "split-malformed",
-    # layouts and numbers of workers
     "--pipeline-model-parallel-size 3": "flag-not-a-multiple workers-not-divisible",
     "--expert-model-parallel-size 3": "flag-not-a-multiple workers-not-divisible",
     "--tensor-model-parallel-size 8 --sequence-parallel --disable-bias-linear": (
         "flag-not-a-multiple flag-not-a-multiple workers-not-divisible"
     ),
-    "--global-batch-size 6": "batch-not-divisible",
-    "--context-parallel-size 2": "flag-unsupported",
-    # combinations
-    "--fp16 --bf16": "flags-exclude-each-other",
-    "--save-interval 5": "flag-needs-another",
-    "--elastic-slots 4": "flag-has-no-effect",
-    "--ckpt-policy full": "snapshot-directory-missing",
-    "--ckpt-policy full --ckpt-dir x --persist-interval 2": "tier-lacks-flag",
-    "--ckpt-policy full --ckpt-dir x --pec-k 2": "policy-lacks-flag",
-    "--ckpt-policy auto --ckpt-dir x --pec-k 2": "flag-chosen-by-auto",
-    "--lr-warmup-iters 5": "warmup-too-long",
-    "--train-samples 9": "flags-exclude-each-other",
-    "--min-lr 1": "flag-exceeds-another",
-    "--moe-layer-freq [0,0]": "layer-pattern-mismatch",
-    "--max-position-embeddings 8": "sequence-too-long",
-    "--fp8-format e4m3": "precision-needs-flag",
-    "--moe-router-topk 1": "router-without-gradient",
-    "--weight-decay-incr-style linear": "weight-decay-style-conflict",
-    "--recompute-granularity full": "recompute-flags-incomplete",
-    '--inject "kill rank=1 iteration=2"': "flag-needs-another",
-    # several at once
     "--hiden-size 64 --lr ten --micro-batch-size 0 --save-interval 5 --pipeline-model-parallel-size 3": (
         "flag-unknown value-unreadable value-out-of-range flag-needs-another flag-not-a-multiple workers-not-divisible"
     ),
+    "--wandb-project x": "flag-unknown",
 }
 
 
-@pytest.mark.parametrize("flags", OF_FLAGS)
-def test_flags(flags, capsys):
+@pytest.mark.parametrize("flags", SEVERAL)
+def test_problems_of_flags_are_reported_together(flags, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_config(shlex.split(f"{BASE} {flags}"), WORKERS)
     output = capsys.readouterr().err
     assert ended.value.code == 2
-    assert sorted(codes_in(output)) == sorted(OF_FLAGS[flags].split()), output
+    assert sorted(codes_in(output)) == sorted(SEVERAL[flags].split()), output
     assert all(" Fix: " in line for line in output.splitlines()[1:])
 
 
@@ -91,7 +55,9 @@ def launched(*words, program=PROGRAM, flags=BASE, **environment):
     """Runs the launcher to its end: exit code, codes in its output, and the output."""
     command = [sys.executable, "-W", "ignore", "-m", "moc.launch", *words, program, *shlex.split(flags)]
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
-    ended = subprocess.run(command, env=variables, cwd=REPOSITORY, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, start_new_session=True
+    )
     output = ended.stdout + ended.stderr
     assert "Traceback" not in output, output
     return ended.returncode, codes_in(output), output
@@ -132,20 +98,76 @@ def test_a_full_directory():
 
 
 def test_a_full_disk(tmp_path):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    try:
-        with open(tmp_path / "filling", "wb", buffering=0) as file:
+    with mounted(tmp_path / "disk", "64k") as disk:
+        with open(disk / "filling", "wb", buffering=0) as file:
             written = 1
             while written:
                 try:
                     written = file.write(bytes(1 << 12))
                 except OSError:
                     written = 0
-        code, codes, output = launched(flags=f"{BASE} --log-dir {tmp_path}")
+        code, codes, output = launched(flags=f"{BASE} --log-dir {disk}")
+    assert code == 2 and codes == ["output-not-writable"] and str(disk) in output
+
+
+def test_a_disk_that_cannot_be_written(tmp_path):
+    with mounted(tmp_path / "disk", "64k") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        code, codes, output = launched(flags=f"{BASE} --save {disk}/saved")
+    assert code == 2 and codes == ["output-not-writable"] and f"--save {disk}/saved" in output
+
+
+SNAPSHOTS = f"{BASE} --ckpt-policy full --snapshot-interval 1 --train-iters 1000000"
+
+
+@pytest.fixture
+def forked():
+    """Jobs are forked from a warm process."""
+    with warm.starts():
+        yield
+
+
+@pytest.mark.usefixtures("forked")
+def test_too_little_memory_for_snapshots(tmp_path):
+    with mounted(tmp_path / "memory", "64k") as memory:
+        flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c --ckpt-tier memory --ckpt-memory-dir {memory}"
+        code, codes, output = launched(flags=flags)
+    assert code == 1 and codes == ["memory-full"] and "--ckpt-memory-dir" in output, output
+
+
+def started(flags, output):
+    """A job that trains."""
+    command = [sys.executable, "-W", "ignore", "-m", "moc.launch", PROGRAM, *shlex.split(flags)]
+    with output.open("wb") as file:
+        job = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=file, stderr=file, start_new_session=True
+        )
+    while "saved snapshot of iteration 2" not in output.read_text():
+        assert job.poll() is None, output.read_text()
+        time.sleep(0.1)
+    return job
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_second_job_in_the_directory_of_a_job(tmp_path):
+    flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c"
+    first = started(f"{flags} --exit-signal-handler", tmp_path / "first")
+    try:
+        code, codes, output = launched(flags=flags)
+        assert code == 1 and codes == ["directory-in-use"] and f"{tmp_path}/c" in output, output
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
-    assert code == 2 and codes == ["output-not-writable"] and str(tmp_path) in output
+        os.killpg(first.pid, signal.SIGTERM)
+    assert first.wait() == 75, (tmp_path / "first").read_text()  # it saves its state: nothing was taken from it
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_locks_of_a_killed_job_do_not_prevent_a_start(tmp_path):
+    flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c"
+    job = started(flags, tmp_path / "first")
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    code, codes, output = launched(flags=f"{flags} --exit-interval 5")
+    assert code == 0 and not codes and "loading snapshot" in output, output
 
 
 @pytest.mark.parametrize("words", ["--rdzv-endpoint 127.0.0.1:{}", "--master-addr 127.0.0.1 --master-port {}"])
@@ -157,28 +179,6 @@ def test_a_port_in_use(words):
         code, codes, output = launched(*words.format(port).split())
     assert code == 70 and codes == ["port-in-use"], output
     assert str(port) in output and "127.0.0.1" in output and words.split()[-2] in output
-
-
-OF_LAUNCHER = {
-    "--nproc-per-node 0": "value-out-of-range",
-    "--nproc-per-node two": "flag-invalid",
-    "--nnodes 3:2": "flag-invalid",
-    "--nnodes 2": "rendezvous-missing",
-    "--node-rank 1 --rdzv-endpoint a:1": "node-rank-out-of-range",
-    "--network-interface nosuch0": "network-interface-missing",
-    "--rdzv-endpoint a:99999": "address-malformed",
-}
-
-
-@pytest.mark.parametrize("words", OF_LAUNCHER)
-def test_flags_of_the_launcher(words):
-    code, codes, output = launched(*words.split())
-    assert code == 2 and codes == [OF_LAUNCHER[words]], output
-
-
-def test_programs_that_are_none(tmp_path):
-    code, codes, output = launched(program=str(tmp_path / "missing.py"))
-    assert code == 2 and codes == ["program-missing"] and "missing.py" in output
 
 
 def test_arguments_of_other_programs_are_not_parsed(tmp_path):

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from megatron.pretraining.error_messages import cause_and_remedy, messages
-from megatron.pretraining.reference import sources
+from megatron.pretraining.reference import documented
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
 from tests.errors import raises
 
@@ -69,7 +69,7 @@ def test_an_error_without_a_remedy_has_that_of_its_class(tmp_path):
 
 
 def test_each_message_has_a_cause_and_a_remedy():
-    found = messages(sources())
+    found = documented()
     assert all(found.values()), [code for code, texts in found.items() if not texts]
     assert not [text for texts in found.values() for text in texts if not all(cause_and_remedy(text))]
 

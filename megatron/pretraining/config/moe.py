@@ -156,7 +156,7 @@ class MoeFlags(FlagGroup):
         problems.refuse(
             (groups is None) != (chosen is None),
             "--moe-router-num-groups and --moe-router-group-topk go together. Fix: give both or neither",
-            code="router-groups-incomplete",
+            code="flag-needs-another",
         )
         if groups is None or chosen is None:
             return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
 from moc.elastic.settings import Settings
 from moc.output import counted
+from moc.runtime.inject import Fault
 
 
 class Workers(NamedTuple):
@@ -138,9 +140,20 @@ def check_start(config: Config, workers: Workers) -> None:
     size = max(most // parts, 1) * parts * per_node
     if problems.check(check_world, config, size):
         problems.check(check_placement, config, size, workers)
+        problems.check(lambda: check_faults(config.faults.planned(size, train_iterations(config, size)), size))
     if least < most:
         problems.check(check_fewest, config, least, per_node)
     problems.raise_found()
+
+
+def check_faults(faults: Iterable[Fault], size: int) -> None:
+    """Raises ``ConfigError`` if a fault is for a worker that a job of so many does not have."""
+    for fault in faults:
+        refuse(
+            max(fault.ranks, default=0) >= size,
+            f"--inject {fault} names a worker that this job does not have. Fix: give a number from 0 to {size - 1}",
+            code="fault-without-target",
+        )
 
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:

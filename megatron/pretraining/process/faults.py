@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.pretraining.config import Config, ConfigError, train_iterations
+from megatron.pretraining.config import Config, check_faults, train_iterations
 from moc.events import EventLog
 from moc.faults import on_reach
 from moc.output import print_lines
@@ -18,13 +18,7 @@ def inject_faults(config: Config, job: Job) -> None:
     if not config.faults.wanted:
         return
     faults = config.faults.planned(job.size, train_iterations(config, job.size))
-    for fault in faults:
-        if max(fault.ranks, default=0) >= job.size:
-            raise ConfigError(
-                f"--inject {fault} names a worker that this job does not have. Fix: give a number from 0 to "
-                f"{job.size - 1}",
-                code="fault-without-target",
-            )
+    check_faults(faults, job.size)
     assert config.logging.log_dir is not None  # required by the fault flags
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 

@@ -45,7 +45,7 @@ def test_f_is_dropped_where_it_does_not_fit_and_one_replica_must():
     assert least_replicas(2, experts=16, nodes=10, slots=6) == 2
     assert least_replicas(2, experts=16, nodes=5, slots=6) == 1  # section 6.2
     assert least_replicas(3, experts=2, nodes=2, slots=6) == 2
-    with raises("too-few-slots", "4 slots"):
+    with raises("slots-too-few", "4 slots"):
         least_replicas(1, experts=16, nodes=5, slots=3)
-    with raises("too-few-slots", "3 slots", "2 replicas"):
+    with raises("slots-too-few", "3 slots", "2 replicas"):
         allocate([1, 1], 3, 2)

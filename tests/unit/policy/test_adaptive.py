@@ -180,7 +180,7 @@ def test_numbers_of_experts_that_are_looked_at():
     ids=str,
 )
 def test_what_cannot_have_been_measured_is_refused(wrong):
-    with raises("measurement-impossible"):
+    with raises("value-out-of-range"):
         dataclasses.replace(MACHINE, **wrong)
 
 

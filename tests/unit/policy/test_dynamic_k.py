@@ -102,8 +102,8 @@ def test_k_stays_until_its_share_is_passed():
     [
         ((0, 4), "experts-per-snapshot-invalid"),
         ((5, 4), "experts-per-snapshot-invalid"),
-        ((1, 4, 0.0), "plt-limit-invalid"),
-        ((1, 4, 1.5), "plt-limit-invalid"),
+        ((1, 4, 0.0), "value-out-of-range"),
+        ((1, 4, 1.5), "value-out-of-range"),
     ],
     ids=str,
 )

@@ -159,5 +159,5 @@ def test_what_is_refused():
     assert list(Gradient.misfits(asked(), JobShape())) == []
     assert "take adam" in str(next(Gradient.misfits(asked(), JobShape(optimizer="sgd"))))
     assert "drop --moe-grouped-gemm" in str(next(Gradient.misfits(asked(), JobShape(experts_apart=False))))
-    with raises("window-invalid", "-1"):
+    with raises("value-out-of-range", "-1"):
         Gradient(OPERATORS, None, window=-1)

@@ -92,7 +92,7 @@ def test_of_full_ranks_the_one_that_gave_least_gives_more():
     [
         (0, 1, "experts-per-snapshot-invalid", ["K = 0", "layer 7", "4"]),
         (5, 2, "experts-per-snapshot-invalid", ["K = 5"]),
-        (1, 3, "experts-indivisible", ["ep = 3"]),
+        (1, 3, "experts-not-divisible", ["ep = 3"]),
     ],
 )
 def test_what_does_not_fit_is_refused(k, ep, code, named):

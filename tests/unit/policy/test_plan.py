@@ -80,7 +80,7 @@ def test_everything_is_saved_whether_due_or_not():
 
 def test_policies_are_found_by_name():
     assert policy_named("full") is POLICIES["full"] is Full and Full.name == "full"
-    with raises("policy-unknown", "fuller", " full,"):
+    with raises("value-not-a-choice", "fuller", " full,"):
         policy_named("fuller")
 
 

@@ -134,7 +134,7 @@ def test_sparse_windows_take_a_snapshot_in_every_iteration():
 def test_numbers_and_auto():
     assert [number_or_auto(text) for text in ("auto", "1", 12)] == ["auto", "1", "12"]
     for wrong in ("0", "-1", "1.5", "", "all"):
-        with raises("number-or-auto-invalid", repr(wrong)):
+        with raises("value-unreadable", repr(wrong)):
             number_or_auto(wrong)
     assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03
 

@@ -197,7 +197,7 @@ def test_no_state_of_this_policy(state):
 
 
 @pytest.mark.parametrize(
-    ("bad", "code"), [(dict(window=-1), "window-invalid"), (dict(order="luck"), "policy-setting-unknown")]
+    ("bad", "code"), [(dict(window=-1), "value-out-of-range"), (dict(order="luck"), "value-not-a-choice")]
 )
 def test_settings_that_are_not_possible(bad, code):
     with raises(code, str(*bad.values())):

@@ -78,7 +78,7 @@ def test_the_largest_snapshot_is_one_of_the_schedule(sizes, active):
 
 @pytest.mark.parametrize("bad", [([], 1.0, 1.0), (EQUAL, 0.0, 1.0), (EQUAL, 1.0, 0.0)])
 def test_nothing_to_find_a_window_by(bad):
-    with raises("window-invalid"):
+    with raises("value-out-of-range"):
         find_window_size(*bad)
 
 

@@ -50,7 +50,7 @@ REFUSED = [
     ("--moe-shared-expert-overlap", "flag-needs-another flag-needs-another --moe-shared-expert-intermediate-size"),
     (f"--moe-shared-expert-overlap {SHARED}", "flag-needs-another --moe-token-dispatcher-type"),
     ("--moe-shared-expert-intermediate-size 64", "expert-biases-unsupported --disable-bias-linear"),
-    ("--moe-router-num-groups 2", "router-groups-incomplete"),
+    ("--moe-router-num-groups 2", "flag-needs-another"),
     ("--moe-router-num-groups 3 --moe-router-group-topk 1", "flag-not-a-multiple --moe-router-num-groups"),
     (
         "--moe-router-num-groups 2 --moe-router-group-topk 3",

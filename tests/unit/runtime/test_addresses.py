@@ -105,5 +105,5 @@ def test_interfaces_have_names_and_addresses():
     assert name_of_interface("127.0.0.1") == "lo"
     assert address_of_interface("lo") == "127.0.0.1"
     assert name_of_interface("192.0.2.1") is None  # of no machine: RFC 5737
-    with raises("interface-unknown", "nosuch0"):
+    with raises("network-interface-missing", "nosuch0"):
         address_of_interface("nosuch0")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from moc.errors import cause_of
 from moc.runtime.addresses import listening_socket, short, text_of
 from moc.runtime.async_connections import open as open_in_loop
 from moc.runtime.connections import connect, patiently
@@ -234,7 +235,7 @@ def test_closing_wakes_who_waits():
             with pytest.raises(PeerGoneError) as caught:
                 while True:
                     connection.recv(timeout)
-            errors.append(str(caught.value))
+            errors.append(cause_of(caught.value))
 
         waiting = threading.Thread(target=wait, args=(None,))
         waiting.start()

@@ -72,7 +72,7 @@ def test_what_a_fault_says_of_itself_is_read_again(fault):
     ],
 )
 def test_a_mistake_is_named(text, named):
-    with raises("fault-invalid", *named):
+    with raises("value-unreadable", *named):
         faults_of(text)
 
 

@@ -96,9 +96,9 @@ def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
 @pytest.mark.parametrize(
     "layout, code, named",
     [
-        (Layout(6, ep=3), "experts-indivisible", "ep = 3"),
-        (Layout(6, tp=3, expert_tp=1), "tensors-indivisible", "embedding"),
-        (Layout(4, pp=4), "layers-indivisible", "4 pipeline stages"),
+        (Layout(6, ep=3), "experts-not-divisible", "ep = 3"),
+        (Layout(6, tp=3, expert_tp=1), "tensors-not-divisible", "embedding"),
+        (Layout(4, pp=4), "layers-not-divisible", "4 pipeline stages"),
     ],
 )
 def test_what_does_not_divide_is_refused(layout, code, named):

@@ -58,9 +58,9 @@ def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, pe
 @pytest.mark.parametrize(
     "sizes, code, named",
     [
-        (dict(world=0), "layout-size-invalid", "world"),
-        (dict(world=6, tp=4), "ranks-indivisible", "tp x pp = 4"),
-        (dict(world=4, ep=3), "ranks-indivisible", "expert_tp x ep x pp = 3"),
+        (dict(world=0), "value-out-of-range", "world"),
+        (dict(world=6, tp=4), "workers-not-divisible", "tp x pp = 4"),
+        (dict(world=4, ep=3), "workers-not-divisible", "expert_tp x ep x pp = 3"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, code, named):
@@ -69,5 +69,5 @@ def test_sizes_that_do_not_fit_are_refused(sizes, code, named):
 
 
 def test_layers_that_do_not_divide_are_refused():
-    with raises("layers-indivisible", "5 layers"):
+    with raises("layers-not-divisible", "5 layers"):
         Layout(2, pp=2).stage_of_layer(0, 5)

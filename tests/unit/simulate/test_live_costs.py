@@ -302,7 +302,7 @@ def test_sizes_by_the_sharding_rules():
 
 @pytest.mark.parametrize(
     ("changes", "code", "named"),
-    [(dict(tier="tape"), "tier-unknown", "tape"), (dict(copy_rate=0.0), "value-out-of-range", "copy_rate")],
+    [(dict(tier="tape"), "value-not-a-choice", "tape"), (dict(copy_rate=0.0), "value-out-of-range", "copy_rate")],
 )
 def test_what_cannot_be_is_refused(changes, code, named):
     with raises(code, named):

@@ -94,7 +94,7 @@ def test_the_reason_names_what_decided():
     found = plan(small_setup(), 600.0)
     assert found.best.name in found.reason and found.others[0].name in found.reason
     assert f"{found.best.ettr:.3f}" in found.reason
-    with raises("policy-unknown", "sparze"):
+    with raises("value-not-a-choice", "sparze"):
         PlanLimits(policies=("sparze",))
 
 

@@ -188,7 +188,7 @@ def layer_freq(layers: Sequence[int]) -> int | list[int]:
     if not any(layers):
         raise CheckpointError(
             "config.json has no layer with experts. Fix: convert a model with experts; others are not supported",
-            code="experts-missing",
+            code="model-without-experts",
         )
     return 1 if all(layers) else list(layers)
 

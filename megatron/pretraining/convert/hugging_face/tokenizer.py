@@ -58,7 +58,7 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{model} cannot be read as a SentencePiece model ({error}). Fix: download it again",
-            code="tokenizer-unreadable",
+            code="tokenizer-unusable",
         ) from None
     if why := _differs(processor):
         return {}, [

@@ -2,13 +2,13 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.window import _check_loss, _run, window_in
-from moc.errors import codes_in
 from moc.inspect.coverage import operator_or_other
 from tests.errors import only_code, raises
 from tests.unit.pretraining.convert.models import Model
@@ -97,11 +97,13 @@ print("Traceback of a launcher")
 
 
 def test_why_the_program_failed(capfd):
-    failed = _run([sys.executable, "-c", f"{SAYS}exit(1)"])
-    assert failed is not None and codes_in(failed) == ["checkpoint-of-another-model"] and "--num-layers" in failed
+    places = Path("copies"), Path("snapshots")
+    with raises("checkpoint-of-another-model", "--num-layers"):
+        _run([sys.executable, "-c", f"{SAYS}exit(1)"], *places)
     assert capfd.readouterr() == ("", " loading\n")
-    assert "exit code 3" in str(_run([sys.executable, "-c", "exit(3)"]))
-    assert _run([sys.executable, "-c", ""]) is None
+    with raises("replay-failed", "exit code 3"):
+        _run([sys.executable, "-c", "exit(3)"], *places)
+    _run([sys.executable, "-c", ""], *places)
 
 
 @pytest.mark.parametrize(

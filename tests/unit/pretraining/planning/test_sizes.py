@@ -206,8 +206,8 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     [
         (EXPLAIN[:-2], "--explain-k needs --mtbf-hours too"),
         ([*EXPLAIN[:-1], "0"], "--mtbf-hours cannot be 0.0"),
-        ([*EXPLAIN, "--iteration-s", "0"], "[measurement-impossible]"),
-        ([*DENSE, *EXPLAIN[2:]], "[experts-missing]"),
+        ([*EXPLAIN, "--iteration-s", "0"], "[value-out-of-range]"),
+        ([*DENSE, *EXPLAIN[2:]], "[model-without-experts]"),
         ([*EXPLAIN_POLICY, *MEASURED[:-2]], "--explain-policy needs --mtbf-hours, above 0"),
         (
             [*EXPLAIN_POLICY, *MEASURED[2:]],

@@ -1,0 +1,1 @@
+"""Tables that map each code of ``docs/reference/errors.md`` to a command line whose error has it."""

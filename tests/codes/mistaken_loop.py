@@ -1,0 +1,116 @@
+"""A program of a user: the loop of ``examples/pure_torch.py`` with a mistake, which its first argument names."""
+
+import dataclasses
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import pure_torch
+
+from moc import LocalRemains, ReplicatedState, Session, Settings, join_job
+from moc.policy import Policy, SnapshotPlan, policy
+from moc.runtime.job_token import make_token_file
+from moc.sharding.rules import rule
+from moc.state.detail import Detail
+
+
+def session(engine_of=pure_torch.Engine, **settings):
+    """Begins a session with an engine."""
+    job = join_job()
+    job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
+    engine = engine_of(job)
+    asked = {"directory": "snapshots", "train_iters": 3, "policy": "full"} | settings
+    begun = Session(engine, Settings(**asked), pure_torch.Log(job.rank, None), LocalRemains())
+    pure_torch.train(engine, begun, 3)
+
+
+class Unnamed(pure_torch.Engine):
+    """Does not name all parameters."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        ReplicatedState({}, self.optimizer, job.rank).described()
+
+
+class Unknown(pure_torch.Engine):
+    """Names a parameter of no operator."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        named = {f"strange.{name}": parameter for name, parameter in self.model.named_parameters()}
+        ReplicatedState(named, self.optimizer, job.rank).described()
+
+
+class Momentum(pure_torch.Engine):
+    """Has an optimizer without support."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        optimizer = torch.optim.RMSprop(self.model.parameters())
+        named = {pure_torch.name_of(name): parameter for name, parameter in self.model.named_parameters()}
+        self.state = ReplicatedState(named, optimizer, job.rank)
+        self.operators = self.state.described()
+
+
+def no_dataclass():
+    """A policy that is no dataclass."""
+
+    @policy("plain")
+    class Plain(Policy):
+        def plan(self, iteration, load=None):
+            return None
+
+
+def partial_plans():
+    """A policy whose snapshots lack dense operators, without any that have them."""
+
+    @policy("partly")
+    @dataclasses.dataclass(frozen=True)
+    class Partly(Policy):
+        def plan(self, iteration, load=None):
+            return SnapshotPlan(iteration, "partly", {self.operators[0].name: Detail.FULL}, False)
+
+    session(policy="partly")
+
+
+def bad_rule():
+    """A sharding rule that assigns nothing."""
+
+    @rule("nothing")
+    def nothing(*_):
+        return []
+
+    session(sharding="nothing,nothing")
+
+
+def twice():
+    """A token file that exists."""
+    make_token_file("job.token")
+    make_token_file("job.token")
+
+
+MISTAKES = {
+    "chooser-missing": lambda: session(policy="auto"),
+    "freezing-unsupported": lambda: session(policy="sparse"),
+    "engine-incomplete": lambda: session(policy="pec", options={"selection": "load_aware"}),
+    "interval-invalid": lambda: session(interval="often"),
+    "optimizer-unsupported": lambda: session(Momentum),
+    "parameter-unknown": lambda: session(Unknown),
+    "parameter-unnamed": lambda: session(Unnamed),
+    "policy-class-invalid": no_dataclass,
+    "policy-option-unknown": lambda: session(options={"colour": 1}),
+    "policy-plan-invalid": partial_plans,
+    "restarts-exhausted": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "setting-invalid": lambda: session(tier="tape"),
+    "setting-without-effect": lambda: session(replicas=2),
+    "sharding-rule-broken": bad_rule,
+    "token-file-exists": twice,
+}
+
+if __name__ == "__main__":
+    MISTAKES[sys.argv[1]]()
