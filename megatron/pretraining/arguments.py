@@ -19,7 +19,7 @@ from megatron.pretraining.config.world import Workers, check_start
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
 from moc.errors import with_code
-from moc.files.text import short, shown
+from moc.files.text import short, shown, without_middle
 from moc.files.tree import CONFIG, open_named
 from moc.output import Parser, print_lines
 
@@ -298,7 +298,8 @@ def _load(path: str | os.PathLike) -> dict:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it", code=unreadable
+            f"--config {path} is not YAML: {without_middle(' '.join(str(error).split()))}. Fix: correct it",
+            code=unreadable,
         ) from None
     refuse(
         not isinstance(content, dict),
