@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moc.files import decode
+from moc.files.text import shown
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.ledger import Ledger
@@ -33,6 +34,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
     """
     state = manifest.state
     decode.state(state, Position, "a run", every_field=True)
+    _check_updates(manifest)
     if state.get("ledger"):
         _check_ledger(Ledger.from_state(state["ledger"]), manifest.iteration, policy)
     if state.get("auto"):
@@ -43,6 +45,15 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
         for owner, stored in _policy_states(policy, state):
             owner.loading(stored)
     engine.check(state, where)
+
+
+def _check_updates(manifest: Manifest) -> None:
+    """Compares the updates of all operators with those of the optimizer, if the engine counts them, and the run."""
+    updates = manifest.state.get("optimizer_step")
+    for name, entry in manifest.operators.items():
+        if entry.step is not None and (entry.step > manifest.iteration or updates not in (None, entry.step)):
+            counted = f"{shown(updates)} updates" if updates is not None else f"{manifest.iteration} iterations"
+            raise ValueError(f"{name} has {entry.step} updates, and the run {counted}")
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
