@@ -18,6 +18,8 @@ from moc.state.adam import Rules
 from moc.state.record import Position
 from moc.store.manifest import Manifest
 
+_Updates: Any = decode.Count | None
+
 
 def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
     """Checks the state in a manifest, whose own fields are valid; changes nothing.
@@ -48,12 +50,16 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
 
 
 def _check_updates(manifest: Manifest) -> None:
-    """Compares the updates of all operators with those of the optimizer, if the engine counts them, and the run."""
-    updates = manifest.state.get("optimizer_step")
-    for name, entry in manifest.operators.items():
-        if entry.step is not None and (entry.step > manifest.iteration or updates not in (None, entry.step)):
-            counted = f"{shown(updates)} updates" if updates is not None else f"{manifest.iteration} iterations"
-            raise ValueError(f"{name} has {entry.step} updates, and the run {counted}")
+    """Checks the updates of operators: no more than iterations, and if the engine has one number for all, that one."""
+    counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
+    if max(counted, default=0) > manifest.iteration:
+        raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
+    if "optimizer_step" in manifest.state:
+        known = decode.state(manifest.state["optimizer_step"], _Updates, "an optimizer")
+        if known:  # 0 may be of a rank that owns no parameters
+            counted.add(known)
+        if len(counted) > 1:
+            raise ValueError(f"operators and optimizer have different numbers of updates: {shown(sorted(counted))}")
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
