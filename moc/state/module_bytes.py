@@ -164,9 +164,9 @@ class _Reader:
     def value(self, tree: Any, current: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        kind, content = next(iter(tree.items()), (None, None))
-        if kind is None:
+        if not tree:
             raise ModuleStateError("a value has no type")
+        kind, content = next(iter(tree.items()))
         if kind == "complex":
             return complex(*content)
         if kind == "bytes":
