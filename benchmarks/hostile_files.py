@@ -2,8 +2,8 @@
 
     python benchmarks/hostile_files.py --output docs/results/hostile_files_cpu.json
 
-Each file is read in a process of its own, by the code of one program.  CPU seconds and memory are those of the process
-beyond what it had before.  The files are those of ``tests/hostile_files.py``: too deep, too many, too large, too long.
+Each file is read in a process of its own, by the code of one program.  CPU seconds and memory are what the process uses
+for it.  ``tests/hostile_files.py`` makes the files: too deep, too many, too large, too long.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def _as_sparse(rng: random.Random, world: Path, path: Path) -> None:
 
 
 def _as_bytes(rng: random.Random, world: Path, path: Path) -> None:
-    path.write_bytes(rng.choice([b"", b"\0", b"{", b"[]", b"\xff" * 9, b"[" * 9999, b"100", b"\x1b[2J", b"../victims"]))
+    content = rng.choice([b"", b"\0", b"{", b"[]", b"\xff" * 9, b"[" * 9999, b"100", b"\x1b[2J", b"../victims"])
+    _write(path, content)
 
 
 def _as_directory(rng: random.Random, world: Path, path: Path) -> None:
@@ -120,7 +121,7 @@ def _as_deep_directory(rng: random.Random, world: Path, path: Path) -> None:
 
 
 def _as_special_mode(rng: random.Random, world: Path, path: Path) -> None:
-    path.write_text("x")
+    _write(path, b"x")
     path.chmod(rng.choice([0, 0o4755, 0o2755, 0o666, 0o7777]))
 
 
@@ -193,11 +194,11 @@ def _forge_one(rng: random.Random, world: Path, place: Path) -> str:
     choice = rng.random()
     if choice < 0.25:
         fields = {"run": evil if rng.random() < 0.7 else "f" * 16, "address": str(evil), "made": 1.0}
-        _write(place / RUN, json.dumps(fields))
+        _write(place / RUN, json.dumps(fields).encode())
     elif choice < 0.5:
         job = evil if isinstance(evil, str) and len(evil) < 999 else "x"
         holder = Holder(Claim(job, (rng.choice([0, 1 << 60]), 7)), "host", rng.choice([0, 1, os.getpid()]), (job,))
-        _write(place / FENCE, holder.to_json())
+        _write(place / FENCE, holder.to_json().encode())
     else:
         path = rng.choice(sorted(filter(_is_small, place.glob("iter_*/manifest.json"))))
         plain = json.loads(path.read_text())
@@ -209,7 +210,7 @@ def _forge_one(rng: random.Random, world: Path, place: Path) -> str:
             plain["operators"] = {str(evil): entry for entry in plain.get("operators", {}).values()}
         else:
             plain[kind] = evil
-        _write(path, signed(plain))
+        _write(path, signed(plain).encode())
     return f"forged {evil!r:.40}"
 
 
@@ -218,9 +219,9 @@ def _is_small(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size < 1 << 20
 
 
-def _write(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    path.write_text(text)
+def _write(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)  # opening a FIFO to write would wait
+    path.write_bytes(content)
 
 
 class Uses:

@@ -341,6 +341,10 @@ def _routing() -> Iterator[bytes]:
         for dtype in ("u1", "i8", "f8", "U1"):
             if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= tree.MANIFEST:
                 yield _archive(_array(numpy.zeros(shape, dtype)), zipfile.ZIP_DEFLATED)
+    for shape in ((900_000, 1, 1), (12, 75_000, 1), (12, 1, 75_000), (60_000, 1, 2)):
+        for dtype in ("u1", "i8"):
+            if numpy.dtype(dtype).itemsize * numpy.prod(shape) < MOST:
+                yield _archive(_array(numpy.ones(shape, dtype)))
     yield _archive(b"\x93NUMPY\x01\x00" + b"\xff\xff" + b"{" * 70_000)
 
 

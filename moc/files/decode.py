@@ -12,13 +12,12 @@ import msgspec
 import xxhash
 
 from moc.errors import UserError
-from moc.files.text import shown
+from moc.files.text import shown, without_middle
 
 MOST = 1 << 62
 """Largest number of bytes or elements."""
 
 _LONGEST = 1000  # characters of a name
-_LONGEST_MESSAGE = 300  # characters
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
 _DIGEST = "xxh3_128"
 
@@ -86,7 +85,7 @@ def convert[T](value: Any, to: type[T]) -> T:
     try:
         return msgspec.convert(value, to, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ValueError(_without_middle(str(error))) from None
+        raise ValueError(without_middle(str(error))) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -197,13 +196,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
 _PARSER = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def _without_middle(text: str) -> str:
-    """A message of msgspec, which may name a long value or a long path: begin and end say what is wrong, and where."""
-    return (
-        text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE // 2]}...{text[-_LONGEST_MESSAGE // 2 :]}"
-    )
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

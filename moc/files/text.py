@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 
 _LONGEST = 80
+_LONGEST_MESSAGE = 300
 _SHORT = reprlib.Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlong=_LONGEST)
 _KEPT = "\n\t"
 
@@ -34,6 +35,13 @@ def short(text: object) -> str:
     """A text in a message, without its end if it is long."""
     string = str(text)
     return string if len(string) <= _LONGEST else f"{string[: _LONGEST - 3]}..."
+
+
+def without_middle(text: str) -> str:
+    """A message of a library, which may contain a long value or a long path: its begin and its end."""
+    return (
+        text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE // 2]}...{text[-_LONGEST_MESSAGE // 2 :]}"
+    )
 
 
 def _escaped(character: str) -> str:

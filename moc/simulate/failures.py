@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -107,28 +107,28 @@ def read_trace(path: str | Path) -> Trace:
         ValueError: a line has neither format; the message names it.
     """
     with open(open_named(path, MANIFEST), encoding="utf-8") as lines:
+        numbered = enumerate(csv.reader(lines), 1)
+        rows = ((number, [cell.strip() for cell in row]) for number, row in numbered if row)
         try:
-            rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
-        except csv.Error as error:
+            if (first := next(rows, None)) is None:
+                raise SimulationError(
+                    f"the trace {path} is empty. Fix: give a trace with at least one line", code="trace-invalid"
+                )
+            cells, rows = first[1], itertools.chain([first], rows)
+            return _by_node(rows) if len(cells) == 3 and cells[1] in ("add", "remove") else _by_count(rows)
+        except (csv.Error, UnicodeDecodeError) as error:
             raise SimulationError(
                 f"{path} is not a trace ({error}). Fix: give a text file", code="trace-invalid"
             ) from None
-    if not rows:
-        raise SimulationError(
-            f"the trace {path} is empty. Fix: give a trace with at least one line",
-            code="trace-invalid",
-        )
-    named = len(rows[0][1]) == 3 and rows[0][1][1] in ("add", "remove")
-    try:
-        return _by_node(rows) if named else _by_count(rows)
-    except ValueError as error:
-        raise SimulationError(
-            f"{path}: {error}. Fix: correct the line, or give another trace",
-            code="trace-invalid",
-        ) from None
+        except SimulationError:
+            raise
+        except ValueError as error:
+            raise SimulationError(
+                f"{path}: {error}. Fix: correct the line, or give another trace", code="trace-invalid"
+            ) from None
 
 
-Rows = list[tuple[int, list[str]]]
+Rows = Iterable[tuple[int, list[str]]]
 
 
 def _by_node(rows: Rows) -> Trace:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from benchmarks.live.job import Events
 from moc.event_types import problems
@@ -109,16 +105,3 @@ def events(flags: dict, kind: str) -> list[dict]:
     log = Events(Path(flags["log_dir"]) / "events.jsonl")
     assert [(event, wrong) for event in log.all() if (wrong := problems(event))] == []
     return log.of(kind)
-
-
-@contextlib.contextmanager
-def mounted(directory: Path, size: str):
-    """A small memory file system."""
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs root, to mount a small tmpfs")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)

@@ -7,7 +7,7 @@ import pytest
 from moc.errors import codes_in
 from moc.store import dense_files
 from tests.integration.entry_jobs import EP2, USER_SCRIPT, ZERO1, run
-from tests.integration.snapshot_files import mounted
+from tests.integration.mounts import mounted
 
 SAVES = f"{EP2} {ZERO1} --save saved --save-interval 4"
 

@@ -12,7 +12,6 @@ from tests.integration.mounts import mounted
 from tests.integration.snapshot_files import (
     EVERY,
     events,
-    mounted,
     newest_whole,
     node_memory,
     start,

@@ -207,7 +207,12 @@ def settings_in(path: str) -> tuple[Setting, ...]:
         ConfigError: the file cannot be read, or holds keys that no flag can express, and names all of them.
     """
     problems = Problems()
-    settings = tuple(settings_of(_read(path), path, problems))
+    try:
+        settings = tuple(settings_of(_read(path), path, problems))
+    except RecursionError:
+        raise ConfigError(
+            f"--deepspeed-config {path} is nested too deeply. Fix: correct it", code="ds-config-unreadable"
+        ) from None
     problems.raise_found()
     return settings
 
@@ -220,10 +225,6 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"--deepspeed-config {path} cannot be read ({error.strerror}). Fix: correct the path",
             code="ds-config-unreadable",
-        ) from None
-    except RecursionError:
-        raise ConfigError(
-            f"--deepspeed-config {path} is nested too deeply. Fix: correct it", code="ds-config-unreadable"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -253,7 +254,7 @@ def settings_of(content: Mapping[str, Any], path: str, problems: Problems, secti
         elif key in _PAIRS:
             try:
                 yield from (Setting(flag, float(one), key) for flag, one in zip(_PAIRS[key], value, strict=True))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 problems.refuse(
                     True, f"{key} in {path} is not two numbers. Fix: correct it", code="ds-config-value-invalid"
                 )

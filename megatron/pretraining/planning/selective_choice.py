@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +30,9 @@ from moc.state.operators import Operator
 _SKIPPED = 10
 """First iterations of a recording that do not count: right after the full snapshot little is at risk."""
 
+_BYTES_OF_NUMBER, _SMALL = 8, 1 << 16
 _UNREADABLE = (
-    *(AttributeError, EOFError, IndexError, OverflowError, RuntimeError, TypeError, ValueError),
+    *(AttributeError, EOFError, IndexError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError),
     *(zipfile.BadZipFile, zlib.error),
 )
 """What zipfile and numpy raise of files that they cannot read."""
@@ -325,11 +328,15 @@ def read_routing(path: str) -> list[Counts]:
 
     try:
         with open(open_named(path, MANIFEST), "rb") as file:
-            if sum(part.file_size for part in zipfile.ZipFile(file).infolist()) > MANIFEST:
+            size = os.fstat(file.fileno()).st_size
+            unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
+            if unpacked > min(MANIFEST, _BYTES_OF_NUMBER * size + _SMALL):
                 raise ValueError("it is too large")
             file.seek(0)
             with numpy.load(file, allow_pickle=False) as arrays:
                 tokens = arrays["tokens"]
+            if not isinstance(tokens, numpy.ndarray):
+                raise TypeError("it is no array")
     except OSError as error:
         raise ToolError(
             f"--routing {path} cannot be read: {error.strerror or error}. Fix: correct the path",
@@ -347,6 +354,12 @@ def read_routing(path: str) -> list[Counts]:
     if tokens.ndim != 3 or 0 in tokens.shape or tokens.dtype.kind not in "iu":
         raise ToolError(
             f"--routing {path}: tokens is {shape} of {tokens.dtype}. Fix: give {_EXPECTED}", code="routing-malformed"
+        )
+    if _BYTES_OF_NUMBER * math.prod(tokens.shape[:2]) + tokens.size > size + _SMALL:
+        raise ToolError(
+            f"--routing {path} takes far more memory than its size. Fix: save it as int64 with numpy.savez, which does "
+            "not compress",
+            code="routing-malformed",
         )
     if len(tokens) <= _SKIPPED:
         raise ToolError(

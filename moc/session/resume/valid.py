@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moc.files import decode
+from moc.files.text import shown
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.ledger import Ledger
@@ -16,6 +17,8 @@ from moc.session.engine import Engine
 from moc.state.adam import Rules
 from moc.state.record import Position
 from moc.store.manifest import Manifest
+
+_Updates: Any = decode.Count | None
 
 
 def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
@@ -33,6 +36,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
     """
     state = manifest.state
     decode.state(state, Position, "a run", every_field=True)
+    _check_updates(manifest)
     if state.get("ledger"):
         _check_ledger(Ledger.from_state(state["ledger"]), manifest.iteration, policy)
     if state.get("auto"):
@@ -43,6 +47,19 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
         for owner, stored in _policy_states(policy, state):
             owner.loading(stored)
     engine.check(state, where)
+
+
+def _check_updates(manifest: Manifest) -> None:
+    """Checks the updates of operators: no more than iterations, and if the engine has one number for all, that one."""
+    counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
+    if max(counted, default=0) > manifest.iteration:
+        raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
+    if "optimizer_step" in manifest.state:
+        known = decode.state(manifest.state["optimizer_step"], _Updates, "an optimizer")
+        if known:  # 0 may be of a rank that owns no parameters
+            counted.add(known)
+        if len(counted) > 1:
+            raise ValueError(f"operators and optimizer have different numbers of updates: {shown(sorted(counted))}")
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:

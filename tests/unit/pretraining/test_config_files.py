@@ -71,6 +71,8 @@ def test_aliases_and_negations_are_keys_too(tmp_path):
         ({"hidden_size": True}, "value-unreadable", "--hidden-size True"),
         ({"hidden_size": 1.5}, "value-unreadable", "--hidden-size 1.5"),
         ({"hidden_size": float("inf")}, "value-unreadable", "--hidden-size inf"),
+        ({"num_layers": 1 << 31}, "value-out-of-range", "--num-layers"),
+        ({"seed": 10**400}, "value-out-of-range", "--seed"),
         ({"no_swiglu": 1}, "value-unreadable", "no_swiglu"),
         ({"rotary_base": None}, "value-missing", "--rotary-base"),
         ({"save": ["a"]}, "value-unreadable", "--save"),

@@ -130,6 +130,8 @@ REFUSED = {  # ds_config: the code, and what the sentence names
     '{"communication_data_type": "int8"}': ("ds-config-value-unsupported", "communication_data_type", "int8"),
     '{"scheduler": {"type": "WarmupLR"}}': ("ds-config-key-unsupported", "scheduler", "--lr-decay-style"),
     '{"train_batch_size": 1, "train_batch_size": 2}': ("ds-config-contradicts-itself", "train_batch_size"),
+    f'{{"optimizer": {{"params": {{"betas": [1{"0" * 400}, 0.9]}}}}}}': ("ds-config-value-invalid", "betas"),
+    f'{{"tomorrow": {'{"a": ' * 600}1{"}" * 601}': ("ds-config-unreadable", "ds.json"),
     "{": ("ds-config-unreadable", "ds.json"),
     "[]": ("ds-config-unreadable", "ds.json"),
 }
@@ -141,6 +143,12 @@ def test_refused(content, tmp_path, capsys):
     codes, sentence = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
     code, *named = REFUSED[content]
     assert codes == [code] and all(name in sentence for name in named), sentence
+
+
+def test_a_long_key_and_a_long_value_are_shortened(tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps({"a" * 5000: "b" * 5000, "gradient_clipping": ["c" * 5000]}))
+    codes, sentences = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json")
+    assert sorted(codes) == ["ds-config-key-unsupported", "ds-config-value-invalid"] and len(sentences) < 2000
 
 
 def test_all_refused_keys_are_reported_together(tmp_path, capsys):

@@ -28,7 +28,7 @@ from tests.unit.store.test_store import WORLD, saved, tensor_of
 MUTATIONS = 10_000 if ALL else 200
 OLDER, NEWER = 10, 20
 NAMED = "0123456789abcdef"
-TOOLS_EVERY = 20  # changes
+TOOLS_EVERY = 100 if ALL else 20  # changes
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ def started(root, job):
     run = begin_run(LocalPlace(root), "/data")
     place = LocalPlace(root, patience=0.0, claim=Claim(job, run=run.run))
     lease_left_s(root)
-    leftover(root)
     store = Store(place)
     store.take()
     record_run(place, run)
@@ -80,6 +79,7 @@ def test_a_job_starts_from_a_valid_snapshot(pristine, what, capsys):
             if number % TOOLS_EVERY == 0:
                 assert summary.main([str(root), "--json"]) in (0, 1)
                 assert verify.main([str(root), "--all", "--json"]) in (0, 1)
+                leftover(root)
             found, iteration = started(root, f"job{number}")
         except Exception as error:
             raise AssertionError(f"{number}: {content[:2000]!r}") from error

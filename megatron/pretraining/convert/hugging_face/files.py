@@ -15,7 +15,7 @@ import xxhash
 
 from moc.files import decode, tree
 from moc.files.decode import FileName, Name
-from moc.files.text import shown
+from moc.files.text import short, shown
 from moc.files.tree import Tree
 from moc.store import boxes
 from moc.store.blobs import LocalBlob
@@ -166,7 +166,7 @@ def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -
         raise ValueError(f"{name} is of dtype {shown(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
     tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
     if stop - start != tensor.nbytes:
-        raise ValueError(f"{name} must have {tensor.nbytes:,} bytes, and has {stop - start:,}")
+        raise ValueError(f"{name} must have {short(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
     return StoredTensor(tensor, blob, begin + start)
 
 

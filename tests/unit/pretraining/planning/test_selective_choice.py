@@ -7,6 +7,8 @@ import numpy
 import pytest
 
 from megatron.pretraining.planning import sizes
+from megatron.pretraining.planning.selective_choice import read_routing
+from moc.output import ToolError
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.policy.routing import RECORDED
@@ -198,6 +200,18 @@ def test_a_recording_of_no_use_is_refused_in_one_sentence(capsys, tmp_path, toke
     assert sizes.main([*MODEL, "--tier", "memory", "--snapshot-gbs", "1", "--routing", str(file)]) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("shape", [(1 << 22, 1, 1), (1 << 20, 1, 1), (12, 1 << 20, 1), (12, 1, 1 << 22)])
+def test_a_small_recording_of_many_numbers_is_refused(tmp_path, shape):
+    numpy.savez_compressed(tmp_path / "loads.npz", tokens=numpy.zeros(shape, "u1"))
+    with pytest.raises(ToolError):
+        read_routing(str(tmp_path / "loads.npz"))
+
+
+def test_a_large_recording_is_read(tmp_path):
+    numpy.savez(tmp_path / "loads.npz", tokens=numpy.ones((20_000, 4, 2), "i8"))
+    assert len(read_routing(str(tmp_path / "loads.npz"))) == 20_000
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive", b"PK\x03\x04 torn"])

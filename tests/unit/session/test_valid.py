@@ -1,0 +1,43 @@
+"""What a signed manifest says of its operators agrees with its state, before a run resumes from it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moc.session.resume.valid import check_state
+from moc.store.manifest import Manifest, OperatorEntry
+
+ENGINE: Any = SimpleNamespace(check=lambda saved, where: None)
+POLICY: Any = SimpleNamespace(name="another")
+POSITION = dict(iteration=8, consumed_samples=16, skipped_iterations=0)
+
+
+def manifest(steps, **state):
+    operators = {f"layers.{n}.mlp": OperatorEntry("full", step, {"master": 4}) for n, step in enumerate(steps)}
+    return Manifest(8, "full", 1, {}, operators, {}, POSITION | state)
+
+
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [
+        ([7, 7], {"optimizer_step": 7}), ([7, 7], {"optimizer_step": 0}), ([7, 3], {}),
+        ([None, None], {"optimizer_step": None}), ([None, None], {"optimizer_step": 7}), ([], {}),
+    ],
+)  # fmt: skip
+def test_updates_that_agree(steps, state):
+    check_state(manifest(steps, **state), "it", ENGINE, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [
+        ([7, 3], {"optimizer_step": 7}), ([7, 3], {"optimizer_step": 0}), ([7, 1 << 62], {}),
+        ([9], {"optimizer_step": 9}),
+        ([7, 7], {"optimizer_step": 3}), ([7, None], {"optimizer_step": "7"}),
+        ([7, 7], {"optimizer_step": [7]}),
+    ],
+)  # fmt: skip
+def test_updates_that_cannot_be_are_refused(steps, state):
+    with pytest.raises(ValueError):
+        check_state(manifest(steps, **state), "it", ENGINE, POLICY)
