@@ -3,7 +3,7 @@
     flock /tmp/timing.lock python benchmarks/reserve_cost.py --output docs/results/reserve_cost_cpu.json
 
 A rank's buffer is allocated and mapped into the process.  A copy on another node, and a file of a carried expert, are
-allocated alone.  Both are measured in turns, in CPU seconds and in seconds of the clock; the best of all rounds counts.
+only allocated.  Both are measured in turns, in CPU seconds and in seconds of the clock; the best of all rounds counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def allocations(directory: Path, nbytes: int) -> dict[str, Callable[[], object]]:
-    """The ways in which memory is allocated, by name."""
+    """The ways to allocate memory, by name."""
     return {
         "a rank's buffer": lambda: Buffer(nbytes, directory / "buffer"),
         "a copy, or a carried expert": lambda: reserve_slots(directory / "slots", "copy", [nbytes]),
@@ -50,7 +50,7 @@ def measured(directory: Path, nbytes: int, rounds: int) -> dict[str, list[dict[s
 def main() -> None:
     """Measures, prints, and writes every sample."""
     parser = command_line(__doc__)
-    parser.add_argument("--gb", type=float, default=1.0, help="GB at once (default: %(default)s)")
+    parser.add_argument("--gb", type=float, default=1.0, help="GB of each allocation (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="samples of each way (default: %(default)s)")
     parser.add_argument("--memory", default="/dev/shm", help="memory file system (default: %(default)s)")
     own = parser.parse_args()

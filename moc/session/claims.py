@@ -45,7 +45,7 @@ _FILES = 1 << 15
 """Bytes for the files of a claim, a run and a lease."""
 
 
-def _make_room_for_files(place: Storage) -> None:
+def make_room_for_files(place: Storage) -> None:
     """Gives up spare memory of an earlier generation for the files that show the owner, if the file system is full."""
     if isinstance(place, LocalPlace) and place.free_bytes() < _FILES:
         place.spare.spend(_FILES)
@@ -71,7 +71,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
         if world.rank == 0 and begins:
             problem = _take_storage(tiers, settings.directory)
         if tiers.memory is not None and tiers.leads_node:
-            _make_room_for_files(tiers.memory.place)
+            make_room_for_files(tiers.memory.place)
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
             record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))

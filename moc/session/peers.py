@@ -229,7 +229,7 @@ class Peers:
         done.set_result(Copied())
         return done
 
-    def reserve(self, needed: Sequence[RankMemory], small: int, turn: int, turns: int) -> None:
+    def reserve(self, needed: Sequence[RankMemory], small: int, turn: int, turns: int, tidies: bool) -> None:
         """Allocates the memory of this node's copies; of several workers, each does so for some of the ranks.
 
         Args:
@@ -237,6 +237,7 @@ class Peers:
             small: bytes for manifests.
             turn: number of this worker on its node.
             turns: workers of the node.
+            tidies: remove memory of another layout; no copy may be under way.
 
         Raises:
             OSError: memory is insufficient.
@@ -245,7 +246,7 @@ class Peers:
         for node, rank in ranks[turn::turns]:
             into = part_of(self._root, self._node, node)
             for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
-                reserve_slots(into / DIRECTORY, name, sizes)
+                reserve_slots(into / DIRECTORY, name, sizes, tidies)
             LocalPlace(into, in_memory=True).spare.fill(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:

@@ -85,7 +85,7 @@ class Reservation:
         needed = self._needs(rotation, self.window)
         most = ReservedMemory.most(needed.nodes.values())
         try:
-            self._allocate(needed, rotation)
+            self._allocate(needed, rotation, tidies=True)
         except CheckpointError as error:
             if first:
                 raise CheckpointError(f"{error} ({most.describe()})", code=code_of(error)) from None
@@ -197,16 +197,16 @@ class Reservation:
                 missing[place] += needed.nodes[node].total - allocated
         return all(missing[place] <= free[place] for place in free)
 
-    def _allocate(self, needed: _Needed, rotation: Rotation) -> None:
-        """Allocates memory on all nodes; files that suffice stay.
+    def _allocate(self, needed: _Needed, rotation: Rotation, tidies: bool = False) -> None:
+        """Allocates memory on all nodes; files that suffice stay, and with ``tidies`` no other free ones.
 
         Raises:
             CheckpointError: on all workers: a node has too little memory.
         """
-        run_on_all(lambda: self._allocate_mine(needed, rotation), "cannot allocate memory for snapshots")
+        run_on_all(lambda: self._allocate_mine(needed, rotation, tidies), "cannot allocate memory for snapshots")
         self._needed = needed.nodes
 
-    def _allocate_mine(self, needed: _Needed, rotation: Rotation) -> None:
+    def _allocate_mine(self, needed: _Needed, rotation: Rotation, tidies: bool) -> None:
         ranks, rank, node = needed.ranks, self._world.rank, self._tiers.node
         self._small = sum(ranks[one].small for one in node)
         recovered = len(rotation.slots)
@@ -215,9 +215,9 @@ class Reservation:
         self._tap.reserve(_logged(needed.window))
         try:
             if self._peers is not None:
-                self._peers.reserve(ranks, self._small, node.index(rank), len(node))
+                self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
             for name, sizes in self._experts.items():
-                reserve_slots(self._root / DIRECTORY, name, sizes)
+                reserve_slots(self._root / DIRECTORY, name, sizes, tidies)
             self.fill_spare()
         except OSError as error:
             raise NoRoomError(
@@ -227,5 +227,5 @@ class Reservation:
 
 
 def _logged(window: Window) -> int:
-    """Iterations with upstream logs: those of a complete window, and of the current one."""
+    """Iterations with upstream logs: a complete window, and the current one."""
     return 2 * window.length

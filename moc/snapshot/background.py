@@ -15,7 +15,7 @@ from moc.store.errors import CheckpointError, TakenError
 
 
 class GivenUpError(Exception):
-    """A write was abandoned: nobody waits for it any more."""
+    """A write was abandoned, and no caller waits for it."""
 
 
 class Background:

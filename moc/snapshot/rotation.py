@@ -190,8 +190,8 @@ class Rotation:
     def _retiring(self) -> int:
         """Number of spare buffers that retiring ones count as.
 
-        One vote can complete several snapshots.  Each may supersede others; and those that follow the end of a window
-        would otherwise need a buffer each before the superseded window has left its own.
+        One vote can complete several snapshots, and each may supersede others.  Snapshots after the end of a window
+        count, too: otherwise they need buffers before the superseded window has left its own.
         """
         ends = {slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING}
         newest = max((end for end in ends if end is not None), default=None)

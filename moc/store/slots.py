@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
@@ -52,8 +53,10 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     return _new_slot(directory, name, there, nbytes)
 
 
-def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:
-    """Makes files, free or in use, such that each of the sizes in bytes has one of its own; removes other free ones.
+def reserve_slots(directory: Path, name: str, sizes: Iterable[int], tidies: bool = False) -> None:
+    """Makes files, free or in use, such that each of the sizes in bytes has one of its own.
+
+    With ``tidies``, other free files are removed first; then no other process may write into one.
 
     Raises:
         OSError: memory is insufficient.
@@ -66,7 +69,7 @@ def reserve_slots(directory: Path, name: str, sizes: Iterable[int]) -> None:
             del left[largest]
         else:
             missing.append(nbytes)
-    for path in left:
+    for path in left if tidies else ():
         if path.lstat().st_nlink == 1:  # it makes room
             remove_own(path)
             del there[path]
@@ -87,6 +90,10 @@ def _slots(directory: Path, name: str) -> dict[Path, int]:
 
 
 def _new_slot(directory: Path, name: str, taken: Collection[Path], nbytes: int) -> Path:
-    path = next(one for number in itertools.count() if (one := directory / f"{name}.{number}") not in taken)
-    os.close(reserve(path, nbytes))
+    for number in itertools.count():
+        path = directory / f"{name}.{number}"
+        if path not in taken:
+            with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
+                os.close(reserve(path, nbytes))
+                break
     return path

@@ -62,3 +62,10 @@ def test_a_resumed_run_knows_what_was_measured_and_passes_over_its_first_iterati
     for wrong in ({"bandwidths": ["x"]}, {"forward_backward_s": 3}, []):
         with raises("saved-state-invalid"):
             empty.load_state_dict(wrong)
+
+
+def test_a_limit_shortens_longer_windows_alone():
+    tuner = WindowTuner()
+    assert tuner.limited(9) == 9
+    tuner.limit_windows(4)
+    assert [tuner.limited(length) for length in (3, 4, 9)] == [3, 4, 4]

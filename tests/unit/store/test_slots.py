@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moc.store.slots import free_slot, reserve
+from moc.store.slots import free_slot, reserve, reserve_slots
 
 
 def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_path):
@@ -22,6 +22,16 @@ def test_one_that_is_too_small_makes_room(tmp_path):
     small = free_slot(tmp_path, "rank_00000", 10)
     assert free_slot(tmp_path, "rank_00000", 11) == small and small.stat().st_size == 11
     assert list(tmp_path.iterdir()) == [small]
+
+
+def test_each_size_has_a_slot_and_others_are_removed_if_that_is_wanted(tmp_path):
+    reserve_slots(tmp_path, "rank_00000", [10, 30, 20])
+    os.link(tmp_path / "rank_00000.2", tmp_path / "named")  # of 10 bytes
+    reserve_slots(tmp_path, "rank_00000", [25, 15])
+    sizes = lambda: sorted(path.stat().st_size for path in tmp_path.glob("rank_*"))  # noqa: E731
+    assert sizes() == [10, 20, 30]
+    reserve_slots(tmp_path, "rank_00000", [40, 25], tidies=True)
+    assert sizes() == [10, 30, 40]
 
 
 def test_a_slot_is_its_owners_alone(tmp_path):

@@ -1,0 +1,30 @@
+"""Files that show the owner of memory have room where the file system is full."""
+
+import pytest
+
+from moc.session.claims import make_room_for_files
+from moc.store.storage import LocalPlace
+
+
+class Left(LocalPlace):
+    """A directory in a file system with so many bytes left."""
+
+    def __init__(self, root, free):
+        super().__init__(root, in_memory=True)
+        self.free = free
+
+    def free_bytes(self):
+        return self.free
+
+
+@pytest.mark.parametrize(("free", "gives"), [(0, True), (4096, True), (1 << 30, False)])
+def test_spare_memory_is_given_up_only_if_the_file_system_is_full(free, gives, tmp_path):
+    place = Left(tmp_path, free)
+    place.spare.fill(1 << 16)
+    make_room_for_files(place)
+    assert ((tmp_path / ".spare").stat().st_size < 1 << 16) == gives
+
+
+def test_a_new_directory_has_no_spare_memory(tmp_path):
+    make_room_for_files(Left(tmp_path / "new", 0))
+    assert not (tmp_path / "new").exists()
