@@ -387,8 +387,8 @@ _MEGATRON = (
             skip_model_parallel_init"""), only=True), "replaces", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:parse_args", Parameters(_words("extra_args_provider ignore_unknown_args"), only=True),
          "extends", f"{_ENTRY}/install.py"),
-        (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(_words("parse_args validate_args")),
-         "replaces functions inside", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(_words("""parse_args validate_args
+            set_global_variables""")), "replaces functions inside", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:validate_args", Refers(("_print_args",)), "replaces a function inside",
          f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:_print_args", Parameters(_words("title args"), only=True), "replaces",

@@ -118,6 +118,12 @@ def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
         assert flag in both.output
 
 
+def test_a_tokenizer_that_cannot_be_built_is_one_sentence(tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 1, "--tokenizer-type GPT2BPETokenizer --vocab-file /no/such --merge-file /none")
+    assert ended.code == 2 and codes_in(ended.output) == ["tokenizer-unusable"] and "GPT2BPETokenizer" in ended.output
+    assert "Traceback" not in ended.output
+
+
 def test_a_run_prints_the_options_in_force_once(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 2, "--train-iters 1 --lr-warmup-iters 0")
     assert ended.code == 0, ended.output[-3000:]

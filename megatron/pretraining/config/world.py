@@ -140,10 +140,16 @@ def check_start(config: Config, workers: Workers) -> None:
     size = max(most // parts, 1) * parts * per_node
     if problems.check(check_world, config, size):
         problems.check(check_placement, config, size, workers)
-        problems.check(lambda: check_faults(config.faults.planned(size, train_iterations(config, size)), size))
+        problems.check(_check_planned_faults, config, size)
     if least < most:
         problems.check(check_fewest, config, least, per_node)
     problems.raise_found()
+
+
+def _check_planned_faults(config: Config, size: int) -> None:
+    if config.training.train_iters is None and config.training.train_samples is None:
+        return  # another problem reports it
+    check_faults(config.faults.planned(size, train_iterations(config, size)), size)
 
 
 def check_faults(faults: Iterable[Fault], size: int) -> None:

@@ -20,6 +20,7 @@ from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.setup import WorkerParts
 from moc.errors import with_code
 from moc.faults import reach
+from moc.files.tree import Tree
 from moc.runtime.agreement import first_line, first_reported, gather, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
@@ -193,7 +194,7 @@ def _gathered(staging: Path, iteration: int) -> list[str]:
     inner = dense_files.directory_of(staging, iteration)
     for entry in [*inner.iterdir()]:
         os.rename(entry, staging / entry.name)
-    inner.rmdir()
+    Tree(staging, ours=True).remove_if_empty(inner.name)
     return sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
 
 

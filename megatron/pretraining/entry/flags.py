@@ -153,6 +153,24 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
+def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
+    """Megatron-LM's ``set_global_variables``, which builds tokenizer and writers of logs; its errors are sentences."""
+
+    @functools.wraps(real)
+    def set_up(args, *more: Any, **options: Any) -> None:
+        with reported(Path(sys.argv[0]).name):
+            try:
+                real(args, *more, **options)
+            except Exception as error:
+                raise ConfigError(
+                    f"Megatron-LM cannot set up the tokenizer {args.tokenizer_type} or the writers of logs "
+                    f"({type(error).__name__}: {_cause_of(error)}). Fix: correct the options of tokenizer and logging",
+                    code="tokenizer-unusable",
+                ) from error
+
+    return set_up
+
+
 def print_args(title: str, args: argparse.Namespace) -> None:
     """Prints the options that differ from the defaults, in the place of Megatron-LM's list of all arguments."""
     if is_first_worker():
@@ -177,15 +195,19 @@ def _plain(value: Any) -> Any:
 
 def _refusal_of(error: Exception) -> ConfigError:
     """What Megatron-LM refuses; of an assertion without a sentence, the condition."""
+    return ConfigError(
+        f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
+        code="megatron-options-refused",
+    )
+
+
+def _cause_of(error: Exception) -> str:
     cause = " ".join(str(error).split())
     if not cause:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines = range(frame.lineno or 0, (frame.end_lineno or frame.lineno or 0) + 1)
         cause = " ".join(linecache.getline(frame.filename, number).strip() for number in lines)
-    return ConfigError(
-        f"Megatron-LM refuses the options: {cause.rstrip('.')}. Fix: change the options that it names",
-        code="megatron-options-refused",
-    )
+    return cause.rstrip(".")
 
 
 def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], problems: Problems) -> Iterator[str]:

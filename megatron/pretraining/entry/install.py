@@ -24,5 +24,6 @@ def install() -> None:
         return
     arguments.parse_args = flags.parse_args(arguments.parse_args)
     arguments.validate_args = flags.validate_args(arguments.validate_args)
+    arguments.set_global_variables = flags.set_global_variables(arguments.set_global_variables)
     arguments._print_args = flags.print_args
     package.pretrain = training.pretrain = ours

@@ -96,18 +96,18 @@ def test_the_program_understands_the_flags_of_a_step(name):
 
 
 def test_memory_is_predicted_with_the_longest_chains():
-    """Eight buffers of everything, four of them copies; experts that the newest snapshot lacks, and their copies;
-    and of both gradients.
-
-    These are of the experts that fit, for 32 iterations.
+    """Eight buffers of everything, four of them copies; carried experts, E + 2 K of a node and E + 2 K of its copies
+    (docs/how-to/choose-a-policy.md), with 4 and 2 of 16 experts in a snapshot; and gradients for 32 iterations.
     """
     counts = parameters(ablation.MODEL)
     everything, selective, *_, gradients = (ablation.predicted_memory(of) for of in ablation.steps().values())
     assert everything == pytest.approx(8 * 12 * sum((counts["experts"], counts["others"])) / 4, rel=0.03)
-    assert selective - everything == pytest.approx(2 * 12 * counts["experts"] / 4, rel=0.01)
+    experts = 12 * counts["experts"] / 4
+    assert selective - everything == pytest.approx(2 * (1 + 2 * 4 / 16) * experts, rel=0.01)
     cost = 1 / 3 + (2 / 3) / 33
     chained = 2 / cost * 4 * counts["experts"] / counts["num_experts"] / 4
-    assert gradients - selective == pytest.approx(2 * 32 * chained, rel=0.01)
+    fewer = 2 * 2 * (4 - 2) / 16 * experts
+    assert gradients - selective == pytest.approx(2 * 32 * chained - fewer, rel=0.01)
 
 
 def test_bytes_in_a_directory(tmp_path):
