@@ -36,6 +36,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory, boundaries
 from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.logging.log import Log
+from megatron.pretraining.logging.records import Records
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.initialize import initialize, world_of
@@ -207,7 +208,7 @@ class WorkerParts:
     streams: dict[str, BatchStream | None]
     train_iters: int
     vocabulary: Vocabulary
-    log: Log
+    log: Records
     auto: AutoPolicy | None
     session: Session | None = None
     checkpoints: Checkpoints | None = None
@@ -263,7 +264,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     session: Session
     auto: AutoPolicy | None
-    log: Log
+    log: Records
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int

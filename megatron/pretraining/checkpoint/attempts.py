@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.logging.log import Log
+from megatron.pretraining.logging.records import Records
 from moc.errors import cause_of, code_of, warning, with_code
 from moc.runtime.agreement import first_line, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
@@ -25,7 +25,7 @@ class Attempts:
         problem: the error of the last failed one; empty after a success.
     """
 
-    def __init__(self, config: Config, log: Log):
+    def __init__(self, config: Config, log: Records):
         self._save, self._stops, self._log = config.checkpoint.save, config.checkpoint.save_failure == "stop", log
         self._trouble, self.problem = Trouble(), ""
 

@@ -41,7 +41,7 @@ from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.state import optimizer_fragments
-from megatron.pretraining.logging.log import Log
+from megatron.pretraining.logging.records import Records
 from moc.errors import with_code
 from moc.runtime.agreement import first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
@@ -71,7 +71,7 @@ class Checkpoints:
         optimizer: VotedOptimizer,
         scheduler: OptimizerParamScheduler,
         vocabulary: Vocabulary,
-        log: Log,
+        log: Records,
     ):
         self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
         self._modules, self._optimizer, self._scheduler, self._vocabulary = modules, optimizer, scheduler, vocabulary

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,49 +15,26 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 from megatron.pretraining.config import Config
 from megatron.pretraining.entry.schedule import Reports
 from megatron.pretraining.entry.stock import get_args, get_timers
-from megatron.pretraining.logging.log import print_rank_0
-from moc.events import EventLog
+from megatron.pretraining.logging.records import Records
 from moc.runtime.world import World
 from moc.state.record import StepRecord
-from moc.trouble import Harmless
 
 
-class StockLog:
+class StockLog(Records):
     """Reports step records by Megatron-LM's ``training_log``, a collective call, and to ``events.jsonl``.
 
     Attributes:
-        events: for programs.
         reports: names the loss; set when the generation's schedule is built.
     """
 
     def __init__(self, config: Config, world: World, optimizer: MegatronOptimizer):
-        self._config, self._world = config, world
         self.reports: Reports | None = None
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self._totals: dict[str, Any] = {}
         self._reports_memory, self._is_first = True, True
-        self._last = time.perf_counter()
-        self._harmless = Harmless(self.message, "a report of training", "training continues")
-        self._open()
+        super().__init__(config, world)
 
-    def _open(self) -> None:
-        log_dir = self._config.logging.log_dir if self._world.rank == 0 else None
-        self.events = EventLog(log_dir, self.message)
-        self._reported: int | None = None
-        self._evaluated: int | None = None
-
-    def move(self, world: World) -> None:
-        """Reports another generation; the files move with rank 0."""
-        first, self._world = self._world.rank == 0, world
-        if first != (world.rank == 0):
-            self.close()
-            self._open()
-
-    def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Reports a completed iteration, with further ``gauges`` to plot."""
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        self._write(record, consumed_samples, elapsed, gauges)
+    def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
         args = get_args()
         args.iteration = args.curr_iteration = record.iteration
         args.consumed_train_samples = consumed_samples
@@ -68,7 +43,7 @@ class StockLog:
         self._reports_memory = training.training_log(
             self._losses(record),
             self._totals,
-            get_canonical_lr_for_logging(self.optimizer.param_groups),  # of the next update, as in Megatron-LM's log
+            get_canonical_lr_for_logging(self._optimizer.param_groups),  # of the next update, as in Megatron-LM's log
             record.iteration,
             record.loss_scale,
             self._reports_memory,
@@ -99,44 +74,8 @@ class StockLog:
         if (wandb := get_wandb_writer()) is not None:
             wandb.log(dict(gauges), iteration)
 
-    def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Writes the event of the iteration that the run resumes from, if its reporter was lost before that."""
-        reported = self._reported
-        if reported is None:
-            reported = self.events.newest("iteration").get("iteration")
-        self.skip_time()
-        if record is None or reported != record.iteration - 1:
-            return
-        self._write(record, consumed_samples, 0.0, gauges)
-
-    def _write(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
-        """Writes the event of an iteration."""
-        self._reported = record.iteration
-        self.events.write(
-            "iteration",
-            iteration=record.iteration,
-            consumed_samples=consumed_samples,
-            loss=record.loss,
-            learning_rate=record.learning_rate,
-            grad_norm=record.grad_norm,
-            loss_scale=record.loss_scale,
-            skipped=record.skipped,
-            tokens=record.tokens,
-            elapsed_s=round(elapsed, 6),
-            **record.auxiliary,
-            **gauges,
-        )
-
-    def was_evaluated(self, iteration: int) -> bool:
-        """Whether a loss of this iteration, or of a later one, was reported; only rank 0 knows."""
-        evaluated = self._evaluated
-        if evaluated is None:
-            evaluated = self.events.newest("evaluation").get("iteration")
-        return evaluated is not None and evaluated >= iteration
-
-    def has(self, iteration: int) -> bool:
-        """Whether the newest iteration in ``events.jsonl`` is this one; only rank 0 knows."""
-        return self.events.newest("iteration").get("iteration") == iteration
+    def _repeat(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        self._write(record, consumed_samples, 0.0, gauges)  # Megatron-LM's log is a collective call
 
     def skip_time(self) -> None:
         """Excludes the time since the last iteration from the next iteration's."""
@@ -144,20 +83,10 @@ class StockLog:
         if timer._started:
             timer.stop()
         timer.start()
-        self._last = time.perf_counter()
-
-    def evaluation(self, iteration: int, split: str, loss: float) -> None:
-        """Writes the event of an evaluation, which Megatron-LM's log has printed."""
-        self._evaluated = iteration
-        perplexity = math.exp(min(loss, 20.0))
-        self.events.write("evaluation", iteration=iteration, split=split, loss=loss, perplexity=perplexity)
-
-    def message(self, text: str) -> None:
-        """Prints a message on rank 0, in one line."""
-        print_rank_0(self._world, f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}")
+        super().skip_time()
 
     def close(self) -> None:
         """Flushes and closes everything."""
-        self.events.close()
+        super().close()
         if (writer := get_tensorboard_writer()) is not None:
             writer.flush()

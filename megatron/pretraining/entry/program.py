@@ -113,9 +113,8 @@ class StockProgram:
         phases.done("data")
         vocabulary = Vocabulary(args.padded_vocab_size or 0, args.padded_vocab_size or 0)
         state = chunks, ModuleState(chunks), optimizer, scheduler
-        logs: Any = log
         policy = auto_policy(config, log)
-        return WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, logs, policy)
+        return WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, log, policy)
 
     def topology(self, config: Config, world: World) -> StockTopology:
         """This worker's share of the global batch, whose size may change in the course of the run."""
@@ -124,16 +123,16 @@ class StockProgram:
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """The schedule with Megatron-LM's forward step."""
         reports = Reports(parts.world)
-        log: Any = parts.log
-        log.reports = reports
+        _log_of(parts).reports = reports
         turns = Turns(parts.config.rng.seed, topology)
         sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
         return StockSchedule(reporting(self.forward_step, reports), parts.chunks, turns, *sizes)
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:
         """What the schedule's loss function reports."""
-        log: Any = parts.log
-        return log.reports
+        reports = _log_of(parts).reports
+        assert reports is not None  # the generation's schedule is built
+        return reports
 
     def checkpoints(self, parts: WorkerParts) -> Any:
         """Checkpoints in Megatron-LM's format."""
@@ -227,6 +226,11 @@ class StockProgram:
     def _evaluations_until(self, iteration: int) -> int:
         args = get_args()
         return max(0, iteration // args.eval_interval - (args.start_eval_at_iter or 0) // args.eval_interval)
+
+
+def _log_of(parts: WorkerParts) -> StockLog:
+    assert isinstance(parts.log, StockLog)  # build() has made it
+    return parts.log
 
 
 class _Losses:

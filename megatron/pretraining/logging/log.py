@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Mapping
-from datetime import datetime
 
 import torch
 from megatron.core.timers import Timers
@@ -14,11 +11,9 @@ from megatron.core.timers import Timers
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.logging.flops import flops_per_sample, peak_tflops
-from moc.events import EventLog
-from moc.output import print_lines
+from megatron.pretraining.logging.records import Records, clock, perplexity_of, print_rank_0
 from moc.runtime.world import World
 from moc.state.record import StepRecord
-from moc.trouble import Harmless
 
 # megatron-core gathers timers by position, so all workers must name the same ones
 _TIMERS = [
@@ -42,61 +37,25 @@ _TIMERS = [
 ]
 
 
-def print_rank_0(world: World, *lines: str) -> None:
-    """Prints lines on rank 0 and flushes; output that fails (a full disk) is dropped."""
-    if world.rank == 0:
-        with contextlib.suppress(OSError):
-            print_lines(*lines, flush=True)
-
-
-class Log:
+class Log(Records):
     """Reports step records; only rank 0 writes, and all workers must report megatron-core's timers together."""
 
     def __init__(self, config: Config, world: World, vocab_size: int, train_iters: int, timers: Timers):
-        self._config, self._world, self._timers, self._train_iters = config, world, timers, train_iters
+        self._timers, self._train_iters = timers, train_iters
         self._flops = flops_per_sample(config, vocab_size)
         self._peak = peak_tflops()
         self._window = _Window()
-        self._last = time.perf_counter()
         self._skipped_in_run = 0
-        self._harmless = Harmless(self.message, "a report of training", "training continues")
-        self._open()
+        super().__init__(config, world)
 
     def _open(self) -> None:
-        first, logging = self._world.rank == 0, self._config.logging
-        self.events = EventLog(logging.log_dir if first else None, self.message)
-        self._tensorboard = self._board() if first and logging.tensorboard_dir is not None else None
-        self._reported: int | None = None  # by this worker, since it has opened the files
-        self._evaluated: int | None = None  # likewise
+        super()._open()
+        plots = self._world.rank == 0 and self._config.logging.tensorboard_dir is not None
+        self._tensorboard = self._board() if plots else None
 
-    def move(self, world: World) -> None:
-        """Reports another generation; the files move with rank 0."""
-        first, self._world = self._world.rank == 0, world
-        if first != (world.rank == 0):
-            self.close()
-            self._open()
-
-    def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Reports one completed iteration with further ``gauges`` to plot, and prints every ``--log-interval``-th."""
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        self._reported = record.iteration
+    def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
         self._window.add(record, elapsed)
         self._skipped_in_run += record.skipped
-        self.events.write(
-            "iteration",
-            iteration=record.iteration,
-            consumed_samples=consumed_samples,
-            loss=record.loss,
-            learning_rate=record.learning_rate,
-            grad_norm=record.grad_norm,
-            loss_scale=record.loss_scale,
-            skipped=record.skipped,
-            tokens=record.tokens,
-            elapsed_s=round(elapsed, 6),
-            **record.auxiliary,
-            **gauges,
-        )
         if record.iteration % self._config.logging.tensorboard_log_interval == 0:
             with self._harmless():
                 self._scalars(record, consumed_samples, elapsed, gauges)
@@ -106,35 +65,10 @@ class Log:
             self._log_timers(record.iteration)
             self._window = _Window()
 
-    def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Reports the iteration that the run resumes from, if its reporter was lost before reporting it."""
-        reported = self._reported
-        if reported is None:  # others may have reported until now: a worker that comes is built while they train
-            reported = self.events.newest("iteration").get("iteration")
-        if record is not None and reported == record.iteration - 1:
-            self.skip_time()
-            self.iteration(record, consumed_samples, gauges)
-
-    def was_evaluated(self, iteration: int) -> bool:
-        """Whether a loss of this iteration, or of a later one, was reported; only rank 0 knows."""
-        evaluated = self._evaluated
-        if evaluated is None:
-            evaluated = self.events.newest("evaluation").get("iteration")
-        return evaluated is not None and evaluated >= iteration
-
-    def has(self, iteration: int) -> bool:
-        """Whether the newest iteration in ``events.jsonl`` is this one; only rank 0 knows."""
-        return self.events.newest("iteration").get("iteration") == iteration
-
-    def skip_time(self) -> None:
-        """Excludes the time since the last iteration (evaluation, saving) from the next iteration's."""
-        self._last = time.perf_counter()
-
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
         """Reports an evaluation."""
-        self._evaluated = iteration
-        perplexity = math.exp(min(loss, 20.0))
-        self.events.write("evaluation", iteration=iteration, split=split, loss=loss, perplexity=perplexity)
+        super().evaluation(iteration, split, loss)
+        perplexity = perplexity_of(loss)
         if self._tensorboard is not None:
             self._tensorboard.add_scalar(f"lm loss {split}", loss, iteration)
             if self._config.logging.log_validation_ppl_to_tensorboard:
@@ -144,13 +78,9 @@ class Log:
             f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |",
         )
 
-    def message(self, text: str) -> None:
-        """Prints a message on rank 0, in one line."""
-        print_rank_0(self._world, f" [{_clock()}] {text}")
-
     def close(self) -> None:
         """Flushes and closes everything."""
-        self.events.close()
+        super().close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -166,7 +96,7 @@ class Log:
     def _line(self, record: StepRecord, consumed_samples: int) -> str:
         window, width = self._window, len(str(self._train_iters))
         fields = [
-            f" [{_clock()}] iteration {record.iteration:{max(width, 8)}d}/{self._train_iters:{max(width, 8)}d}",
+            f" [{clock()}] iteration {record.iteration:{max(width, 8)}d}/{self._train_iters:{max(width, 8)}d}",
             f"consumed samples: {consumed_samples:12d}",
             f"elapsed time per iteration (ms): {1000.0 * window.seconds_per_iteration:.1f}",
         ]
@@ -257,7 +187,3 @@ class _Window:
     @property
     def mean_loss(self) -> float:
         return self.loss / self.counted if self.counted else math.nan
-
-
-def _clock() -> str:
-    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")

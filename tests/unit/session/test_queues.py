@@ -19,7 +19,7 @@ def future(done: bool, result: object = None) -> Future:
 
 def taken(number: int, done: bool) -> SimpleNamespace:
     layout, capture = SimpleNamespace(nbytes=number), SimpleNamespace(seconds=number, bubble_bytes=number)
-    facts = dict(layout=layout, capture=capture, seal_s=number, persisted_bytes=number, persist_s=number)
+    facts = dict(layout=layout, capture=capture, seal_s=number, persisted_bytes=number, persist_s=number, retries=0)
     snapshot = SimpleNamespace(sealed=future(done), persisted=future(done), **facts)
     return SimpleNamespace(snapshot=snapshot, copied=future(done, Copied(number, float(number))))
 

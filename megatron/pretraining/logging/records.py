@@ -1,0 +1,128 @@
+"""Events of a run: what both logs, this program's and Megatron-LM's, report in the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from megatron.pretraining.config import Config
+from moc.events import EventLog
+from moc.output import print_lines
+from moc.runtime.world import World
+from moc.state.record import StepRecord
+from moc.trouble import Harmless
+
+
+def print_rank_0(world: World, *lines: str) -> None:
+    """Prints lines on rank 0 and flushes; output that fails (a full disk) is dropped."""
+    if world.rank == 0:
+        with contextlib.suppress(OSError):
+            print_lines(*lines, flush=True)
+
+
+class Records(ABC):
+    """Writes ``events.jsonl`` on rank 0; all workers call every method but :meth:`was_evaluated` and :meth:`has`.
+
+    Attributes:
+        events: for programs.
+    """
+
+    def __init__(self, config: Config, world: World):
+        self._config, self._world = config, world
+        self._last = time.perf_counter()
+        self._harmless = Harmless(self.message, "a report of training", "training continues")
+        self._open()
+
+    def _open(self) -> None:
+        self.events = EventLog(self._config.logging.log_dir if self._world.rank == 0 else None, self.message)
+        self._reported: int | None = None  # by this worker, since it has opened the files
+        self._evaluated: int | None = None  # likewise
+
+    def move(self, world: World) -> None:
+        """Reports another generation; the files move with rank 0."""
+        first, self._world = self._world.rank == 0, world
+        if first != (world.rank == 0):
+            self.close()
+            self._open()
+
+    def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        """Reports a completed iteration, with further ``gauges`` to plot."""
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        self._write(record, consumed_samples, elapsed, gauges)
+        self._show(record, consumed_samples, elapsed, gauges)
+
+    @abstractmethod
+    def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
+        """Prints and plots an iteration that took ``elapsed`` seconds."""
+
+    def _write(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
+        self._reported = record.iteration
+        self.events.write(
+            "iteration",
+            iteration=record.iteration,
+            consumed_samples=consumed_samples,
+            loss=record.loss,
+            learning_rate=record.learning_rate,
+            grad_norm=record.grad_norm,
+            loss_scale=record.loss_scale,
+            skipped=record.skipped,
+            tokens=record.tokens,
+            elapsed_s=round(elapsed, 6),
+            **record.auxiliary,
+            **gauges,
+        )
+
+    def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        """Reports the iteration that the run resumes from, if its reporter was lost before reporting it."""
+        reported = self._reported
+        if reported is None:  # others may have reported until now: a worker that comes is built while they train
+            reported = self.events.newest("iteration").get("iteration")
+        self.skip_time()
+        if record is not None and reported == record.iteration - 1:
+            self._repeat(record, consumed_samples, gauges)
+
+    def _repeat(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        """Reports an iteration that another worker has completed."""
+        self.iteration(record, consumed_samples, gauges)
+
+    def was_evaluated(self, iteration: int) -> bool:
+        """Whether a loss of this iteration, or of a later one, was reported; only rank 0 knows."""
+        evaluated = self._evaluated
+        if evaluated is None:
+            evaluated = self.events.newest("evaluation").get("iteration")
+        return evaluated is not None and evaluated >= iteration
+
+    def has(self, iteration: int) -> bool:
+        """Whether the newest iteration in ``events.jsonl`` is this one; only rank 0 knows."""
+        return self.events.newest("iteration").get("iteration") == iteration
+
+    def skip_time(self) -> None:
+        """Excludes the time since the last iteration (evaluation, saving) from the next iteration's."""
+        self._last = time.perf_counter()
+
+    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+        """Reports an evaluation."""
+        self._evaluated = iteration
+        self.events.write("evaluation", iteration=iteration, split=split, loss=loss, perplexity=perplexity_of(loss))
+
+    def message(self, text: str) -> None:
+        """Prints a message on rank 0, in one line."""
+        print_rank_0(self._world, f" [{clock()}] {text}")
+
+    def close(self) -> None:
+        """Flushes and closes everything."""
+        self.events.close()
+
+
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a loss in nats; of a loss above 20, that of 20."""
+    return math.exp(min(loss, 20.0))
+
+
+def clock() -> str:
+    """The local time, as Megatron-LM prints it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
