@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
+from moc.files.text import without_middle
 from moc.files.tree import CONFIG, open_named
 
 _SIMILAR = 0.8
@@ -116,7 +117,7 @@ def load_config(path: str | os.PathLike) -> dict:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {' '.join(str(error).split())}. Fix: correct it",
+            f"--config {path} is not YAML: {without_middle(' '.join(str(error).split()))}. Fix: correct it",
             code="config-file-unreadable",
         ) from None
     refuse(

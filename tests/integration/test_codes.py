@@ -52,7 +52,7 @@ HERE = flags.CASES | launcher.CASES | tools.CASES
 """Cases whose error comes before anything that a test process must not do."""
 
 
-@pytest.mark.parametrize("code", HERE)
+@pytest.mark.parametrize("code", sorted(HERE))
 def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
     case = HERE[code]
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
     assert all(" Fix: " in line for line in output.splitlines() if codes_in(line)), output
 
 
-@pytest.mark.parametrize("program", MAINS)
+@pytest.mark.parametrize("program", sorted(MAINS))
 def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
     code, case = next((code, case) for code, case in HERE.items() if case.program == program)
     if case.make is not None:
@@ -88,7 +88,7 @@ def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
     assert status == case.status and code in codes_in(output) and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("code", jobs.CASES)
+@pytest.mark.parametrize("code", sorted(jobs.CASES))
 def test_a_job_ends_with_the_code(code, tmp_path):
     case = jobs.CASES[code]
     if case.make is not None:
@@ -140,7 +140,7 @@ PEERS = {"message-altered": altered, "wire-protocol-violated": without_fields}
 """By code, the bytes that a process sends which knows the token."""
 
 
-@pytest.mark.parametrize("code", STRANGERS.keys() | PEERS.keys())
+@pytest.mark.parametrize("code", [*STRANGERS, *PEERS])
 def test_a_launcher_that_meets_a_stranger_ends_with_the_code(code, tmp_path):
     def answer(connection):
         hello = connection.recv(50)
@@ -262,7 +262,7 @@ def saved(tmp_path_factory):
     return directory / "saved"
 
 
-@pytest.mark.parametrize("code", OTHER_STATE)
+@pytest.mark.parametrize("code", sorted(OTHER_STATE))
 def test_a_job_that_cannot_load_a_state_ends_with_the_code(code, saved, tmp_path):
     status, output = run(jobs.job(f"--load {saved} --train-iters 3 {OTHER_STATE[code]}", 1), tmp_path)
     assert status == 1 and code in codes_in(output) and "Traceback" not in output, output

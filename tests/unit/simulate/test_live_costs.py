@@ -27,6 +27,7 @@ from moc.simulate.live_costs import (
 from moc.simulate.planner import PlanLimits, best_of, keeps_to
 from moc.simulate.policy_costs import Strategy
 from moc.simulate.sizes import full_sizes
+from moc.state.host_memory import spare_buffers
 from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS
 
@@ -214,7 +215,10 @@ def test_copies_on_other_nodes_take_memory_and_time():
 
 
 def test_memory_keeps_the_experts_that_the_newest_snapshot_lacks():
-    """Of the node, and of the one that it keeps copies for; a disk keeps whole snapshots."""
+    """Of the node, and of the one that it keeps copies for; a disk keeps whole snapshots.
+
+    With each buffer but one that is not known to be safe, as many experts are carried as a snapshot has, or lacks.
+    """
     flags = {"replicas": 1, "snapshot_interval": "5"}
     for tier, copies in (("memory", 1), ("peers", 2), ("disk", 0)):
         run = running(tier)
@@ -228,7 +232,9 @@ def test_memory_keeps_the_experts_that_the_newest_snapshot_lacks():
                 ("pec", {"pec_k": EXPERTS}),
             )
         )
-        assert pec - full == selective - full == pytest.approx(copies * run.ranks * EXPERTS * EXPERT)
+        others = spare_buffers(tier) - 1
+        assert pec - full == pytest.approx(copies * run.ranks * (EXPERTS + others * 2) * EXPERT)
+        assert selective - full == pytest.approx(copies * run.ranks * (EXPERTS + others * 3) * EXPERT)
         assert everything == full
 
 
