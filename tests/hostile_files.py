@@ -367,7 +367,7 @@ def _module_state(header: Any) -> bytes:
 
 def _module_states() -> Iterator[bytes]:
     yield from map(_module_state, _any_json())
-    for value in (*BIG, {"list": [{"tensor": 0}] * 60_000}, {"dict": [[1, 2]] * 80_000}, {"bytes": "00" * 400_000}):
+    for value in (*BIG, {"list": [{"tensor": 0}] * 80_000}, {"dict": [[1, 2]] * 80_000}, {"bytes": "00" * 400_000}):
         yield _module_state({"values": {"a": value}, "tensors": [["float32", [4], 0, "cpu"]]})
     for shape in ([1] * 80_000, [1 << 62] * 60, [0, 1 << 62, 1 << 62]):
         yield _module_state({"values": {"a": {"tensor": 0}}, "tensors": [["float32", shape, 0, "cpu"]]})

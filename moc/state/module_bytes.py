@@ -160,6 +160,7 @@ class _Reader:
 
     def __init__(self, source: torch.Tensor, start: int, table: Sequence[_Row]):
         self._source, self._start, self._table = source, start, table
+        self._used: set[int] = set()
 
     def value(self, tree: Any, current: Any) -> Any:
         if not isinstance(tree, dict):
@@ -189,6 +190,9 @@ class _Reader:
         return self._from_tensor(kind, self._tensor(content), current)
 
     def _tensor(self, number: int) -> torch.Tensor:
+        if number in self._used:
+            raise ValueError("a tensor is used twice")
+        self._used.add(number)
         name, shape, offset, device = self._table[number]
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
