@@ -160,7 +160,7 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
     """Sends log records to standard error, one line each."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("mocrun: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=level)
+    logging.basicConfig(handlers=[handler], level=level, force=True)  # libraries may have set handlers, such as absl
 
 
 class _OneLine(logging.Formatter):

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
 from moc.runtime import children
 from moc.runtime.addresses import address_of_interface, interface_towards
+from moc.runtime.exit_codes import FAILED
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
@@ -203,7 +205,10 @@ def main() -> None:
     parser.add_argument("--orders", required=True)
     own = parser.parse_args()
     log_to_stderr()
-    asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
+    try:
+        asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
+    except FileNotFoundError:  # the launcher has ended meanwhile, and removed the directory of its sockets
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ CASES = {
     ),
     # Megatron-LM's flags and scripts for its functions
     "elastic-unsupported": front(f"{MOE} --elastic --elastic-slots 4 --calculate-per-token-loss", "--elastic"),
-    "policy-unsupported": front("--ckpt-policy gradient --ckpt-dir c --ckpt-tier memory", "gradient"),
+    "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
+    "data-kind-unsupported": front("--sft", "--sft"),
     "device-unsupported": front("--hybrid-layer-pattern M*M*", "--hybrid-layer-pattern"),
     "model-missing": user_script("model-missing", status=2),
     "process-groups-of-caller": user_script("process-groups-of-caller", named="pg_collection", status=2),
