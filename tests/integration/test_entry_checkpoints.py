@@ -66,7 +66,7 @@ def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
 
 
 def test_a_full_disk_does_not_end_training_and_is_reported(tmp_path):
-    with mounted(tmp_path / "disk", "6m") as disk:
+    with mounted(tmp_path / "disk", "2m") as disk:
         flags = f"{EP2} {ZERO1} --save {disk / 'saved'} --save-interval 4"
         ended = run(tmp_path, USER_SCRIPT, 2, flags)
         assert ended.code == 1 and len(ended.losses) == 8, ended.output[-3000:]
