@@ -24,6 +24,7 @@ from tests.integration.entry_jobs import (
     run,
     run_stock_loop,
 )
+from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
 
@@ -87,7 +88,7 @@ def test_a_batch_whose_size_grows_recovers(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
-@pytest.mark.parametrize("flags", ["--optimizer muon", "--optimizer muon --bf16"])
+@pytest.mark.parametrize("flags", ["--optimizer muon --bf16", *ALL * ["--optimizer muon"]])
 def test_an_optimizer_with_other_state_recovers(flags, tmp_path):
     recovers(tmp_path, USER_SCRIPT, f"{EP2} {flags}", FULL)
 

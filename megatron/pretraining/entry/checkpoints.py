@@ -106,7 +106,7 @@ class StockCheckpoints:
         for chunk in parts.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        root, iteration, world = Path(args.save), position.iteration, parts.world
+        root, iteration, world, retain = Path(args.save), position.iteration, parts.world, args.save_retain_interval
         fence = Fence(root, Claim(world.job.id, world.job.term))
         staging = dense_files.staging_of(root, iteration, fence.claim.tag)
         with self._attempts.attempt(iteration, lambda: self.last_saved), self._attempts.reporting():
@@ -114,7 +114,7 @@ class StockCheckpoints:
             with _saving_to(staging, root):
                 self._write(position)
                 reach("persisting")
-                self._publish(root, iteration, fence, staging)
+                self._publish(root, iteration, fence, staging, retain)
             self.last_saved = iteration
             self._attempts.succeeded(iteration)
 
@@ -138,14 +138,13 @@ class StockCheckpoints:
         if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
             raise CheckpointError(problem)
 
-    def _publish(self, root: Path, iteration: int, fence: Fence, staging: Path) -> None:
+    def _publish(self, root: Path, iteration: int, fence: Fence, staging: Path, retain: int | None) -> None:
         """Publishes what Megatron-LM has written, with size and hash of each file, which the workers share."""
         world = self._parts.world
         names = run_on_rank0(lambda: _gathered(staging, iteration), "cannot read a checkpoint")
         mine = {name: dense_files.describe(staging / name) for name in names[world.rank :: world.size]}
         files = {name: entry for described in gather(mine) for name, entry in described.items()}
-        retain, of_megatron = get_args().save_retain_interval, dense_files.OF_MEGATRON
-        publish = functools.partial(dense_files.publish, root, iteration, files, fence, retain, of_megatron)
+        publish = functools.partial(dense_files.publish, root, iteration, files, fence, retain, dense_files.OF_MEGATRON)
         run_on_rank0(publish, "cannot publish a checkpoint")
 
     def _verify(self, root: Path) -> None:
@@ -206,7 +205,7 @@ def _saving_to(staging: Path, root: Path) -> Iterator[None]:
     with (
         replaced(stock, get_checkpoint_tracker_filename=lambda _: os.devnull),  # publishing writes the tracker
         replaced(stock.wandb_utils, on_save_checkpoint_success=lambda *paths: records.append(paths)),
-        replaced(args, save=str(staging)),
+        replaced(args, save=str(staging), save_retain_interval=None),  # publishing removes old ones
     ):
         yield
     for path, _, _, iteration in records:
