@@ -34,7 +34,10 @@ def write_parts(file: int, parts: Iterable) -> None:
     """
     staged, count, direct = memoryview(mmap.mmap(-1, _BUFFER)), 0, None
     for part in parts:
-        data = memoryview(part).cast("B")
+        data = memoryview(part)
+        if not data.nbytes:
+            continue  # an empty array cannot be cast
+        data = data.cast("B")
         while data.nbytes and direct is not False:
             some = min(data.nbytes, _BUFFER - count)
             _copy(data[:some], staged[count : count + some])

@@ -54,7 +54,7 @@ class _Process(Worker):
     waits: bool = False
     gives_back: str | None = None
     why_killed: str = ""
-    broken: str = ""  # code of the error by which it ended itself, such as that of a broken device
+    broken: str = ""  # code of the error that ended it, such as device-broken
     dies_since: float | None = None
 
 
@@ -62,7 +62,7 @@ class CannotStartError(UserError, RuntimeError):
     """The program cannot run.
 
     Attributes:
-        lines: what the program prints about it.
+        lines: the message of the program.
         exit_code: of the job.
     """
 

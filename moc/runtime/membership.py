@@ -256,7 +256,7 @@ class Membership:
             code: its exit code; minus the signal number if a signal killed it.
             why: the reason, if its node killed it.
             gives_back: the run's memory, if the worker has released it.
-            broken: code of the error by which it has ended itself, such as that of a broken device.
+            broken: code of the error that ended it, such as device-broken.
         """
         if name in self.guests:
             return self.growth.guest_ended(name, code)

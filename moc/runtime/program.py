@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moc.runtime import hook
+from moc.runtime import script_check
 from moc.runtime.flags import Flags
 
 CHECK = "check_arguments"
@@ -35,8 +35,8 @@ def check_arguments(flags: Flags) -> None:
     except (OSError, ValueError, SyntaxError):
         return  # a program that is not of Python, or that Python itself refuses
     if not offers:
-        if hook.is_of_megatron(source):
-            hook.check_words(script, arguments, flags.workers)
+        if script_check.is_of_megatron(source):
+            script_check.check_words(script, arguments, flags.workers)
         return
     with _as_main(script, arguments):
         try:

@@ -34,7 +34,7 @@ from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
-from moc.runtime import environment, hook
+from moc.runtime import environment, hook, script_check
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.exit_codes import FAILED
 from moc.runtime.program import is_guarded
@@ -53,7 +53,10 @@ def main(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]  # what a program imports may depend on its flags
     refusal, code = warm_up(script), FAILED
     if refusal is None:
-        refusal, code = hook.refusal(script, arguments, int(os.environ.get(environment.SIZE, "1"))), hook.REFUSED
+        refusal, code = (
+            script_check.refusal(script, arguments, int(os.environ.get(environment.SIZE, "1"))),
+            script_check.REFUSED,
+        )
     if refusal is not None:
         os.write(tell, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
         return

@@ -29,7 +29,7 @@ STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
 OF_MEGATRON = "megatron-lm checkpoint 1"
-"""Format of a checkpoint that Megatron-LM's code has written, with a manifest beside its files."""
+"""Format of a checkpoint that Megatron-LM's code has written, with a manifest in its directory."""
 _UNFINISHED = ".iter_*.incomplete*"
 
 

@@ -85,8 +85,8 @@ def test_options_of_a_script_are_not_refused(tmp_path):
     (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
     (tmp_path / "script.py").write_text(OWN_FORWARD)
     for _ in range(2):  # without and with a list of Megatron-LM's options
-        ended = run(tmp_path, tmp_path / "script.py", 1, "--of-a-user 3")
-        assert ended.code == 0 and "parsed 3 None" in ended.output, ended.output[-2000:]
+        ended = run(tmp_path, tmp_path / "script.py", 1, "--of-a-user 3 --of-a-computed-name 4")
+        assert ended.code == 0 and "parsed 3 4" in ended.output, ended.output[-2000:]
 
 
 def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):

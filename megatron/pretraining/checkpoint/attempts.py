@@ -31,7 +31,7 @@ class Attempts:
 
     def due(self) -> bool:
         """Whether to repeat a failed attempt now; collective only after a failure."""
-        return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot tell the time")
+        return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot read the clock")
 
     @contextlib.contextmanager
     def attempt(self, iteration: int | None, give_up: Callable[[], int | None]) -> Iterator[None]:

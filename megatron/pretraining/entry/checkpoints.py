@@ -21,7 +21,7 @@ from megatron.pretraining.setup import WorkerParts
 from moc.errors import with_code
 from moc.faults import reach
 from moc.files.tree import Tree
-from moc.runtime.agreement import first_line, first_reported, gather, run_on_rank0
+from moc.runtime.agreement import first_line, first_reported, gather, run_on_all, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
@@ -142,7 +142,13 @@ class StockCheckpoints:
         """Publishes what Megatron-LM has written, with size and hash of each file, which the workers share."""
         world = self._parts.world
         names = run_on_rank0(lambda: _gathered(staging, iteration), "cannot read a checkpoint")
-        mine = {name: dense_files.describe(staging / name) for name in names[world.rank :: world.size]}
+        mine: dict[str, dict] = {}
+
+        def describe() -> None:
+            for name in names[world.rank :: world.size]:
+                mine[name] = dense_files.describe(staging / name)
+
+        run_on_all(describe, "cannot read a checkpoint")
         files = {name: entry for described in gather(mine) for name, entry in described.items()}
         publish = functools.partial(dense_files.publish, root, iteration, files, fence, retain, dense_files.OF_MEGATRON)
         run_on_rank0(publish, "cannot publish a checkpoint")
@@ -155,9 +161,11 @@ class StockCheckpoints:
         """
         iteration = get_args().ckpt_step or run_on_rank0(lambda: _iteration_in(root), "cannot look for a checkpoint")
         directory = dense_files.directory_of(root, iteration or 0)
-        if not directory.is_dir():
-            return  # Megatron-LM looks for other kinds, or reports it
-        manifest = run_on_rank0(lambda: dense_files.read_manifest(directory), "cannot read a checkpoint")
+
+        def manifest_there() -> dict | None:  # Megatron-LM looks for other kinds, or reports that there is none
+            return dense_files.read_manifest(directory) if directory.is_dir() else None
+
+        manifest = run_on_rank0(manifest_there, "cannot read a checkpoint")
         if manifest is not None:
             mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
             if damage := first_reported(dense_files.damage_in(directory, mine)):

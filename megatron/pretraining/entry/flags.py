@@ -32,7 +32,7 @@ from megatron.pretraining.process.rank0 import is_first_worker
 from megatron.pretraining.words import load_config, read_words, refuse_unknown
 from moc.files.text import short, shown
 from moc.output import print_lines
-from moc.runtime import hook
+from moc.runtime import script_check
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
                 with contextlib.redirect_stdout(sys.__stdout__):
                     print_lines(*described())
             sys.exit(0)
-        hook.checked()
+        script_check.checked()
         return args
 
     return validate

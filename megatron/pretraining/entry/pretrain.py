@@ -16,7 +16,7 @@ from megatron.pretraining.entry.flags import own_values
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
-from moc.runtime import hook
+from moc.runtime import hook, script_check
 
 
 def pretrain(
@@ -40,7 +40,7 @@ def pretrain(
     Ends the process with a non-zero code if training does not end normally.
     """
     hook.note_use()
-    hook.checked()
+    script_check.checked()
     with reported(Path(sys.argv[0]).name):
         _refuse(
             store=store,

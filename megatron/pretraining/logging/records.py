@@ -1,4 +1,4 @@
-"""Events of a run: what both logs, this program's and Megatron-LM's, report in the same way."""
+"""Events of a run, which the logs of this program and of Megatron-LM report in the same way."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Records(ABC):
 
 
 def perplexity_of(loss: float) -> float:
-    """The perplexity of a loss in nats; of a loss above 20, that of 20."""
+    """The perplexity of a loss in nats; losses above 20 count as 20."""
     return math.exp(min(loss, 20.0))
 
 

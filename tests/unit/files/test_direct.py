@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,11 @@ def written(path, parts) -> bytes:
 def test_a_file_has_the_bytes_of_its_parts(tmp_path_factory, sizes):
     parts = [random_bytes(size) for size in sizes]
     assert written(tmp_path_factory.mktemp("direct") / "file", map(memoryview, parts)) == b"".join(parts)
+
+
+def test_arrays_of_any_type_may_be_empty(tmp_path):
+    parts = [np.empty(0, np.float32), np.ones(3, np.float32), np.empty((0, 3), np.int64), b""]
+    assert written(tmp_path / "file", parts) == np.ones(3, np.float32).tobytes()
 
 
 @pytest.fixture

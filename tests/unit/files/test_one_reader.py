@@ -25,7 +25,7 @@ OF_MODULES = {
 OPENED_SAFELY = ("Tree(", "_tree.open(", "os.open(", "descriptor", "self.open(", "opened", "reads")
 ALLOWED = {
     "moc/runtime/children.py": "/proc, and the pipe of a child",
-    "moc/runtime/hook.py": "the pipe of a child",
+    "moc/runtime/script_check.py": "the pipe of a child",
     "moc/runtime/program.py": "the script that the user starts",
     "moc/runtime/zygote.py": "the script that the user starts",
     "moc/simulate/failures.py": "a trace in CSV, which the user names",

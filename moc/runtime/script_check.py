@@ -1,0 +1,104 @@
+"""Checks the flags of a Megatron-LM script before workers run it: words in the launcher, values in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import runpy
+import select
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from moc.runtime import hook
+
+_WORDS = "megatron.pretraining.entry.words"
+"""Module that checks the words of a command line without importing the entry point."""
+REFUSED = 2
+"""Exit code of a program that refuses its flags."""
+
+_SECONDS = 60.0
+"""Limit for a script's way to its parsed flags."""
+
+_checking = False
+
+
+def is_of_megatron(source: str) -> bool:
+    """Whether a script imports ``megatron.training`` or the entry point itself, and the launcher allows that."""
+    modules = "|".join(re.escape(name) for name in (hook.WATCHED[-1], hook.ENTRY))
+    imports = re.compile(rf"^\s*(?:from|import)\s+(?:{modules})\b", re.MULTILINE)
+    return os.environ.get(hook.VARIABLE) != "1" and imports.search(source) is not None
+
+
+def check_words(script: str, arguments: list[str], size: int) -> None:
+    """Exits if the script lacks an option, or after printing the help or the configuration; for a launcher.
+
+    Arguments are those of :func:`refusal`.
+    """
+    importlib.import_module(_WORDS).check_arguments(script, arguments, size)
+
+
+def refusal(script: str, arguments: list[str], size: int) -> str | None:
+    """Runs a script in a child of this process until it has checked its flags.
+
+    Args:
+        script: path of the script.
+        arguments: its command line.
+        size: number of workers of the job.
+
+    Returns:
+        The script's error messages about its flags; None without errors, or if the entry point is not imported.
+    """
+    if hook.ENTRY not in sys.modules:
+        return None
+    sys.stdout.flush()
+    received, sent = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(received)
+        _check(script, arguments, size, sent)
+    os.close(sent)
+    told, deadline = b"", time.monotonic() + _SECONDS
+    with open(received, "rb", buffering=0) as lines:
+        while select.select([lines], [], [], max(0.0, deadline - time.monotonic()))[0] and (
+            more := lines.read(1 << 16)
+        ):
+            told += more
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return told.decode() or None
+
+
+def _check(script: str, arguments: list[str], size: int, result: int) -> NoReturn:
+    """Runs the script until :func:`checked` is called; if it exits with code 2, its errors go to a descriptor."""
+    global _checking
+    _checking = True
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    sys.argv, errors, code = [script, *arguments], io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:  # the workers report it
+        code = None
+    finally:
+        if code == REFUSED:
+            start = f"{os.path.basename(script)}: error"
+            lines = [line for line in errors.getvalue().splitlines() if line.startswith(start)]
+            os.write(result, "\n".join(lines).encode())
+        os._exit(0)
+
+
+def checked() -> None:
+    """The script has checked its flags: ends a process that only had to find that out."""
+    if _checking:
+        raise SystemExit
