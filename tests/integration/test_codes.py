@@ -61,7 +61,7 @@ def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
         monkeypatch.delenv(name, raising=False)
     for name, value in case.variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it may be imported, and not read again
     monkeypatch.setitem(sys.modules, "benchmarks.papers.program", None)  # as where only the wheel is installed
     monkeypatch.setattr(sys, "argv", [case.program, *shlex.split(case.words)])
     if case.make is not None:

@@ -1,7 +1,9 @@
 """The tokenizers are megatron-core's, whole enough for its datasets, and mistakes are one sentence."""
 
+import http.server
 import importlib.util
 import json
+import threading
 
 import pytest
 import sentencepiece
@@ -110,7 +112,7 @@ COMMIT = "0a" * 20
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The hub's cache, with a tokenizer at a commit; downloads are forbidden, as in jobs."""
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hugging_face_directory(tmp_path / "models--owner--name" / "snapshots" / COMMIT)
@@ -125,6 +127,23 @@ def test_hugging_face_of_the_hub_at_no_or_another_commit(hub, revision, sentence
     with pytest.raises(TokenizerError, match=sentence) as raised:
         build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=revision)
     assert "\n" not in str(raised.value)
+
+
+def test_hugging_face_of_the_hub_behind_a_proxy_that_refuses(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_CONNECT(self):
+            self.send_error(403)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.server_port}")
+        with raises("tokenizer-not-cached", "owner/name"):
+            build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=COMMIT)
+        proxy.shutdown()
 
 
 def test_hugging_face_without_an_end_is_refused(tmp_path):
