@@ -88,6 +88,7 @@ CASES = {
     "pipeline-excludes-flag": flags("--reset-attention-mask --pipeline-model-parallel-size 4", workers=4),
     "upstream-logging-unsupported": snapshots("sparse", "--upstream-logging"),
     "grad-norm-unsupported": flags(f"--grad-norm stock {ELASTIC}"),
+    "initialization-unsupported": flags(f"--initialization stock {ELASTIC}"),
     # experts
     "capacity-balancing-conflict": flags("--moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn"),
     "router-groups-too-small": flags("--moe-router-num-groups 8 --moe-router-group-topk 1", named="--moe-router-topk"),

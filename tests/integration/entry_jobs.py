@@ -15,6 +15,7 @@ from benchmarks.live.job import free_ports
 from tests.worlds import REPOSITORY
 
 USER_SCRIPT = REPOSITORY / "tests/integration/user_pretrain.py"
+OWN_PROGRAM = REPOSITORY / "pretrain_gpt_moe.py"
 SCRIPTS = Path(os.environ.get("MOC_MEGATRON_LM") or REPOSITORY / "nothing")
 """The directory of Megatron-LM's root scripts, which the wheel of megatron-core does not contain."""
 needs_scripts = pytest.mark.skipif(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
+from moc.errors import codes_in
 from moc.store.locate import place_of
 from moc.store.store import Store
 from tests.integration.entry_jobs import (
@@ -17,6 +18,7 @@ from tests.integration.entry_jobs import (
     EP2,
     FULL,
     MOE,
+    OWN_PROGRAM,
     SCRIPTS,
     USER_SCRIPT,
     ZERO1,
@@ -196,6 +198,25 @@ def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
     assert ended.code == 0, ended.output[-4000:]
     for iteration in ("iter_0000004", "iter_0000008"):
         assert not differing(tmp_path / "stock/saved" / iteration, tmp_path / "ours/saved" / iteration)
+
+
+def test_initial_weights_are_the_same_in_every_layout(tmp_path):
+    layouts = ("", PP2, "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model-parallel-size 2")
+    losses = {}
+    for initialization in ("", "--initialization stock"):  # of this project's program, the default is "exact"
+        for layout in layouts[: 4 if not initialization else 2]:
+            flags = f"--front megatron {MOE} {layout} {initialization} --train-iters 1 --lr-warmup-iters 0"
+            ended = run(tmp_path / str(len(losses)), OWN_PROGRAM, 2 if layout else 1, flags)
+            assert ended.code == 0, ended.output[-4000:]
+            losses[initialization, layout] = ended.losses[1][0]
+    assert len({losses["", layout] for layout in layouts[:3]}) == 1
+    assert losses["", layouts[3]] == pytest.approx(losses["", ""], rel=1e-6)  # it adds the losses in another order
+    assert losses["--initialization stock", ""] != pytest.approx(losses["--initialization stock", PP2], rel=1e-4)
+
+
+def test_exact_initial_weights_of_a_model_with_foreign_layers_are_refused(tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 1, f"{MOE} --user-gate --initialization exact")
+    assert ended.code and "initialization-unsupported" in codes_in(ended.output) and "gate.strength" in ended.output
 
 
 def test_each_loop_continues_the_others_checkpoint(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from moc.errors import codes_in
-from tests.integration.entry_jobs import USER_SCRIPT, run
+from tests.integration.entry_jobs import BASE, USER_SCRIPT, run
 
 OWN_FORWARD = """
 from options_of_a_user import add_options
@@ -101,6 +101,28 @@ def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):
     assert yaml.safe_load(again.output) == values
     other = run(tmp_path, USER_SCRIPT, 2, "--config all.yaml --seed 78 --print-config", base="")
     assert yaml.safe_load(other.output) == values | {"seed": 78}
+
+
+def test_a_preset_has_less_weight_than_a_file_and_a_file_less_than_the_command_line(tmp_path):
+    (tmp_path / "some.yaml").write_text("model: gpt-125m-8e\nnum_layers: 6\nhidden_size: 96\n")
+    words = "--config some.yaml --hidden-size 48 --num-attention-heads 6 --print-config"
+    needed = BASE.partition("--micro-batch-size")[2].replace("--swiglu", "").replace("--normalization RMSNorm", "")
+    printed = run(tmp_path, USER_SCRIPT, 1, words, base=f"--micro-batch-size {needed}")
+    assert printed.code == 0, printed.output[-2000:]
+    values = yaml.safe_load(printed.output)
+    assert [values[name] for name in ("num_layers", "hidden_size", "num_attention_heads")] == [6, 48, 6]
+    assert values["num_experts"] == 8 and values["moe_layer_freq"] == [0, 1] * 3
+    assert values["max_position_embeddings"] == values["seq_length"] == 2048
+    unknown = run(tmp_path, USER_SCRIPT, 1, "--model gpt-126m --print-config")
+    assert unknown.code == 2 and codes_in(unknown.output) == ["value-not-a-choice"] and "gpt-125m-8e" in unknown.output
+
+
+def test_an_option_of_a_script_takes_the_place_of_ours(tmp_path):
+    options = OPTIONS.replace('parser.add_argument("--of-a-user", type=int)', 'parser.add_argument("--model")')
+    (tmp_path / "options_of_a_user.py").write_text(options)
+    (tmp_path / "script.py").write_text(OWN_FORWARD.replace("of_a_user,", "model,"))
+    ended = run(tmp_path, tmp_path / "script.py", 1, "--model own --of-a-computed-name 4")
+    assert ended.code == 0 and "parsed own 4" in ended.output, ended.output[-2000:]
 
 
 def test_problems_of_a_file_are_reported(tmp_path):

@@ -70,6 +70,11 @@ def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
         code="grad-norm-unsupported",
     )
     problems.refuse(
+        config.rng.initialization == "stock" and config.elastic.elastic,
+        "--initialization stock draws weights for each replica, and --elastic needs equal ones. Fix: drop one of them",
+        code="initialization-unsupported",
+    )
+    problems.refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
         f"--optimizer {config.regularization.optimizer} cannot be sharded. Fix: drop --use-distributed-optimizer",
         code="optimizer-excludes-flag",

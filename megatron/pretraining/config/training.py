@@ -103,3 +103,9 @@ class RngFlags(FlagGroup):
 
     seed: int = flag(1234, "Seed of all random numbers.", limits=">= 1")
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", limits="> 0")
+    initialization: str = flag(
+        "exact",
+        "How initial weights are drawn: exact is from the seed and the name of each weight, with the same bits in "
+        "every layout; stock is Megatron-LM's, from the seed and the layout, the default of its scripts.",
+        choices=("exact", "stock"),
+    )

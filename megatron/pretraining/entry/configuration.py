@@ -21,9 +21,12 @@ from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry.own_flags import OWN_GROUPS, own_names
+from megatron.pretraining.model.initial import EXACT
 
-_DEFAULTS = {"grad_norm": "stock"}
-"""Defaults that differ from our program's: the same bits as Megatron-LM's loop."""
+OWN_PROGRAM = "moc_own_program"
+"""Name, in the arguments, of whether this project's program is running, and no script of a user."""
+_DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
+"""Defaults for a user's script, where they differ from our program's: the same bits as Megatron-LM's loop."""
 _RENAMED = {"fp8_format": "fp8"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -110,7 +113,8 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
 
 def _value(arguments: Namespace, flag: Flag) -> object:
     if flag.name in own_names():
-        return _DEFAULTS.get(flag.name, flag.default)
+        defaults = {} if getattr(arguments, OWN_PROGRAM, False) else _DEFAULTS
+        return defaults.get(flag.name, flag.default)
     return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
 
 
@@ -126,6 +130,12 @@ def _checked(config: MegatronConfig) -> MegatronConfig:
         "--elastic needs the model of pretrain_gpt_moe.py, whose experts have replicas. Fix: drop it, or run "
         "pretrain_gpt_moe.py without --front megatron",
         code="elastic-unsupported",
+    )
+    refuse(
+        config.rng.initialization == EXACT and getattr(config.arguments, "init_model_with_meta_device", False),
+        "--initialization exact needs weights in memory, and --init-model-with-meta-device builds them later. Fix: "
+        "drop one of them",
+        code="flags-exclude-each-other",
     )
     check_own_flags(config)
     return config

@@ -25,6 +25,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
@@ -34,7 +35,7 @@ _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 def main() -> None:
     """Parses Megatron-LM's flags and ours, then trains."""
-    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer", OWN_PROGRAM: True})
     with reported(os.path.basename(sys.argv[0])):
         _refuse_other_data(args)
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

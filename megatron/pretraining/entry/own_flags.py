@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron.pretraining.arguments import add_flag
 from megatron.pretraining.config.flag import Flag, flags_of
 from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.presets import PRESETS
 
 OWN_GROUPS = ("snapshot", "faults", "elastic")
 """Groups whose flags are all ours."""
@@ -15,10 +17,29 @@ _OWN_FLAGS = {
     "checkpoint": ("save_failure",),
     "training": ("allow_nondeterministic",),
     "regularization": ("grad_norm",),
+    "rng": ("initialization",),
 }
 """Our flags in groups that otherwise have flags of Megatron-LM."""
 PREFIX = "moc_"
 """Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
+
+
+_OPTIONS_OF_FILES: dict[str, dict[str, Any]] = {
+    "config": {
+        "action": "append",
+        "metavar": "FILE.yaml",
+        "help": "Start from the options in this file, by name; of several files, a later one overrides an earlier one.",
+    },
+    "model": {
+        "choices": (*PRESETS,),
+        "help": "Start from the options of this model; files and the command line override them.",
+    },
+    "print-config": {
+        "action": "store_true",
+        "help": "Print the options that differ from Megatron-LM's defaults, as a file for --config; exit.",
+    },
+    "help-all": {"action": "store_true", "help": "Print Megatron-LM's options as well; exit."},
+}
 
 
 def own_flags() -> list[Flag]:
@@ -38,17 +59,9 @@ def own_names() -> frozenset[str]:
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
     box = parser.add_argument_group("fault tolerance", "Snapshots, recovery and injected faults.")
-    box.add_argument(
-        "--config", action="append", default=[], dest=f"{PREFIX}config", metavar="FILE.yaml",
-        help="Start from the options in this file, by name; of several files, a later one overrides an earlier one.",
-    )  # fmt: skip
-    box.add_argument(
-        "--print-config", action="store_true", dest=f"{PREFIX}print_config",
-        help="Print the options that differ from Megatron-LM's defaults, as a file for --config; exit.",
-    )  # fmt: skip
-    box.add_argument(
-        "--help-all", action="store_true", dest=f"{PREFIX}help_all", help="Print Megatron-LM's options as well; exit."
-    )
+    for name, described in _OPTIONS_OF_FILES.items():
+        if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name is left alone
+            box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
     for flag in own_flags():
         add_flag(box, flag, PREFIX + flag.name)
     return parser

@@ -10,9 +10,8 @@ from megatron.training import training
 
 from megatron.pretraining import loop
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.entry import cpu
+from megatron.pretraining.entry import command_line, cpu
 from megatron.pretraining.entry.configuration import config_of
-from megatron.pretraining.entry.flags import own_values
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
@@ -52,7 +51,7 @@ def pretrain(
         args = get_args()
         cpu.adapt(args)
         training.update_train_iters(args)
-        config = config_of(args, own_values())
+        config = config_of(args, command_line.read().own)
         _leave_to_vote(args, cfg_container)
         program = StockProgram(
             cfg_container,

@@ -30,6 +30,7 @@ from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_streams
+from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.process.cpu import device
 from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, world_of
 from megatron.pretraining.process.nodes import order_of_ranks
@@ -95,7 +96,7 @@ class StockProgram:
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False):  # the session chooses the state
             built: Any = training.setup_model_and_optimizer(
                 self.model_type,
-                model_provider_func=self._provider(),
+                model_provider_func=self._provider(config),
                 checkpointing_context={},
                 cfg_container=self.container,
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -201,11 +202,19 @@ class StockProgram:
                     code="replicas-differ",
                 )
 
-    def _provider(self) -> Callable[..., Any] | None:
-        """The model provider; it, or the builder of the model, repairs what a CPU needs."""
+    def _provider(self, config: Config) -> Callable[..., Any] | None:
+        """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights."""
         model, provider = getattr(self.container, "model", None), self.model_provider
+
+        def prepare(chunks: list[Any]) -> list[Any]:
+            cpu.mend_experts(chunks)
+            if config.rng.initialization == EXACT:
+                for chunk in chunks:
+                    initialize_weights(chunk, config.rng.seed)
+            return chunks
+
         if model is not None:
-            model.pre_wrap_hooks.append(cpu.mend_experts)
+            model.pre_wrap_hooks.append(prepare)
             return provider
         if provider is None:
             raise ConfigError(
@@ -214,10 +223,10 @@ class StockProgram:
             )
 
         @functools.wraps(provider)
-        def mended(*args: Any, **kwargs: Any) -> Any:
-            return cpu.mend_experts([provider(*args, **kwargs)])[0]
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            return prepare([provider(*args, **kwargs)])[0]
 
-        return mended
+        return prepared
 
     def _evaluates_at(self, iteration: int) -> bool:
         start = get_args().start_eval_at_iter

@@ -143,6 +143,11 @@ def refusals(arguments: Any) -> Iterator[str]:
 def refuse_arguments(arguments: Any) -> None:
     """Raises ``ConfigError`` with all refusals in one message."""
     problems = Problems()
+    problems.refuse(
+        getattr(arguments, "eval_interval", 0) is None,
+        "--eval-interval is missing, and Megatron-LM counts samples with it. Fix: add it",
+        code="megatron-options-refused",
+    )
     for sentence in refusals(arguments):
         problems.refuse(True, sentence, code="loop-argument-unsupported")
     problems.raise_found()

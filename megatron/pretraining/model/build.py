@@ -1,9 +1,7 @@
-"""The GPT-MoE model: megatron-core's modules, configured by the flags and initialised independently of layout."""
+"""The GPT-MoE model: megatron-core's modules, configured by the flags."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,7 +26,7 @@ from megatron.pretraining.elastic.layer import elastic_layers, with_slots
 from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model import fp8
-from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
+from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.process import cpu
 
 ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronModule]
@@ -55,7 +53,8 @@ def build_model(
             adopt(layers, plans[parallel_state.get_pipeline_model_parallel_rank()], config.elastic.elastic_dispatch)
         if config.mixed_precision.fp8_format and config.network.transformer_impl == "local":
             fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
-        initialize_weights(chunk, config)
+        if config.rng.initialization == EXACT:
+            initialize_weights(chunk, config.rng.seed)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.mixed_precision.fp16 or config.mixed_precision.bf16:
@@ -353,31 +352,3 @@ def _let_schedule_overlap_communication(core_config, ddp_config, chunks) -> None
     if ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core_config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-
-
-def initialize_weights(chunk: MegatronModule, config: Config) -> None:
-    """Initialises each matrix and router bias from (seed, name in the unpartitioned model) alone.
-
-    Megatron's distributions: N(0, std), and N(0, std / sqrt(2 * layers)) for the projections back into the residual
-    stream.  Norms and other biases keep the ones and zeros of their modules.  The same model therefore starts identical
-    in every layout, and a stage can be initialised without its neighbours.
-    """
-    std = config.rng.init_method_std
-    residual_std = std / math.sqrt(2.0 * config.network.num_layers)
-    with torch.no_grad():
-        for name, pieces in unpartitioned_parameters(unwrap(chunk)).items():
-            for piece in pieces:
-                if len(piece.global_shape) < 2 and not name.endswith("router.bias"):
-                    continue
-                values = torch.randn(piece.global_shape, generator=_generator(config.rng.seed, piece.name))
-                values *= residual_std if _projects_into_residual(name) else std
-                piece.view.copy_(values[piece.region.slices()].view(piece.view.shape))
-
-
-def _projects_into_residual(name: str) -> bool:
-    return "linear_proj.weight" in name or "linear_fc2.weight" in name
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -58,6 +58,13 @@ def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
     }
 
 
+def foreign_tensors(model: MegatronModule) -> list[str]:
+    """The parameters of a bare chunk that GPT models do not have, by name in the unpartitioned model."""
+    described, layers = _described(model), _num_layers(model)
+    names = [t.key for name, _ in model.named_parameters() if name in described for t in _tensors(described[name])]
+    return [name for name in names if not is_known(_with_depth_as_layer(name, layers))]
+
+
 def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
     """The pieces of each parameter of the model chunks, in model order."""
     pieces: Pieces = {}
@@ -98,14 +105,20 @@ def known_name(name: str, num_layers: int) -> str:
         name: in the unpartitioned model, as megatron-core gives it.
         num_layers: of the decoder.
     """
-    if depth := _MTP_DEPTH.match(name):
-        part = name[depth.end() :] if depth["layer"] else f"mtp.{name[depth.end() :]}"
-        name = f"decoder.layers.{num_layers + int(depth['depth'])}.{part}"
+    name = _with_depth_as_layer(name, num_layers)
     if is_known(name):
         return name
     if layer := _LAYER.match(name):
         return f"{layer[0]}self_attention.{name[layer.end() :]}"
     return f"output_layer.{name}"
+
+
+def _with_depth_as_layer(name: str, num_layers: int) -> str:
+    depth = _MTP_DEPTH.match(name)
+    if depth is None:
+        return name
+    part = name[depth.end() :] if depth["layer"] else f"mtp.{name[depth.end() :]}"
+    return f"decoder.layers.{num_layers + int(depth['depth'])}.{part}"
 
 
 _MTP_DEPTH = re.compile(r"mtp\.layers\.(?P<depth>\d+)\.(?P<layer>(?:mtp_model_layer|transformer_layer)\.)?")

@@ -1,0 +1,150 @@
+"""The command line of a script of Megatron-LM, with our options, files of options and presets.
+
+A preset has the least weight, then files, then the words of the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config.flag import UNKNOWN, Problems
+from megatron.pretraining.entry.own_flags import PREFIX
+from megatron.pretraining.entry.presets import preset_options
+from megatron.pretraining.words import load_config, read_words, refuse_unknown
+from moc.files.text import short, shown
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line that was read.
+
+    Attributes:
+        own: values of our options, by name of the flag.
+        given: values that differ from the defaults, by name.
+        problems: of words and files.
+        concealed: names whose values the problems conceal.
+        prints: the values are printed instead of training.
+    """
+
+    own: Mapping[str, object] = field(default_factory=dict)
+    given: Mapping[str, object] = field(default_factory=dict)
+    problems: tuple[ConfigError, ...] = ()
+    concealed: frozenset[str] = frozenset()
+    prints: bool = False
+
+
+_read = CommandLine()
+
+
+def read() -> CommandLine:
+    """The command line that was read last."""
+    return _read
+
+
+def prepared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Lets Megatron-LM's parser, which has our options, read files and presets, and collect problems; returns it."""
+    parser.__class__, parser.formatter_class = _Parser, _Formatter
+    return parser
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Formats help texts; some of Megatron-LM's have a percent sign that argparse cannot expand."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            return action.help or ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Megatron-LM's parser with our options; it collects problems instead of exiting at the first one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reads the words, and the files that they name; nothing is left over."""
+        global _read
+        words = sys.argv[1:] if args is None else list(args)
+        self.exit_on_error = False
+        values, problems = read_words(self, words, super().parse_known_args)
+        if values.get(f"{PREFIX}help_all"):
+            self.print_help(sys.__stdout__)
+            self.exit(0)
+        files = values.get(f"{PREFIX}config")
+        if files and files is not UNKNOWN:
+            words = [*_words_of_files(self, files, problems), *words]
+            values, _ = read_words(self, words, super().parse_known_args)
+        preset = values.get(f"{PREFIX}model")
+        if preset and preset is not UNKNOWN:
+            words = [*_words_of_options(self, preset_options(preset, values), f"--model {preset}", problems), *words]
+            values, _ = read_words(self, words, super().parse_known_args)
+        concealed = frozenset(name for name, value in values.items() if value is UNKNOWN)
+        defaults = {action.dest: action.default for action in self._actions}
+        values |= {name: defaults[name] for name in concealed}
+        own = {name.removeprefix(PREFIX): values.pop(name) for name in [*values] if name.startswith(PREFIX)}
+        prints = bool(own.pop("print_config", False))
+        own = {name: value for name, value in own.items() if name not in ("config", "model", "help_all")}
+        given = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
+        _read = CommandLine(own, given, tuple(problems.found), concealed, prints)
+        return argparse.Namespace(**values), []
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
+        except KeyError:  # names of Megatron-LM's enumerations
+            raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from None
+
+
+def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], problems: Problems) -> Iterator[str]:
+    for file in files:
+        content: dict[str, Any] = {}
+        problems.check(lambda file=file, content=content: content.update(load_config(file)))
+        yield from _words_of_options(parser, content, file, problems)
+
+
+def _words_of_options(
+    parser: argparse.ArgumentParser, options: Mapping[Any, Any], source: str, problems: Problems
+) -> Iterator[str]:
+    """Options by name as words of a command line."""
+    by_name: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        for name in {action.dest.removeprefix(PREFIX), *map(_underscored, action.option_strings)}:
+            by_name.setdefault(name, []).append(action)
+    for key, value in options.items():
+        actions = by_name.get(_underscored(key))
+        if actions is None:
+            refuse_unknown([f"--{key}"], {f"--{name}": name for name in by_name}, problems)
+        elif value is not None:
+            yield from _words_of(actions, value, f"{short(key)} in {source}", problems)
+
+
+def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, problems: Problems) -> Iterator[str]:
+    action = actions[0]
+    if action.nargs == 0:
+        for one in actions:
+            for spelling in one.option_strings:
+                found = argparse.Namespace()
+                one(_Parser(), found, [], spelling)
+                if getattr(found, one.dest) == value:
+                    yield spelling
+                    return
+        if value != action.default:
+            problems.refuse(True, f"{named} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
+    elif action.nargs is None:
+        yield f"{action.option_strings[0]}={_without_spaces(value) if isinstance(value, list) else value}"
+    else:
+        yield action.option_strings[0]
+        yield from map(str, value if isinstance(value, list) else [value])
+
+
+def _without_spaces(values: list) -> str:
+    """A list as Megatron-LM's patterns of layers are written."""
+    return f"[{','.join(map(str, values))}]"
+
+
+def _underscored(key: object) -> str:
+    return str(key).removeprefix("--").replace("-", "_")
