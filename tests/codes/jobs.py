@@ -154,7 +154,7 @@ CASES = {
     "elastic-unsupported": front(f"{MOE} --elastic --elastic-slots 4 --calculate-per-token-loss", "--elastic"),
     "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
     "data-kind-unsupported": front("--sft", "--sft"),
-    "device-unsupported": front("--hybrid-layer-pattern M*M*", "--hybrid-layer-pattern"),
+    "device-unsupported": front("--hybrid-layer-pattern *-*-", "*-*-"),
     "model-missing": user_script("model-missing", status=2),
     "process-groups-of-caller": user_script("process-groups-of-caller", named="pg_collection", status=2),
     "datasets-unsupported": user_script("datasets-unsupported", named="Stream", status=2),

@@ -61,9 +61,12 @@ def install() -> None:
 
 def refuse_models(args: Any) -> None:
     """Raises ``ConfigError`` if there is no CUDA and the model needs it."""
+    pattern, spec = getattr(args, "hybrid_layer_pattern", None), getattr(args, "spec", None)
+    of_core = not spec or spec[0].startswith("megatron.core.")
     refuse(
-        not torch.cuda.is_available() and "M" in (getattr(args, "hybrid_layer_pattern", None) or ""),
-        "--hybrid-layer-pattern has Mamba layers, whose kernels need CUDA. Fix: use a GPU, or a pattern without M",
+        bool(pattern) and of_core and not torch.cuda.is_available(),
+        f"--hybrid-layer-pattern {pattern} builds layers of Transformer Engine, which needs CUDA. Fix: use a GPU, or a "
+        "--spec of other layers",
         code="device-unsupported",
     )
 

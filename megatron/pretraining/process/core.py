@@ -43,8 +43,8 @@ def check_core() -> None:
         told = "unknown" if version is None else ".".join(map(str, version))
         raise CoreError(
             f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}. "
-            f"Fix: take {directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM; otherwise pip "
-            f"install '{WANTED}'"
+            f"Fix: if that is a checkout of Megatron-LM, take {directory.parent.parent} off PYTHONPATH, or run scripts "
+            f"of its release core_v{'.'.join(map(str, OLDEST[:2]))}.0; otherwise pip install '{WANTED}'"
         )
 
 
