@@ -45,7 +45,7 @@ class _Places:
         newest = {there: max(copy.glob(f"iter_*/{MANIFEST}")).parent for there, copy in self._copies.items()}
         self.manifests = [there / one.name / MANIFEST for there, one in newest.items()]
         self.plain: list[dict[str, Any]] = [json.loads((one / MANIFEST).read_text()) for one in newest.values()]
-        self.iterations = {int(one.name.removeprefix("iter_")) for one in newest.values()}
+        self.iterations = [int(one.name.removeprefix("iter_")) for one in newest.values()]
 
     def remove_newest(self) -> None:
         """Removes the newest snapshot of each directory."""
@@ -60,13 +60,14 @@ class _Places:
             for snapshot in copy.glob("iter_*"):
                 shutil.copytree(snapshot, there / snapshot.name)
 
-    def write(self, changes: list[Any]) -> str:
-        """Writes the newest manifests, with their hashes; returns the last one."""
-        text = ""
-        for path, one in zip(self.manifests, changes, strict=True):
+    def write(self, changes: list[Any]) -> dict[int, frozenset[str]]:
+        """Writes the newest manifests, with their hashes; returns their differences by iteration."""
+        differences = dict.fromkeys(self.iterations, frozenset())
+        for iteration, path, plain, one in zip(self.iterations, self.manifests, self.plain, changes, strict=True):
             text = signed(one) if isinstance(one, dict) else encoded(one)
             path.write_text(text)
-        return text
+            differences[iteration] |= frozenset(_differences(plain, _parsed(text)))
+        return differences
 
 
 class _Loader(loading.SnapshotLoader):
@@ -123,11 +124,10 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
     older = found_iteration()
     places.restore()
     for number_of in range(number):
-        text = places.write([_changed(rng, one) for one in places.plain])
-        differences = frozenset(_differences(places.plain[-1], _parsed(text)))
+        differences = places.write([_changed(rng, one) for one in places.plain])
         try:
             found = found_iteration()
-            kind = differences if found in places.iterations else number_of // _SAMPLED
+            kind = (found, differences[found]) if found in differences else number_of // _SAMPLED
             if kind not in trained:
                 trained.add(kind)
                 found = start()
@@ -135,10 +135,11 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
             starts[str(found)] += 1
         except Exception as error:
             refused = isinstance(error, CheckpointError)
-            if refused and any(".state.scheduler" in one for one in differences):  # as with other flags: it is valid
+            every = sorted(frozenset().union(*differences.values()))
+            if refused and any(".state.scheduler" in one for one in every):  # as with other flags: it is valid
                 starts["refused"] += 1
             else:
-                failed.append((sorted(differences), str(error) if refused else traceback.format_exc()))
+                failed.append((every, str(error) if refused else traceback.format_exc()))
             places.restore()
     initialize.shut_down()
     return {"starts": dict(starts), "failed": failed, "trained": len(trained), "older": older}
