@@ -33,6 +33,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _AS_IT_IS = {"follow_symlinks": False}
 _DEEPEST = 32  # levels of directories that are deleted
+_ROUNDS = 100  # in which a directory is emptied, into which others still write
 _HUB = re.compile(r"(models|datasets|spaces)--.+")  # directory of a repository in the cache of the Hugging Face hub
 _OURS = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
@@ -249,7 +250,7 @@ class Tree:
                 blob = _blob_of(self.root, above, _target(directory, name))
                 if blob is None:
                     raise
-        with Tree(blob.parent).directory() as directory:
+        with Tree(blob.parent.parent).directory(blob.parent.name) as directory:
             return self._opened(blob.name, _FILE, directory, path)
 
     def _opened(self, name: str, flags: int, directory: int, path: str) -> int:
@@ -372,7 +373,9 @@ def _delete(directory: int, name: str, mount: str | int, levels: int) -> None:
     try:
         if _mount_of(descriptor) != mount:
             raise RefusedFileError("another file system is mounted there. Fix: unmount it", name)
-        while os.listdir(descriptor):  # another worker may still write into it
+        for _ in range(_ROUNDS):  # another worker may still write into it, and a stranger for ever
+            if not os.listdir(descriptor):
+                break
             _empty(descriptor, mount, levels - 1)
     finally:
         os.close(descriptor)

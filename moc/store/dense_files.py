@@ -203,7 +203,7 @@ def publish(
 def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> None:
     if check is not None:
         check()
-    if final.exists():  # saved at this iteration before: keep the old one until the new one is in place
+    if os.path.lexists(final):  # saved at this iteration before: keep the old one until the new one is in place
         os.rename(final, _replaced(final))
     try:
         os.rename(staging, final)
@@ -224,7 +224,7 @@ def restore_replaced(root: str | Path) -> None:
     """Completes a replacement interrupted by a kill: restores the old checkpoint, or removes it."""
     for replaced in Path(root).glob(".iter_*.replaced"):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
-        if original.exists():
+        if os.path.lexists(original):
             Tree(root).remove(replaced.name)
         else:
             os.rename(replaced, original)

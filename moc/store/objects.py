@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,6 +26,7 @@ PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """Supported URL schemes, and the package that each requires."""
 
 _OWNER = ".owner.json"
+_OURS = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)  # paths below the prefix that this package makes
 _PART = 32 << 20  # S3 takes up to 10,000 parts of at least 5 MiB: files of up to 312 GiB
 _CHUNK = 16 << 20
 _CHUNKS_AT_ONCE = 8
@@ -43,6 +46,9 @@ os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
 
 class ObjectPlace(Storage):
     """The objects of a bucket whose names begin with a prefix.
+
+    Objects with names that this package does not make are neither listed nor removed: libraries read ``*``, ``[``, and
+    ``?versionId=`` in a name as a reference to other objects.
 
     It is thread-safe and fork-safe: each process opens its own connections.  Endpoint, credentials and other settings
     come from where fsspec and the provider's library look for them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``,
@@ -128,7 +134,8 @@ class ObjectPlace(Storage):
                 raise
             return []
         found = [name.lstrip("/") for name in found]
-        return sorted({name.removeprefix(prefix) for name in found if name.startswith(prefix) and name != prefix})
+        below = {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
+        return sorted(filter(_OURS.fullmatch, below))
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`.
@@ -138,8 +145,8 @@ class ObjectPlace(Storage):
         """
         key = self._key(path)
         with self._explained(path):
-            if found := self._fs.find(key):
-                self._fs.rm(found)
+            if found := list(filter(self._is_ours, self._fs.find(key))):
+                self._fs.rm(list(map(glob.escape, found)))  # the prefix may contain what rm() reads as a pattern
                 if left := set(found).intersection(self._fs.find(key)):
                     raise PermissionError(f"{len(left)} of {len(found)} objects are not removed")
 
@@ -189,6 +196,9 @@ class ObjectPlace(Storage):
     def _fs(self) -> fsspec.AbstractFileSystem:
         # cached by fsspec per process; listings are not cached, since other processes write here too
         return fsspec.filesystem(self._protocol, use_listings_cache=False)
+
+    def _is_ours(self, key: str) -> bool:
+        return bool(_OURS.fullmatch(key.lstrip("/").removeprefix(f"{self._root}/")))
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")

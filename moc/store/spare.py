@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from moc.files.tree import open_single
+
 NAME = ".spare"
 """Name of the file in a directory of a node's memory."""
 
@@ -47,7 +49,7 @@ class SpareRoom:
 
     @contextlib.contextmanager
     def _opened(self, flags: int = 0) -> Iterator[int]:
-        file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        file = open_single(self._path, os.O_RDWR | flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file

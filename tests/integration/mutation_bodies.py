@@ -45,7 +45,12 @@ class _Places:
         newest = {there: max(copy.glob(f"iter_*/{MANIFEST}")).parent for there, copy in self._copies.items()}
         self.manifests = [there / one.name / MANIFEST for there, one in newest.items()]
         self.plain: list[dict[str, Any]] = [json.loads((one / MANIFEST).read_text()) for one in newest.values()]
-        self.iterations = {int(one.name.removeprefix("iter_")) for one in newest.values()}
+        self.iterations = [int(one.name.removeprefix("iter_")) for one in newest.values()]
+
+    def remove_newest(self) -> None:
+        """Removes the newest snapshot of each directory."""
+        for manifest in self.manifests:
+            shutil.rmtree(manifest.parent)
 
     def restore(self) -> None:
         """Replaces all snapshots by their copies."""
@@ -55,13 +60,14 @@ class _Places:
             for snapshot in copy.glob("iter_*"):
                 shutil.copytree(snapshot, there / snapshot.name)
 
-    def write(self, changes: list[Any]) -> str:
-        """Writes the newest manifests, with their hashes; returns the last one."""
-        text = ""
-        for path, one in zip(self.manifests, changes, strict=True):
+    def write(self, changes: list[Any]) -> dict[int, frozenset[str]]:
+        """Writes the newest manifests, with their hashes; returns their differences by iteration."""
+        differences = dict.fromkeys(self.iterations, frozenset())
+        for iteration, path, plain, one in zip(self.iterations, self.manifests, self.plain, changes, strict=True):
             text = signed(one) if isinstance(one, dict) else encoded(one)
             path.write_text(text)
-        return text
+            differences[iteration] |= frozenset(_differences(plain, _parsed(text)))
+        return differences
 
 
 class _Loader(loading.SnapshotLoader):
@@ -89,7 +95,8 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
 
     Returns:
         ``starts``: how often the run resumes from each iteration, or was refused since the flags have another schedule;
-        ``failed``: the change and the error of each other; ``trained``: number of starts.
+        ``failed``: the change and the error of each other; ``trained``: number of starts; ``older``: the iteration that
+        the run resumes from without the newest snapshots.
     """
     config, rng, starts, failed, trained = compose(flags), random.Random(seed), Counter(), [], set()
     stop, phases = stopping.StopRequests(config), Phases()
@@ -105,31 +112,37 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
         places.restore()
         return iteration
 
+    def found_iteration() -> int:
+        engine, components, _, *rest = _Loader.made_with
+        remains = LocalRemains()
+        held = loading.SnapshotLoader(engine, components, remains, *rest).find(survivors(remains, engine))
+        return max(one.iteration for one in held)
+
     places.restore()
     assert start() in places.iterations
+    places.remove_newest()
+    older = found_iteration()
+    places.restore()
     for number_of in range(number):
-        text = places.write([_changed(rng, one) for one in places.plain])
-        differences = frozenset(_differences(places.plain[-1], _parsed(text)))
+        differences = places.write([_changed(rng, one) for one in places.plain])
         try:
-            engine, components, *rest = _Loader.made_with
-            held = loading.SnapshotLoader(engine, components, LocalRemains(), *rest[1:]).find(
-                survivors(LocalRemains(), engine)
-            )
-            found = max(one.iteration for one in held)
-            kind = differences if found in places.iterations else number_of // _SAMPLED
+            found = found_iteration()
+            kind = (found, differences[found]) if found in differences else number_of // _SAMPLED
             if kind not in trained:
                 trained.add(kind)
                 found = start()
+            assert found in {*places.iterations, older}, found
             starts[str(found)] += 1
         except Exception as error:
             refused = isinstance(error, CheckpointError)
-            if refused and any(".state.scheduler" in one for one in differences):  # as with other flags: it is valid
+            every = sorted(frozenset().union(*differences.values()))
+            if refused and any(".state.scheduler" in one for one in every):  # as with other flags: it is valid
                 starts["refused"] += 1
             else:
-                failed.append((sorted(differences), str(error) if refused else traceback.format_exc()))
+                failed.append((every, str(error) if refused else traceback.format_exc()))
             places.restore()
     initialize.shut_down()
-    return {"starts": dict(starts), "failed": failed, "trained": len(trained)}
+    return {"starts": dict(starts), "failed": failed, "trained": len(trained), "older": older}
 
 
 def resume_plain(flags: dict, kept: str, what: str, seed: int, number: int) -> dict:

@@ -57,8 +57,8 @@ def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, t
         (told,) = run_world(1, body, timeout=3600, **then)
     assert not told["failed"], "\n".join(f"{where}\n{error}" for where, error in told["failed"][:20])
     assert sum(told["starts"].values()) == EACH and "0" not in told["starts"], told["starts"]
-    assert len(told["starts"]) > 1, told["starts"]
-    print(name, batch, told["starts"], "trained:", told["trained"])
+    assert str(told["older"]) in told["starts"] and len(told["starts"]) > 1, told
+    print(name, batch, told["starts"], "trained:", told["trained"], "older:", told["older"])
 
 
 PLAIN_BATCHES, PLAIN_EACH = (10, 1000) if ALL else (1, 30)

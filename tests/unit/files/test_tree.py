@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -254,6 +255,22 @@ def test_deep_directories_are_refused(tree):
         tree.remove(OURS)
 
 
+def test_the_deletion_of_a_directory_ends_while_a_stranger_fills_it(tree, monkeypatch):
+    """The stranger makes a file whenever the directory has been listed."""
+    tree.write(f"{OURS}/file", [b""])
+    listdir, made = os.listdir, iter(range(100_000))
+
+    def filled(directory):
+        names = listdir(directory)
+        (tree.root / OURS / f"{next(made)}").touch()
+        return names
+
+    monkeypatch.setattr(os, "listdir", filled)
+    with pytest.raises(OSError) as caught:
+        tree.remove(OURS)
+    assert caught.value.errno == errno.ENOTEMPTY
+
+
 def test_the_order_of_deletions(tree, monkeypatch):
     for name in ("a", "first", "last", "z"):
         tree.write(f"{OURS}/{name}", [b""])
@@ -297,6 +314,17 @@ def test_a_link_of_a_hub_snapshot_leads_to_its_own_blobs_alone(tmp_path, target)
     repository.rename(tmp_path / "own")
     with pytest.raises(RefusedFileError):
         Tree(tmp_path / "own/snapshots/1234").read("good", 100)
+
+
+def test_blobs_of_a_hub_that_are_a_link_lead_nowhere(tmp_path, outside):
+    """Who has packed a repository may have packed a link in place of its directory of blobs."""
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").symlink_to(outside)
+    (snapshot / "config.json").symlink_to("../../blobs/precious")
+    with pytest.raises(RefusedFileError):
+        Tree(snapshot).read("config.json", 100)
 
 
 def test_lines_have_a_limit(tmp_path):

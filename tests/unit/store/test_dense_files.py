@@ -42,6 +42,17 @@ def test_a_saved_checkpoint_is_found_whole(tmp_path):
     assert files.saved_iterations(tmp_path) == [12]
 
 
+@pytest.mark.parametrize("target", ["nothing", "iter_0000003", "../outside"])
+def test_a_link_under_the_name_of_a_checkpoint_stops_no_save(tmp_path, target):
+    root = tmp_path / "checkpoints"
+    (tmp_path / "outside").mkdir()
+    (root / ".iter_0000003.replaced").mkdir(parents=True)
+    (root / "iter_0000003").symlink_to(target)
+    save(root, 3, "three")
+    assert newest(root) == (3, "three") and not (root / "iter_0000003").is_symlink()
+    assert files.saved_iterations(root) == [3] and not list((tmp_path / "outside").iterdir())
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: no handler of ours sees it."""
 

@@ -21,6 +21,7 @@ from moc.files.tree import RefusedFileError
 from moc.state.region import Region
 from moc.store import objects
 from moc.store.claims import Claim
+from moc.store.manifest import NAME as MANIFEST
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.objects import ObjectPlace
 from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
@@ -360,6 +361,30 @@ def test_a_removal_that_is_forbidden_is_loud(place, bucket):
     other_client().call_s3("put_bucket_policy", Bucket=bucket, Policy=policy)
     with pytest.raises(PermissionError, match=f"s3://{bucket}/run/iter_1: 1 of 1 objects"):
         place.remove("iter_1")
+
+
+@pytest.mark.parametrize("name", ["*", "r*", "**", "[a-z]*", f"{MANIFEST}?versionId=1", "x[0]", "", "/x", "a b", ".*"])
+def test_no_name_of_an_object_makes_a_job_remove_other_objects(place, bucket, name):
+    store = Store(place)
+    save(store, 10)
+    planted = f"run/iter_0000010/{name}"
+    other_client().call_s3("put_object", Bucket=bucket, Key=planted, Body=b"x")
+    save(store, 10)  # which removes what the manifest does not list
+    store.clear_unpublished()
+    assert store.iterations() == [10]
+    assert torch.equal(read(store, 10).get("w", "master", Region((0, 0), (3, 5))), tensors(0)[0].values)
+    store.remove(10)
+    left = other_client().call_s3("list_objects_v2", Bucket=bucket)["Contents"]
+    assert [one["Key"] for one in left] == [planted]
+
+
+@pytest.mark.parametrize("root", ["run[12]", "run*", "run?"])
+def test_a_prefix_is_no_pattern(bucket, root):
+    place, other = (ObjectPlace(f"s3://{bucket}/{name}") for name in (root, "run1"))
+    for one in (place, other):
+        one.write("iter_0000010/x", [b"1"])
+    place.remove("iter_0000010")
+    assert (place.names("iter_0000010"), other.names("iter_0000010")) == ([], ["x"])
 
 
 def test_it_works_in_threads_and_forks(place):
