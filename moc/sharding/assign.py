@@ -69,8 +69,8 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     rest, so that the rule for the rest sees all other load.
 
     Raises:
-        ShardingError: a rule is unknown, raises an exception, assigns too few or too many items, or chooses a rank that does not hold the
-            item.
+        ShardingError: a rule is unknown, raises an exception, assigns too few or too many items, or chooses a rank that
+            does not hold the item.
     """
     result = [item.holders[0] for item in items]  # replaced below if there are several holders
     load: Counter[int] = Counter()
@@ -86,7 +86,8 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
             chosen = list(choose([items[i] for i in indices], dict(load)))
         except Exception as error:
             raise ShardingError(
-                f"the sharding rule {name} failed ({raised(error, choose)}). Fix: correct the rule, or choose another one",
+                f"the sharding rule {name} failed ({raised(error, choose)}). Fix: correct the rule, or choose "
+                "another one",
                 code="sharding-rule-broken",
             ) from error
         if len(chosen) != len(indices):

@@ -145,7 +145,9 @@ def _fault_flags(group) -> None:
         action="store_true",
         help="the trace says how many nodes there are, not only when some are lost",
     )
-    group.add_argument("--hours", type=number(float, 1e-3, 1e6), default=12.0, metavar="H", help="to simulate (default: 12)")
+    group.add_argument(
+        "--hours", type=number(float, 1e-3, 1e6), default=12.0, metavar="H", help="to simulate (default: 12)"
+    )
     group.add_argument("--spares", type=int, metavar="N", help="nodes that wait; by default always one more")
     group.add_argument("--repair", type=duration, default=math.inf, metavar="TIME", help="until a lost node is back")
 
