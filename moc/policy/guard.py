@@ -33,7 +33,7 @@ _PASS: dict[str, tuple[type[Exception], ...]] = {
 def guard(kind: type[Policy]) -> None:
     """Wraps the methods of the interface that a class, or a base that is not of this package, defines.
 
-    The traceback is of no use to whoever only uses the policy, and the sentence names the line for its author.
+    Users of the policy need no traceback, and its author finds the line in the sentence.
     """
     for base in kind.__mro__[: kind.__mro__.index(Policy)]:
         if base.__module__.partition(".")[0] == __package__.partition(".")[0]:
