@@ -36,7 +36,7 @@ def guard(kind: type[Policy]) -> None:
     Users of the policy need no traceback, and its author finds the line in the sentence.
     """
     for base in kind.__mro__[: kind.__mro__.index(Policy)]:
-        if base.__module__.partition(".")[0] == __package__.partition(".")[0]:
+        if base.__module__.partition(".")[0] == __name__.partition(".")[0]:
             continue
         for name, found in list(vars(base).items()):
             if hasattr(Policy, name) and not name.startswith("__"):
