@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
+from collections.abc import Callable
 
 _WITH_CODE = re.compile(r"(?s)(.+) \[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 
@@ -81,6 +83,14 @@ def cause_of(error: object) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     sent = _WITH_CODE.fullmatch(str(error))
     return (sent[1] if sent else str(error)).partition(FIX)[0]
+
+
+def raised(error: BaseException, function: Callable) -> str:
+    """An exception of a function that a user has written: type, text, and the last line that ran in its file."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f", raised at {file}:{lines[-1]}" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def codes_in(text: str) -> list[str]:

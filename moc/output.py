@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import logging
+import math
 import os
 import secrets
 import sys
@@ -34,6 +35,21 @@ class Parser(argparse.ArgumentParser):
             super().error(one_line(message))
         sentence = message if FIX in message else f"{message}{FIX}{CORRECT_FLAGS}"
         super().error(one_line(f"{sentence} [{code}]"))
+
+
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Returns the parser of a number between limits, as the type of an argument; infinity and nan are refused."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
+        return value
+
+    return parse
 
 
 REMEDIES = {

@@ -9,7 +9,7 @@ theirs in the same way.  What is read when Python itself starts (options of the 
 server has it; tests of such things start their programs cold.
 
 A process that runs threads must not fork, and a launcher does.  So each gets a server of its own before it begins,
-which forks for it::
+which forks for it.  A ``sitecustomize.py`` in the first directory of ``PYTHONPATH`` runs first, as in a cold process::
 
     server -- forks for each request a --> middle -- forks and ends --> program, by then a child of whoever asked
 """
@@ -154,7 +154,11 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     _show(request["arguments_of_program"])
     _take(descriptors, request["descriptors"], connection)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    sys.orig_argv = request["arguments_of_program"]
+    site = Path(os.environ.get("PYTHONPATH", "").partition(":")[0]) / "sitecustomize.py"
     try:
+        if site.is_file():
+            runpy.run_path(str(site))
         if options[0] == "-m":
             sys.argv = options[1:]
             sys.path[:1] = [] if isolated else [os.getcwd()]

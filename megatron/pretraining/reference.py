@@ -97,7 +97,9 @@ def errors_page() -> str:
         [
             f"# Errors\n\n{_NOTE}\n",
             "A program prints one sentence for an error, and its code in brackets. The code does not change between\n"
-            "releases. Values of a message are in angle brackets here. The [exit code](exit-codes.md) is not 0.\n",
+            "releases. Values of a message are in angle brackets here. The [exit code](exit-codes.md) is not 0.\n"
+            "An exception of your own training script, such as of its model or its loss, keeps Python's traceback.\n"
+            "One of an installed policy or of a sharding rule is a sentence, which names the line.\n",
             _table(("code", "cause", "remedy"), [[cell.replace("<", "&lt;") for cell in row] for row in rows]),
         ]
     )

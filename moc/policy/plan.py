@@ -460,8 +460,16 @@ class Policy(ABC):
         other snapshots than the rest.
 
         Raises:
-            ValueError: the plan has no such details; the message names an operator.
+            ValueError: the plan has no such details, or other operators; the message names an operator.
         """
+        strange = plan.operators.keys() - {one.name for one in self.operators}
+        strange |= {name for name, detail in plan.operators.items() if not isinstance(detail, Detail)}
+        if strange:
+            raise PolicyError(
+                f"policy {self.name} plans {min(strange)} at iteration {plan.iteration}, which is no operator of this "
+                "model or has no detail. Fix: take the names of its field operators, and a moc.Detail for each",
+                code="policy-plan-invalid",
+            )
         for one in self.operators:
             found = plan.operators.get(one.name)
             if self.replays:

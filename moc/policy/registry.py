@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from moc.errors import UserError
 from moc.policy.errors import PolicyError, PolicyImportError
+from moc.policy.guard import guard
 from moc.policy.plan import Policy
 
 AUTO = "auto"
@@ -73,6 +74,12 @@ def _check(kind: type[Policy], name: str) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
     maps_flags = any("settings" in vars(base) for base in kind.__mro__[: kind.__mro__.index(Policy)])
     for flag in kind.flags:
+        if flag.kind not in (bool, int, float, str):
+            raise PolicyError(
+                f"flag {flag.name} of policy {name} is of type {flag.kind.__name__}. Fix: make it bool, int, float "
+                "or str",
+                code="policy-class-invalid",
+            )
         if not maps_flags and (field := flag.name.removeprefix(f"{name}_")) not in fields:
             raise PolicyError(
                 f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()",
@@ -87,11 +94,14 @@ def import_policies() -> None:
         PolicyImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
     """
     for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
-        known = len(POLICIES) if found.module not in sys.modules else -1
+        is_new, known = found.module not in sys.modules, set(POLICIES)
         try:
             importlib.import_module(found.module)
-            if len(POLICIES) == known:
+            added = POLICIES.keys() - known
+            if is_new and not added:
                 raise ValueError("it registers no policy")
+            for name in added:
+                guard(POLICIES[name])
         except UserError as error:
             raise PolicyImportError(f"the policies of {found.module}: {error}", code=error.code) from error
         except Exception as error:

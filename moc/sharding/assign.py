@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moc.errors import UserError
+from moc.errors import UserError, raised
 from moc.sharding.item import Item
 from moc.sharding.rules import RULES, Rule
 
@@ -69,8 +69,8 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     rest, so that the rule for the rest sees all other load.
 
     Raises:
-        ShardingError: a rule is unknown, assigns too few or too many items, or chooses a rank that does not hold the
-            item.
+        ShardingError: a rule is unknown, raises an exception, assigns too few or too many items, or chooses a rank that
+            does not hold the item.
     """
     result = [item.holders[0] for item in items]  # replaced below if there are several holders
     load: Counter[int] = Counter()
@@ -82,7 +82,14 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     for name, of_experts in ((scheme.experts, True), (scheme.others, False)):
         choose = _known(name)
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]
-        chosen = choose([items[i] for i in indices], dict(load))
+        try:
+            chosen = list(choose([items[i] for i in indices], dict(load)))
+        except Exception as error:
+            raise ShardingError(
+                f"the sharding rule {name} failed ({raised(error, choose)}). Fix: correct the rule, or choose "
+                "another one",
+                code="sharding-rule-broken",
+            ) from error
         if len(chosen) != len(indices):
             raise ShardingError(
                 f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items. Fix: return one rank for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,3 +43,14 @@ def writes(**texts: str) -> Callable[[Path], None]:
             (root / name.replace("__", ".")).write_text(text, encoding="utf-8")
 
     return make
+
+
+def fault(text: str, make: Callable[[Path], object] | None = None) -> Callable[[Path], None]:
+    """Writes what each Python process of the case runs at its start, such as the failure of a system call."""
+
+    def written(root: Path) -> None:
+        if make is not None:
+            make(root)
+        (root / "sitecustomize.py").write_text(textwrap.dedent(text), encoding="utf-8")
+
+    return written

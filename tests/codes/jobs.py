@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron.pretraining.data import preprocess
 from tests import own_policy
-from tests.codes.case import PROGRAM, Case, writes
+from tests.codes import mistaken_calls
+from tests.codes.case import PROGRAM, Case, fault, writes
 from tests.codes.mistaken_loop import MISTAKES
 from tests.integration.entry_jobs import BASE as MEGATRON
 from tests.integration.entry_jobs import MOE
@@ -15,6 +16,7 @@ from tests.worlds import REPOSITORY
 
 PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
 LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
+CALLS = REPOSITORY / "tests/codes/mistaken_calls.py"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 --micro-batch-size 1 "
     "--tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
@@ -40,6 +42,11 @@ def worker(words: str, named: str, size: int = 1, status: int = 2, **more) -> Ca
 def loop(code: str, status: int = 1, launcher: str = "") -> Case:
     """A program of a user, with a mistake."""
     return Case("mocrun", f"{launcher} {LOOP} {code}", status)
+
+
+def call(code: str) -> Case:
+    """A program of a user that calls a function wrongly."""
+    return Case("mocrun", f"{CALLS} {code}", 1)
 
 
 def script(text: str, status: int, named: str = "script.py", launcher: str = "", **more) -> Case:
@@ -87,6 +94,28 @@ def dataset(root: Path) -> None:
 def tracker(root: Path) -> None:
     (root / "saved").mkdir()
     (root / "saved" / "latest_checkpointed_iteration.txt").write_text("newest")
+
+
+def failing_policy(root: Path) -> None:
+    own_policy.install(root, own_policy.FILE.replace("        chosen = ", "        1 / 0\n        chosen = "))
+
+
+DIES = """
+    import sys
+    if "moc.{module}" in sys.orig_argv:
+        sys.exit("no licence")
+"""
+"""A program of ours that ends as it starts."""
+
+GPUS = "import torch; torch.cuda.is_available = lambda: True"
+"""PyTorch of a machine with GPUs."""
+
+SOCKETS = """
+    import tempfile
+    def fail(*_, **__): raise FileNotFoundError(2, "No such file or directory", "/gone")
+    tempfile.mkdtemp = fail
+"""
+"""No directory can be made."""
 
 
 def broken_policy(root: Path) -> None:
@@ -140,7 +169,19 @@ CASES = {
         "--ckpt-tier memory --ckpt-policy busier --ckpt-dir c", 2, make=own_policy.install, cold=True
     ),
     "policy-module-broken": job("--train-iters 2", 1, "broken", make=broken_policy, cold=True),
+    "policy-failed": job("--ckpt-policy busier --ckpt-dir c", 1, "plan()", make=failing_policy, cold=True),
+    "gloo-with-gpus": worker("--distributed-backend gloo", "gloo", make=fault(GPUS)),
+    "environment-not-deterministic": worker(
+        "--deterministic-mode", "NCCL_ALGO=Tree", make=fault(GPUS), variables={"NCCL_ALGO": "Tree"}
+    ),
     # launchers
+    "controller-cannot-start": script(
+        "", 70, "", make=fault(DIES.format(module="runtime.controller"), writes(script__py=""))
+    ),
+    "replica-server-cannot-start": script(
+        "", 70, "", make=fault(DIES.format(module="runtime.replica_server"), writes(script__py=""))
+    ),
+    "socket-directory-missing": script("", 70, "XDG_RUNTIME_DIR", make=fault(SOCKETS, writes(script__py=""))),
     "controller-missing": script(
         "", 70, "--rdzv-endpoint", "--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:1 --patience 1"
     ),
@@ -168,6 +209,7 @@ CASES = {
     "loss-report-invalid": user_script("loss-report-invalid", status=2),
     "module-state-too-large": user_script("module-state-too-large", "--ckpt-policy full --ckpt-dir c"),
     # programs of users
+    **{code: call(code) for code in mistaken_calls.MISTAKES},
     **{code: loop(code) for code in MISTAKES.keys() - {"restarts-exhausted", "sharding-rule-broken"}},
     "sharding-rule-broken": loop("sharding-rule-broken", launcher="--nproc-per-node 2"),
     "restarts-exhausted": loop("restarts-exhausted", 137, "--max-restarts 0"),

@@ -14,6 +14,7 @@ import pure_torch
 
 from moc import LocalRemains, ReplicatedState, Session, Settings, join_job
 from moc.policy import Policy, SnapshotPlan, policy
+from moc.runtime.groups import Suspicion
 from moc.runtime.job_token import make_token_file
 from moc.sharding.rules import rule
 from moc.state.detail import Detail
@@ -57,6 +58,17 @@ class Momentum(pure_torch.Engine):
         self.operators = self.state.described()
 
 
+def lose_connections():
+    """Reports again and again that connections are lost."""
+    job = join_job()
+    while True:
+        try:
+            job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
+            raise Suspicion("connection reset")
+        except Suspicion as error:
+            job.go_on_after(error)
+
+
 def no_dataclass():
     """A policy that is no dataclass."""
 
@@ -96,6 +108,7 @@ def twice():
 
 MISTAKES = {
     "chooser-missing": lambda: session(policy="auto"),
+    "connections-unstable": lose_connections,
     "freezing-unsupported": lambda: session(policy="sparse"),
     "engine-incomplete": lambda: session(policy="pec", options={"selection": "load_aware"}),
     "interval-invalid": lambda: session(interval="often"),

@@ -7,13 +7,22 @@ import json
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.pretraining.convert.dense import write_dense
-from megatron.pretraining.convert.hugging_face.directory import _staged
+from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _staged
+from megatron.pretraining.data.pairs import PairWriter
+from moc.store.buffers import Buffer
+from moc.store.claims import Claim
+from moc.store.runs import Run, record_run
+from moc.store.storage import LocalPlace
+from moc.store.store import _REMOVED as REMOVED
+from moc.store.store import Store
+from moc.store.tiers import memory_place
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip
@@ -21,10 +30,13 @@ from tests.unit.pretraining.convert.models import Model, shapes
 from tests.unit.pretraining.convert.test_hugging_face import drawn
 from tests.unit.pretraining.convert.test_program import Bomb, Nudged, dense, edited, snapshot, without
 from tests.unit.pretraining.convert.test_stale import Partial
+from tests.unit.pretraining.convert.test_window import WINDOW, Sparse
+from tests.unit.store.test_store import saved
 
 HELD = contextlib.ExitStack()
 """Locks that this process holds for a case; the test closes it."""
 
+LOGITS = "megatron.pretraining.convert.hugging_face.logits"
 START = {"type": "start", "time": 1.0, "iteration": 0}
 SIMULATED = "--model micro --cluster a100-80gb:16 --ep 4 --hours 3"
 PLANNED = (
@@ -210,6 +222,52 @@ def foreign_record(directory: Path) -> None:
     (directory / "conversion.json").write_text("{}")
 
 
+def patched(target: str, value, make=lambda root: None):
+    """Writes files, and replaces a function while the case runs."""
+
+    def change(root: Path) -> None:
+        make(root)
+        HELD.enter_context(mock.patch(target, value))
+
+    return change
+
+
+def some_logits(module: str, *arguments: str) -> None:
+    """Writes logits as the processes of both models do: zeros for ours, ones for the other."""
+    theirs = module == "reference"
+    numpy.save(
+        arguments[-1] if theirs else Path(arguments[0]).parent / "ours.npy", numpy.full((2, 3, 4), float(theirs))
+    )
+
+
+def removed(root: Path) -> None:
+    (snapshot(root) / REMOVED).touch()
+
+
+def part_of_window(root: Path) -> None:
+    snapshot(root, Sparse(5, WINDOW[1], WINDOW[2]))
+
+
+def without_names(root: Path) -> None:
+    mixtral(root)
+    for number in range(_MOST_STAGING):
+        path = root.parent / f".out.incomplete{f'-{number}' * bool(number)}"
+        path.mkdir()
+        path.chmod(0o777)
+
+
+def being_written(root: Path) -> None:
+    (root / "in.txt").write_text("1 2\n")
+    HELD.enter_context(PairWriter(f"{root}/out_text_document", numpy.uint16, None, False))
+
+
+def in_use(root: Path) -> None:
+    place = memory_place(root, "/data/checkpoints", "a" * 16)
+    saved(Store(LocalPlace(place.root, claim=Claim("ended"))), 10)
+    record_run(place, Run("a" * 16, "/data/checkpoints", 0.0))
+    HELD.callback(Buffer(4096, place.root / "slots" / "rank_00001.0").close)
+
+
 def not_whole(root: Path) -> None:
     (save(root / "in") / "common.pt").unlink()
 
@@ -256,7 +314,17 @@ CASES = {
     "dtype-conflict": convert("--dtype fp16", dense, named="--dtype"),
     "dtype-too-narrow": convert("--to hf --family qwen2_moe --dtype fp16", large, named="--dtype"),
     "dtype-missing": convert("", lambda root: snapshot(root, Model(params_dtype=None)), named="--dtype"),
+    "checkpoint-removed": convert("--iteration 3", removed, named="iter_0000003"),
+    "window-incomplete": convert("-- --train-iters 1", part_of_window, named="window"),
     # models of transformers
+    "written-bits-differ": convert("--to hf --verify", patched("torch.equal", lambda *_: False, mixtral)),
+    "logits-differ": convert("--to hf --check-logits", patched(f"{LOGITS}._run", some_logits, mixtral)),
+    "logits-not-computed": convert(
+        "--to hf --check-logits",
+        patched(f"{LOGITS}.children.command_of", lambda *_: ["sh", "-c", "exit 3"], mixtral),
+        named="--check-logits",
+    ),
+    "output-unusable": convert("--to hf", without_names),
     "model-not-recorded": convert("--to hf", lambda root: mixtral(root, ("model", "tokenizer")), named="--"),
     "checkpoint-of-another-model": convert(
         "--to hf -- --config run.json",
@@ -285,6 +353,7 @@ CASES = {
         named="model.norm.weight",
     ),
     # memory of jobs
+    "memory-in-use": Case("clean_memory", "--memory-dir . --remove --all --ended", 1, str(os.getpid()), in_use),
     "memory-of-no-run": Case("clean_memory", "--memory-dir . --remove other", 1, "other"),
     "address-invalid": Case("clean_memory", "--memory-dir . --ckpt-dir s3:/bucket", 1, "s3:/bucket"),
     "library-missing": Case("clean_memory", "--memory-dir . --ckpt-dir gs://bucket/x", 1, "gs://bucket"),
@@ -314,6 +383,18 @@ CASES = {
         "--vocab-size",
         writes(in__txt="some words, and some more words\n" * 9),
     ),
+    "text-not-trainable": Case(
+        "train_tokenizer",
+        "--input in.txt --output out --vocab-size 300",
+        1,
+        "SentencePiece",
+        patched(
+            "sentencepiece.SentencePieceTrainer.train",
+            mock.Mock(side_effect=RuntimeError("INTERNAL")),
+            writes(in__txt="some words\n" * 9),
+        ),
+    ),
+    "output-in-use": preprocess("", "out_text_document", being_written),
     # planning
     "cluster-unknown": simulated("--cluster b200", "b200"),
     "stages-exceed-layers": simulated("--pp 16 --ep 1", "layers"),

@@ -169,3 +169,12 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
     with pytest.raises(OSError), output.replacing(path):
         raise AssertionError("it would be written")
     assert sorted(os.listdir(tmp_path)) == before and stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_numbers_beyond_their_limits_are_refused():
+    parser = output.Parser()
+    parser.add_argument("--hours", type=output.number(float, 1, 9))
+    assert parser.parse_args(["--hours", "2.5"]).hours == 2.5
+    for wrong in ("nan", "inf", "0", "9.1", "two"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--hours", wrong])

@@ -105,6 +105,9 @@ class Problems:
         except ConfigError as error:
             self.found += error.problems
             return False
+        except UserError as error:  # such as of an installed policy
+            self.found.append(ConfigError(str(error), code=error.code))
+            return False
         return True
 
     def raise_found(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
-from moc.output import Parser, ToolError, check_output, counted, escapes_output, print_lines, refused, replacing
+from moc.output import Parser, ToolError, check_output, counted, escapes_output, number, print_lines, refused, replacing
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -38,11 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-    parser.add_argument("--vocab-size", type=int, default=32000, help="(default: %(default)s)")
+    parser.add_argument("--vocab-size", type=number(int, 4, 2**31 - 1), default=32000, help="(default: %(default)s)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)")
     parser.add_argument(
         "--character-coverage",
-        type=float,
+        type=number(float, 0.98, 1),
         default=0.9995,
         help="share of the text's characters with a piece of their own (default: %(default)s)",
     )
@@ -55,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-bytes", type=_size, default="64M", metavar="SIZE", help="train on a random sample (default: %(default)s)"
     )
-    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument(
+        "--num-threads",
+        type=number(int, 1, 1024),
+        default=min(1024, len(os.sched_getaffinity(0))),
+        help="(default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1234, help="of the sample (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="show what SentencePiece logs")
     return parser

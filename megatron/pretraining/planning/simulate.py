@@ -10,7 +10,7 @@ from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
-from moc.output import Parser, ToolError, check_output, escapes_output, print_lines, refused
+from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines, refused
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
@@ -145,7 +145,9 @@ def _fault_flags(group) -> None:
         action="store_true",
         help="the trace says how many nodes there are, not only when some are lost",
     )
-    group.add_argument("--hours", type=float, default=12.0, metavar="H", help="to simulate (default: 12)")
+    group.add_argument(
+        "--hours", type=number(float, 1e-3, 1e6), default=12.0, metavar="H", help="to simulate (default: 12)"
+    )
     group.add_argument("--spares", type=int, metavar="N", help="nodes that wait; by default always one more")
     group.add_argument("--repair", type=duration, default=math.inf, metavar="TIME", help="until a lost node is back")
 

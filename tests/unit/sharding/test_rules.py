@@ -153,8 +153,14 @@ def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
     def lazy(items, load):
         return []
 
+    @rule("failing")
+    def failing(items, load):
+        return [load[-1] for _ in items]
+
     try:
         assert assign(items(1, 2), Scheme("last", "last")) == [1, 1]
+        with raises("sharding-rule-broken", "failing", "KeyError: -1", "test_rules.py:"):
+            assign(items(1), Scheme("equal", "failing"))
         with raises("sharding-rule-broken", "nobody", "layers.0.mlp", "99"):
             assign(items(1), Scheme("equal", "nobody"))
         with raises("sharding-rule-broken", "lazy", "0 of 1"):

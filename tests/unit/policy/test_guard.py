@@ -1,0 +1,100 @@
+"""Exceptions of an installed policy are named with policy, method and line; the errors that recovery needs pass."""
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+
+from moc.policy import POLICIES, Every, Policy, SnapshotPlan, policy
+from moc.policy.flags import PolicyFlag
+from moc.policy.guard import guard
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+from tests.errors import raises
+
+OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
+
+
+@pytest.fixture
+def failing():
+    """A policy of which each method fails as its field says."""
+
+    @policy("failing")
+    @dataclasses.dataclass(frozen=True)
+    class Failing(Policy):
+        error: Exception | None = None
+        result: object = None
+
+        @classmethod
+        def refusals(cls, asked):
+            yield asked.nothing
+
+        @property
+        def counts_tokens(self):
+            return self.nothing
+
+        def plan(self, iteration, load=None):
+            return self._answer()
+
+        def on_sizes(self, busiest):
+            self._answer()
+
+        def state_dict(self):
+            return self._answer()
+
+        def _answer(self):
+            if self.error is not None:
+                raise self.error
+            return self.result
+
+    guard(Failing)
+    yield lambda **fields: Failing(OPERATORS, Every(1), **fields)
+    del POLICIES["failing"]
+
+
+def test_each_kind_of_method_is_named_with_the_line(failing):
+    with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_guard.py:"):
+        failing(error=ZeroDivisionError("by zero")).plan(1)
+    with raises("policy-failed", "counts_tokens()", "test_guard.py:"):
+        _ = failing().counts_tokens
+    with raises("policy-failed", "refusals()", "AttributeError"):
+        list(failing().refusals(object()))
+
+
+def test_errors_of_the_contract_pass(failing):
+    for error in (RuntimeError("a peer is gone"), ValueError("too small")):
+        with pytest.raises(type(error)) as found:
+            failing(error=error).on_sizes(None)
+        assert found.value is error
+    with raises("policy-failed", "on_sizes()"):
+        failing(error=TypeError("x")).on_sizes(None)
+
+
+def test_results_of_other_types_are_refused(failing):
+    assert failing().plan(1) is None
+    with raises("policy-failed", "plan()", "list"):
+        failing(result=[1]).plan(1)
+    with raises("policy-failed", "state_dict()", "set"):
+        failing(result={"saved": {1}}).state_dict()
+
+
+@pytest.mark.parametrize(
+    "operators", [{"strange": Detail.FULL}, {OPERATORS[0].name: "full"}], ids=["operator", "detail"]
+)
+def test_a_plan_of_something_else_is_refused(operators, failing):
+    plan = SnapshotPlan(1, "failing", {one.name: Detail.FULL for one in OPERATORS} | operators, True)
+    with raises("policy-plan-invalid", *operators):
+        failing().check(plan)
+
+
+def test_a_flag_of_another_type_is_refused():
+    with raises("policy-class-invalid", "odd_list", "list"):
+
+        @policy("odd")
+        @dataclasses.dataclass(frozen=True)
+        class Odd(Policy):
+            flags: ClassVar = (PolicyFlag("odd_list", list, None, "A list."),)
+            list: object = None
+
+            def plan(self, iteration, load=None):
+                return None
