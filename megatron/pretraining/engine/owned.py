@@ -64,7 +64,7 @@ def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
     by_layers = {
         member
         for part in layer_wise_parts(optimizer)
-        if part.dp_cp_params_list is not None  # it has more than one rank
+        if part.dp_cp.size() > 1
         for member in members(part)
     }
     kinds = DistributedOptimizer, ZeroOptimizer, ShardedOptimizer
@@ -256,13 +256,13 @@ def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
 
 def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, torch.Tensor]:
     """The moments of a parameter by name, by the optimizer's class: one job may have several kinds (Adam and Muon)."""
-    inner: Any = member.optimizer
+    inner, initialize = member.optimizer, getattr(member, "init_state_fn", None)
     if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
         names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    elif isinstance(inner, torch.optim.SGD) or not hasattr(inner, "_init_group"):
+    elif isinstance(inner, torch.optim.SGD) or initialize is None:
         names = ("momentum_buffer",) if inner.param_groups[0].get("momentum") else ()
-    else:  # the package emerging-optimizers: each optimizer creates its own state
-        return _initialized_moments(inner, main)
+    else:  # such as those of the package emerging-optimizers, each with its own state
+        return _initialized_moments(inner, initialize, main)
     state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some keep moments in other dtypes
     for name in names:
         if state.get(name) is None:
@@ -273,10 +273,11 @@ def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, 
     return {name: state[name] for name in names}
 
 
-def _initialized_moments(inner: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
+def _initialized_moments(
+    inner: torch.optim.Optimizer, initialize: Callable[..., None], main: torch.Tensor
+) -> dict[str, torch.Tensor]:
     if not inner.state.get(main):
-        for group in inner.param_groups:
-            inner._init_group(group, skip_non_grad_params=False)
+        initialize(inner)
     state = inner.state[main]
     if other := [name for name, value in state.items() if not torch.is_tensor(value) or value.shape != main.shape]:
         raise ConfigError(

@@ -45,6 +45,7 @@ def _check_state(arguments: Any, problems: Problems) -> None:
 def _check_layers(arguments: Any, problems: Problems) -> None:
     """Of the layer-wise optimizer: ``dist_muon``, or another of its package with ``--use-distributed-optimizer``."""
     in_buffers = _value(arguments, "use_layer_wise_param_layout")
+    experts_apart = (_value(arguments, "expert_model_parallel_size") or 1) > 1
     problems.refuse(
         not _value(arguments, "bf16") and not _value(arguments, "fp16"),
         "the layer-wise optimizer of megatron-core (--use-distributed-optimizer, or dist_muon) works with --bf16 only. "
@@ -58,7 +59,7 @@ def _check_layers(arguments: Any, problems: Problems) -> None:
         code="optimizer-excludes-flag",
     )
     problems.refuse(
-        in_buffers and (_value(arguments, "expert_model_parallel_size") or 1) > 1 and _value(arguments, "add_bias_linear"),
+        in_buffers and experts_apart and _value(arguments, "add_bias_linear"),
         "the layer-wise optimizer of megatron-core has no place for the biases of experts. Fix: add "
         "--disable-bias-linear or --no-use-layer-wise-param-layout",
         code="optimizer-excludes-flag",
