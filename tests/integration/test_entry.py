@@ -213,6 +213,8 @@ NONE = torch.empty(0)
 
 
 BITS = [f"{EP2} {ZERO1}", f"{MOE} {PP2}", f"{EP2} --bf16"]
+
+
 def same_bits(directory, script, flags, *, base=BASE):
     """Runs a job with Megatron-LM's loop and with ours, and compares two checkpoints of each."""
     flags += " --save saved --save-interval 4"

@@ -61,12 +61,7 @@ def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
 
 def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
     """The members of which data-parallel ranks own different parts of the state, rather than copies."""
-    by_layers = {
-        member
-        for part in layer_wise_parts(optimizer)
-        if part.dp_cp.size() > 1
-        for member in members(part)
-    }
+    by_layers = {member for part in layer_wise_parts(optimizer) if part.dp_cp.size() > 1 for member in members(part)}
     kinds = DistributedOptimizer, ZeroOptimizer, ShardedOptimizer
     return by_layers | {member for member in members(optimizer) if isinstance(member, kinds)}
 
