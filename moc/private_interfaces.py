@@ -404,6 +404,10 @@ _MEGATRON = (
         (f"{_TRAINING}.training:build_train_valid_test_datasets", Parameters(_words("""
             build_train_valid_test_datasets_provider train_valid_test_num_samples""")), "calls",
          f"{_ENTRY}/streams.py"),
+        (f"{_TRAINING}.datasets.fim_dataset:GPTFIMDataset._query_document_sample_shuffle_indices", Parameters(("idx",),
+         only=True), "extends", f"{_ENTRY}/fim.py"),
+        (f"{_TRAINING}.datasets.fim_dataset:GPTFIMDataset", Members(("np_rng",)), "seeds an attribute of",
+         f"{_ENTRY}/fim.py"),
         (f"{_TRAINING}.datasets.data_samplers:build_pretraining_data_loader", Parameters(_words("""dataset
             consumed_samples""")), "calls", f"{_ENTRY}/streams.py"),
         (f"{_TRAINING}.training:training_log", Parameters(_words("""loss_dict total_loss_dict learning_rate iteration
@@ -435,6 +439,9 @@ _MEGATRON = (
          "resets attributes of", f"{_OURS}/engine/reset.py"),
         (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
          "reads attributes of", _OWNED),
+        (f"{_OPTIMIZER}:MegatronOptimizer", Members(("init_state_fn",)), "calls", _OWNED),
+        (f"{_CORE}.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer", Members(_words("""allgather_params
+            dp_cp use_buffer_param_sync""")), "reads attributes of", _OWNED),
         (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(_words("""init_lr wsd_decay_steps
             lr_wsd_decay_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler""")),
          "derives a class from", f"{_OURS}/engine/rates.py"),

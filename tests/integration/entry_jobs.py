@@ -88,11 +88,11 @@ def run(
     return Ended(code, output, [json.loads(line) for line in lines])
 
 
-def run_stock_loop(directory: Path, script: Path, size: int, flags: str) -> tuple[int, str]:
+def run_stock_loop(directory: Path, script: Path, size: int, flags: str, base: str = BASE) -> tuple[int, str]:
     """Runs a script with Megatron-LM's own loop, under torchrun; returns exit code and output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     port = ["--master-port", str(*free_ports(1))]
-    program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *BASE.split(), *flags.split()]
+    program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *base.split(), *flags.split()]
     program += ["--distributed-backend", "gloo"]
     return _output_of([*launcher, *port, *program], directory)
 

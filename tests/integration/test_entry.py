@@ -74,6 +74,7 @@ def recovers(directory, script, flags, policy, *more, base=BASE):
     assert second.resumed_at()[-1] > 0, "no snapshot is complete at the kill"
 
 
+TIED = BASE.replace("--untie-embeddings-and-output-weights", "")
 SAMPLES = (
     BASE.replace("--train-iters 8", "--train-samples 56")
     .replace("--lr-warmup-iters 2", "--lr-warmup-samples 16")
@@ -89,10 +90,34 @@ def test_a_batch_whose_size_grows_recovers(tmp_path):
     )
 
 
-@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
-@pytest.mark.parametrize("flags", ["--optimizer muon --bf16", *ALL * ["--optimizer muon"]])
-def test_an_optimizer_with_other_state_recovers(flags, tmp_path):
-    recovers(tmp_path, USER_SCRIPT, f"{EP2} {flags}", FULL)
+SCALED = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2"
+"""A loss scale that grows until gradients overflow: some of 8 iterations are skipped."""
+MUON = "--optimizer muon --bf16"
+DIST_MUON = "--optimizer dist_muon --bf16"
+"""Muon's parameters are each on one of the data-parallel workers; the others have Adam, with ZeRO-1."""
+needs_muon = pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
+OPTIMIZERS = {
+    "dist_muon": DIST_MUON,
+    "muon": MUON,
+    "muon fp32": "--optimizer muon",
+    "dist_muon, gathered by itself": f"{DIST_MUON} --no-use-layer-wise-param-layout",
+    "lion": "--optimizer lion --bf16",
+    "sgd": "--optimizer sgd",
+    "fp16": f"{ZERO1} {SCALED}",
+}
+
+
+@needs_muon
+@pytest.mark.parametrize("case", ["dist_muon", *ALL * [case for case in OPTIMIZERS if case != "dist_muon"]])
+def test_an_optimizer_with_other_state_recovers(case, tmp_path):
+    recovers(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}", FULL)
+
+
+@needs_muon
+def test_an_optimizer_whose_state_is_not_in_parts_of_parameters_is_refused(tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 2, f"{EP2} --optimizer soap {FULL} --ckpt-dir snapshots")
+    assert ended.code != 0 and "[optimizer-unsupported]" in ended.output, ended.output[-4000:]
+    assert not ended.losses and "Traceback" not in ended.output
 
 
 def hugging_face_directory(directory) -> str:
@@ -189,15 +214,40 @@ def differing(one, other) -> list[str]:
 NONE = torch.empty(0)
 
 
-@pytest.mark.parametrize("flags", [f"{EP2} {ZERO1}", f"{MOE} {PP2}", f"{EP2} --bf16"])
-def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
+BITS = [f"{EP2} {ZERO1}", f"{MOE} {PP2}", f"{EP2} --bf16"]
+
+
+def same_bits(directory, script, flags, *, base=BASE):
+    """Runs a job with Megatron-LM's loop and with ours, and compares two checkpoints of each."""
     flags += " --save saved --save-interval 4"
-    code, output = run_stock_loop(tmp_path / "stock", USER_SCRIPT, 2, flags)
+    code, output = run_stock_loop(directory / "stock", script, 2, flags, base=base)
     assert code == 0, output[-4000:]
-    ended = run(tmp_path / "ours", USER_SCRIPT, 2, flags)
+    ended = run(directory / "ours", script, 2, flags, base=base)
     assert ended.code == 0, ended.output[-4000:]
     for iteration in ("iter_0000004", "iter_0000008"):
-        assert not differing(tmp_path / "stock/saved" / iteration, tmp_path / "ours/saved" / iteration)
+        assert not differing(directory / "stock/saved" / iteration, directory / "ours/saved" / iteration)
+
+
+@pytest.mark.parametrize("flags", BITS)
+def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
+    same_bits(tmp_path, USER_SCRIPT, flags)
+
+
+@needs_muon
+@pytest.mark.parametrize("case", ["dist_muon", *ALL * ["muon", "sgd", "fp16"]])
+def test_the_bits_of_an_optimizer_are_those_of_the_stock_loop(case, tmp_path):
+    same_bits(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}")
+
+
+@needs_scripts
+@pytest.mark.parametrize("flags", [f"{MOE} {PP2}", *ALL * [f"{EP2} {ZERO1}"]])
+def test_the_bits_of_tied_embeddings_are_those_of_the_stock_loop(flags, tmp_path):
+    same_bits(tmp_path, SCRIPTS / "pretrain_gpt.py", flags, base=TIED)
+
+
+def test_the_bits_of_a_growing_batch_are_those_of_the_stock_loop(tmp_path):
+    base = SAMPLES.replace("--global-batch-size 8", "--step-batch-size-schedule 0:4,512:8")
+    same_bits(tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", base=base)
 
 
 def test_initial_weights_are_the_same_in_every_layout(tmp_path):

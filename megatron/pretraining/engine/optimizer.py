@@ -26,9 +26,10 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.engine.owned import (
     drop_gradients,
-    is_sharded,
+    gather_layers,
     members,
     parameters_and_masters,
+    sharded_members,
     sharded_part,
 )
 from megatron.pretraining.engine.rates import RateSchedule
@@ -157,7 +158,7 @@ class VotedOptimizer:
                 scaler.update(not finite)
 
     def gather_weights(self) -> None:
-        """All-gathers, with ZeRO-1, the weights that the data-parallel peers have updated; safe to repeat.
+        """All-gathers the weights that the data-parallel peers own and have updated; safe to repeat.
 
         Does nothing with ``--overlap-param-gather``: the next forward gathers weights as it reaches them.
         """
@@ -166,9 +167,10 @@ class VotedOptimizer:
                 chunk.start_param_sync()
         if (sharded := sharded_part(self.core)) is not None:
             sharded.gather_weights()
+        gather_layers(self.core)
 
     def _counts_for_norm(self, member: MegatronOptimizer) -> bool:
-        if is_sharded(member):
+        if member in sharded_members(self.core):
             return True
         return self._copy(experts=any(group.get("is_expert_parallel") for group in member.param_groups)) == 0
 

@@ -1,8 +1,9 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
 One adapter for each way in which it is stored: megatron-core's ZeRO-1 (``DistributedOptimizer``), replicated with fp32
-masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; and DeepSpeed's ZeRO-1
-and 2 (:class:`ZeroOptimizer`); and in blocks, of which several ranks hold each (:class:`ShardedOptimizer`).
+masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; whole parameters, each
+on one of the ranks (``LayerWiseDistributedOptimizer``); DeepSpeed's ZeRO-1 and 2 (:class:`ZeroOptimizer`); and in
+blocks, of which several ranks hold each (:class:`ShardedOptimizer`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.engine.sharded import ShardedOptimizer
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.adam import Rule
@@ -26,7 +29,6 @@ _NO_COUNTER: Any = MappingProxyType({})
 """The counter of an optimizer that counts no updates; never written."""
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _OTHER_ADAMS = ("FusedAdam", "SmallMomentsAdam")
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -37,21 +39,40 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [] if core.is_stub_optimizer else [optimizer]
 
 
+def layer_wise_parts(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedOptimizer]:
+    """The optimizers in a chain whose ranks own whole parameters each."""
+    core: Any = optimizer
+    if isinstance(core, LayerWiseDistributedOptimizer):
+        return [core]
+    return [part for one in getattr(core, "chained_optimizers", ()) for part in layer_wise_parts(one)]
+
+
+def gather_layers(optimizer: MegatronOptimizer) -> None:
+    """Gives the parameters that ranks own to their peers, if no gradient buffer contains them; a collective call."""
+    for part in layer_wise_parts(optimizer):
+        if not part.use_buffer_param_sync:
+            part.allgather_params()
+
+
 def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
     """The optimizer of dense parameters, if several ranks hold each block of its state."""
     return next((member for member in members(optimizer) if isinstance(member, ShardedOptimizer)), None)
 
 
-def is_sharded(member: MegatronOptimizer) -> bool:
-    """Whether data-parallel ranks own different parts of the state (ZeRO), rather than copies."""
-    return isinstance(member, (DistributedOptimizer, ZeroOptimizer, ShardedOptimizer))
+def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
+    """The members of which data-parallel ranks own different parts of the state, rather than copies."""
+    by_layers = {member for part in layer_wise_parts(optimizer) if part.dp_cp.size() > 1 for member in members(part)}
+    kinds = DistributedOptimizer, ZeroOptimizer, ShardedOptimizer
+    return by_layers | {member for member in members(optimizer) if isinstance(member, kinds)}
 
 
-def _is_cut(member: MegatronOptimizer) -> bool:
-    """Whether it is sharded over more than one rank."""
-    if isinstance(member, DistributedOptimizer):
-        return member.data_parallel_group.size() > 1
-    return isinstance(member, (ZeroOptimizer, ShardedOptimizer))
+def _cut_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
+    """The members that are sharded over more than one rank."""
+
+    def is_cut(member: MegatronOptimizer) -> bool:
+        return not isinstance(member, DistributedOptimizer) or member.data_parallel_group.size() > 1
+
+    return {member for member in sharded_members(optimizer) if is_cut(member)}
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
@@ -60,19 +81,24 @@ def is_frozen(parameter: torch.nn.Parameter) -> bool:
 
 
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
-    """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
+    """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros.
+
+    Raises:
+        ConfigError: an optimizer keeps state that has not the shape of the parameter.
+    """
+    cut = _cut_members(optimizer)
     for member in members(optimizer):
-        moments = moments_of(member)
-        sharded, counter_of = _is_cut(member), _counter_of(member)
+        counter_of = _counter_of(member)
         for part in _parts(member):
-            state = _primed_state(member.optimizer, part.main, moments)
-            slots = {MASTER: part.main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
+            moments = _primed_moments(member, part.main)
+            slots = {MASTER: part.main.detach().view(-1)} | {name: values.view(-1) for name, values in moments.items()}
             counter = counter_of(part.main)
-            yield OwnedSlice(part.parameter, part.start, part.stop, slots, sharded, counter, part.copy)
+            yield OwnedSlice(part.parameter, part.start, part.stop, slots, member in cut, counter, part.copy)
 
 
 def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the reduced gradients of the slices that this rank owns, in their live memory."""
+    cut = _cut_members(optimizer)
     for member in members(optimizer):
         if isinstance(member, ZeroOptimizer):
             for one in member.fragments:
@@ -82,7 +108,7 @@ def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
         for part in _parts(member):
             whole: Any = part.parameter  # megatron-core sets main_grad on it
             values = whole.main_grad.detach().view(-1)[part.start : part.stop]
-            yield OwnedSlice(part.parameter, part.start, part.stop, {GRAD: values}, _is_cut(member), copy=part.copy)
+            yield OwnedSlice(part.parameter, part.start, part.stop, {GRAD: values}, member in cut, copy=part.copy)
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -163,26 +189,15 @@ def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
         yield from (counter_of(main) for parameter, main in own if not getattr(parameter, "unused", False))
 
 
-def moments_of(member: MegatronOptimizer) -> tuple[str, ...]:
-    """The names of the moments of an optimizer, by its class: one job may have several kinds (Adam and Muon)."""
-    inner: Any = member.optimizer
-    if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
-        return _MOMENTS["adam"]
-    if type(inner).__name__ == "Lion":
-        return ("exp_avg",)
-    # by the flag; optimizers like Muon have a momentum, as SGD
-    return _MOMENTS.get(member.config.optimizer, _MOMENTS["sgd"])
-
-
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
     """Returns what finds the counter of a parameter's updates, by its master weights."""
-    inner = member.optimizer
-    if moments_of(member) != _MOMENTS["adam"]:
-        return lambda main: _NO_COUNTER
+    inner: Any = member.optimizer
     if isinstance(inner, _TORCH_ADAMS):
         return inner.state.__getitem__
-    # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on
-    return {main: group for group in inner.param_groups for main in group["params"]}.__getitem__
+    if type(inner).__name__ in _OTHER_ADAMS:
+        # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on
+        return {main: group for group in inner.param_groups for main in group["params"]}.__getitem__
+    return lambda main: _NO_COUNTER
 
 
 class _Part(NamedTuple):
@@ -234,12 +249,35 @@ def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
         yield from zip(model_group, main_group, strict=True)
 
 
-def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:
+def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The moments of a parameter by name, by the optimizer's class: one job may have several kinds (Adam and Muon)."""
+    inner, initialize = member.optimizer, getattr(member, "init_state_fn", None)
+    if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
+        names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    elif isinstance(inner, torch.optim.SGD) or initialize is None:
+        names = ("momentum_buffer",) if inner.param_groups[0].get("momentum") else ()
+    else:  # such as those of the package emerging-optimizers, each with its own state
+        return _initialized_moments(inner, initialize, main)
     state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some keep moments in other dtypes
-    for moment in moments:
-        if state.get(moment) is None:
-            dtype = formats.get(moment, main.dtype)
-            state[moment] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format).detach()
+    for name in names:
+        if state.get(name) is None:
+            dtype = formats.get(name, main.dtype)
+            state[name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format).detach()
     if isinstance(inner, _TORCH_ADAMS) and "step" not in state:
         state["step"] = torch.tensor(0.0)
-    return state
+    return {name: state[name] for name in names}
+
+
+def _initialized_moments(
+    inner: torch.optim.Optimizer, initialize: Callable[..., None], main: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    if not inner.state.get(main):
+        initialize(inner)
+    state = inner.state[main]
+    if other := [name for name, value in state.items() if not torch.is_tensor(value) or value.shape != main.shape]:
+        raise ConfigError(
+            f"the optimizer {type(inner).__name__} keeps {other[0]}, which has not the shape of the parameter, and "
+            "snapshots contain parts of parameters. Fix: choose another --optimizer",
+            code="optimizer-unsupported",
+        )
+    return dict(state)

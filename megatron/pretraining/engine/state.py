@@ -17,6 +17,8 @@ from megatron.pretraining.engine.owned import (
     MASTER,
     AdamGroup,
     adam_groups,
+    gather_layers,
+    layer_wise_parts,
     owned_gradients,
     owned_slices,
     sharded_part,
@@ -134,7 +136,7 @@ class MegatronState:
                     master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
 
     def gather_weights(self) -> None:
-        """All-gathers, with ZeRO-1, every weight from the data-parallel peers; a collective of them.
+        """All-gathers every weight that only one data-parallel peer updates; a collective of the peers.
 
         Broadcasts the router biases, too, from the peer that owns them.  Required after masters or weights are loaded;
         does nothing with a replicated optimizer.
@@ -147,6 +149,7 @@ class MegatronState:
                 chunk.start_param_sync(force_sync=True)
         if self._sharded is not None:
             self._sharded.gather_weights()
+        gather_layers(self._optimizer)
         if self._is_sharded and (biases := self._modules.committed):
             arriving = {buffer: committed.clone() for buffer, committed in biases.items()}
             for values in arriving.values():
@@ -219,7 +222,7 @@ class MegatronState:
 
     @property
     def _is_sharded(self) -> bool:
-        return self._zero or self._sharded is not None
+        return self._zero or self._sharded is not None or bool(layer_wise_parts(self._optimizer))
 
     @property
     def _first_peer(self) -> int:

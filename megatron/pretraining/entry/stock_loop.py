@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry.optimizers import refuse_optimizers
 
 
 class Refusal(NamedTuple):
@@ -55,8 +56,8 @@ BY_STOCK = frozenset(
     eval_iters log_interval log_throughput log_validation_ppl_to_tensorboard multiple_validation_sets
     validation_set_names sft global_batch_size step_batch_size_schedule data_parallel_size world_size rank
     tensor_model_parallel_size context_parallel_size train_samples tensorboard_dir num_experts
-    use_distributed_optimizer do_test do_train do_valid barrier_with_L1_time use_tp_pp_dp_mapping fp8 ckpt_format
-    no_load_optim disable_straggler_on_startup straggler_ctrlr_port
+    use_distributed_optimizer use_layer_wise_distributed_optimizer do_test do_train do_valid barrier_with_L1_time
+    use_tp_pp_dp_mapping fp8 ckpt_format no_load_optim disable_straggler_on_startup straggler_ctrlr_port
     straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval pytorch_profiler_collect_callstack
     pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes profile_ranks profile_step_end
     profile_step_start record_shapes use_pytorch_profiler vision_pretraining_type manual_gc_eval
@@ -122,7 +123,6 @@ REFUSED = {
     "fsdp_manual_registration": Refusal(_FSDP),
     "nccl_ub": Refusal("registers buffers with communicators, which a recovery replaces"),
     "gtp_weight_remat_size": Refusal(_FSDP, (None, 1)),
-    "use_layer_wise_distributed_optimizer": Refusal("assigns layers to workers, and snapshots need parts of each"),
 }
 """Refused arguments."""
 
@@ -150,6 +150,7 @@ def refuse_arguments(arguments: Any) -> None:
     )
     for sentence in refusals(arguments):
         problems.refuse(True, sentence, code="loop-argument-unsupported")
+    problems.check(refuse_optimizers, arguments)
     problems.raise_found()
 
 

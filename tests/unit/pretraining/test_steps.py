@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  #
 from megatron.pretraining.engine.owned import get_step, owned_slices, set_step  # noqa: E402
 
 
-class CountingByGroup(torch.optim.Optimizer):
+class FusedAdam(torch.optim.Optimizer):
     """Counts as Transformer Engine's and apex's fused Adam do: in the group, from the first update on."""
 
     def __init__(self, params):
@@ -32,7 +32,7 @@ def wrapped(make, name):
     return inner, ChainedOptimizer([FP32Optimizer(inner, OptimizerConfig(optimizer=name, lr=0.1), lambda *_: None)])
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, CountingByGroup])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])
 def test_a_fresh_optimizer_goes_on_counting_where_a_saved_one_stopped(make):
     inner, optimizer = wrapped(make, "adam")
     list(owned_slices(optimizer))  # makes the moments, as saving and loading do

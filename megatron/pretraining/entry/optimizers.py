@@ -1,0 +1,70 @@
+"""The optimizers of Megatron-LM that cannot work, refused before anything is built."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.pretraining.config.flag import Problems
+
+_OF_CORE = ("adam", "sgd")
+"""Optimizers that need no other package."""
+
+
+def refuse_optimizers(arguments: Any) -> None:
+    """Raises ``ConfigError`` with all that is wrong with the arguments of the optimizer; pure."""
+    problems = Problems()
+    _check_state(arguments, problems)
+    if (kind := _value(arguments, "optimizer") or _OF_CORE[0]) not in _OF_CORE:
+        problems.refuse(
+            find_spec("emerging_optimizers") is None,
+            f"--optimizer {kind} needs the package emerging-optimizers. Fix: install it",
+            code="package-missing",
+        )
+        problems.refuse(
+            _value(arguments, "fp16"),
+            f"--optimizer {kind} has no loss scale, which --fp16 needs. Fix: train in --bf16",
+            code="optimizer-excludes-flag",
+        )
+    if _value(arguments, "use_layer_wise_distributed_optimizer"):
+        _check_layers(arguments, problems)
+    problems.raise_found()
+
+
+def _check_state(arguments: Any, problems: Problems) -> None:
+    # these keep masters and gradients where no engine of ours finds them; both are for CUDA only
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        problems.refuse(
+            _value(arguments, name),
+            f"--{name.replace('_', '-')} keeps master weights inside of another optimizer, and snapshots cannot "
+            "read them there. Fix: drop it",
+            code="optimizer-excludes-flag",
+        )
+
+
+def _check_layers(arguments: Any, problems: Problems) -> None:
+    """Of the layer-wise optimizer: ``dist_muon``, or another of its package with ``--use-distributed-optimizer``."""
+    in_buffers = _value(arguments, "use_layer_wise_param_layout")
+    experts_apart = (_value(arguments, "expert_model_parallel_size") or 1) > 1
+    problems.refuse(
+        not _value(arguments, "bf16") and not _value(arguments, "fp16"),
+        "the layer-wise optimizer of megatron-core (--use-distributed-optimizer, or dist_muon) works with --bf16 only. "
+        "Fix: add --bf16, or drop --use-distributed-optimizer",
+        code="optimizer-excludes-flag",
+    )
+    problems.refuse(
+        _value(arguments, "overlap_param_gather") and not in_buffers,
+        "--overlap-param-gather with --no-use-layer-wise-param-layout overwrites the reduced gradients, which a "
+        "recovery may apply. Fix: drop one of them",
+        code="optimizer-excludes-flag",
+    )
+    problems.refuse(
+        in_buffers and experts_apart and _value(arguments, "add_bias_linear"),
+        "the layer-wise optimizer of megatron-core has no place for the biases of experts. Fix: add "
+        "--disable-bias-linear or --no-use-layer-wise-param-layout",
+        code="optimizer-excludes-flag",
+    )
+
+
+def _value(arguments: Any, name: str) -> Any:
+    return getattr(arguments, name, None)  # Megatron-LM derives some only if all others are valid
