@@ -169,7 +169,9 @@ CASES = {
         "--ckpt-tier memory --ckpt-policy busier --ckpt-dir c", 2, make=own_policy.install, cold=True
     ),
     "policy-module-broken": job("--train-iters 2", 1, "broken", make=broken_policy, cold=True),
-    "policy-failed": job("--ckpt-policy busier --ckpt-dir c", 1, "plan()", make=failing_policy, cold=True),
+    "policy-failed": job(
+        "--ckpt-policy busier --snapshot-interval 1 --ckpt-dir c", 1, "plan()", make=failing_policy, cold=True
+    ),
     "gloo-with-gpus": worker("--distributed-backend gloo", "gloo", make=fault(GPUS)),
     "environment-not-deterministic": worker(
         "--deterministic-mode", "NCCL_ALGO=Tree", make=fault(GPUS), variables={"NCCL_ALGO": "Tree"}

@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.utils import get_pg_size
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.engine.sharded import ShardedOptimizer
@@ -61,7 +62,9 @@ def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
 
 def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
     """The members of which data-parallel ranks own different parts of the state, rather than copies."""
-    by_layers = {member for part in layer_wise_parts(optimizer) if part.dp_cp.size() > 1 for member in members(part)}
+    by_layers = {
+        member for part in layer_wise_parts(optimizer) if get_pg_size(part.dp_cp) > 1 for member in members(part)
+    }
     kinds = DistributedOptimizer, ZeroOptimizer, ShardedOptimizer
     return by_layers | {member for member in members(optimizer) if isinstance(member, kinds)}
 
