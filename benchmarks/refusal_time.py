@@ -45,7 +45,7 @@ def refuse(code: str, case: Case) -> dict[str, float | None]:
             case.make(Path(directory))
         variables = {k: v for k, v in os.environ.items() if k not in ("MOC_TOKEN", "MOC_TOKEN_FILE")}
         variables |= {"PYTHONPATH": f"{directory}:{REPOSITORY}", "CUDA_VISIBLE_DEVICES": ""} | dict(case.variables)
-        used, begun, said = cpu_s(), time.perf_counter(), None
+        used, begun, elapsed = cpu_s(), time.perf_counter(), None
         with subprocess.Popen(
             [sys.executable, "-m", MODULES[case.program], *shlex.split(case.words)],
             cwd=directory,
@@ -55,9 +55,9 @@ def refuse(code: str, case: Case) -> dict[str, float | None]:
             text=True,
         ) as process:
             for line in process.stdout or ():
-                if said is None and code in codes_in(line):
-                    said = time.perf_counter() - begun
-        return {"message_s": said, "cpu_s": cpu_s() - used}
+                if elapsed is None and code in codes_in(line):
+                    elapsed = time.perf_counter() - begun
+        return {"message_s": elapsed, "cpu_s": cpu_s() - used}
 
 
 def main() -> int:

@@ -144,7 +144,7 @@ def _from_hub(name: str, revision: str | None) -> str:
 
     try:
         return snapshot_download(name, revision=revision, allow_patterns=_DATA)
-    except Exception as error:  # those of the HTTP library have no class in common with others
+    except Exception as error:  # the HTTP library's exceptions share no base class with others
         raise TokenizerError(
             f"the tokenizer {name} at {revision} is not in the hub's cache on this machine, and cannot be downloaded: "
             f"{first_line(error)}. Fix: run tools/preprocess_data.py with it on this machine, which downloads it, or "

@@ -1,9 +1,13 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
-One adapter for each way in which it is stored: megatron-core's ZeRO-1 (``DistributedOptimizer``), replicated with fp32
-masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16; whole parameters, each
-on one of the ranks (``LayerWiseDistributedOptimizer``); DeepSpeed's ZeRO-1 and 2 (:class:`ZeroOptimizer`); and in
-blocks, of which several ranks hold each (:class:`ShardedOptimizer`).
+Each storage scheme has one adapter:
+
+* ZeRO-1 of megatron-core (``DistributedOptimizer``);
+* replicas with fp32 masters and 16-bit weights;
+* replicas with master and weight in one tensor, fp32 or bf16;
+* complete parameters, each on one rank (``LayerWiseDistributedOptimizer``);
+* ZeRO-1 and 2 of DeepSpeed (:class:`ZeroOptimizer`);
+* blocks that several ranks hold (:class:`ShardedOptimizer`).
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def layer_wise_parts(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedOptimizer]:
-    """The optimizers in a chain whose ranks own whole parameters each."""
+    """The optimizers in a chain that assign each complete parameter to one rank."""
     core: Any = optimizer
     if isinstance(core, LayerWiseDistributedOptimizer):
         return [core]
@@ -61,7 +65,7 @@ def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
 
 
 def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
-    """The members of which data-parallel ranks own different parts of the state, rather than copies."""
+    """The members whose state is divided among data-parallel ranks, rather than replicated."""
     by_layers = {
         member for part in layer_wise_parts(optimizer) if get_pg_size(part.dp_cp) > 1 for member in members(part)
     }
@@ -259,7 +263,7 @@ def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, 
         names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     elif isinstance(inner, torch.optim.SGD) or initialize is None:
         names = ("momentum_buffer",) if inner.param_groups[0].get("momentum") else ()
-    else:  # such as those of the package emerging-optimizers, each with its own state
+    else:  # such as the optimizers of emerging-optimizers, which define their own state
         return _initialized_moments(inner, initialize, main)
     state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some keep moments in other dtypes
     for name in names:

@@ -60,7 +60,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
     box = parser.add_argument_group("fault tolerance", "Snapshots, recovery and injected faults.")
     for name, described in _OPTIONS_OF_FILES.items():
-        if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name is left alone
+        if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
             box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
     for flag in own_flags():
         add_flag(box, flag, PREFIX + flag.name)

@@ -13,7 +13,7 @@ def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
 
     Args:
         name: of the preset.
-        given: values of options that override the preset's, by name; None for those that are not given.
+        given: values of options that override the preset's, by name; None if an option is not given.
     """
     options = dict(PRESETS[name].values)
     interval = options.pop("expert_interval", None)

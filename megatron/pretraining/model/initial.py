@@ -18,7 +18,7 @@ EXACT = "exact"
 def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
     """Initialises each matrix and router bias from (seed, name in the unpartitioned model) alone.
 
-    The distributions are those of the model's configuration, ``init_method`` and others.  Norms and other biases keep
+    The model's configuration defines the distributions (``init_method`` and others).  Norms and other biases keep
     the values of their modules.  The same model therefore starts identical in every layout, and a stage can be
     initialised without its neighbours.
 

@@ -40,9 +40,9 @@ def check_core() -> None:
     directory = Path(next(iter(found.submodule_search_locations)))
     version = version_in(directory)
     if version is None or not OLDEST <= version < BEFORE:
-        told = "unknown" if version is None else ".".join(map(str, version))
+        described = "unknown" if version is None else ".".join(map(str, version))
         raise CoreError(
-            f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}. "
+            f"megatron.core is taken from {directory}, whose version is {described}: this program needs {WANTED}. "
             f"Fix: if that is a checkout of Megatron-LM, take {directory.parent.parent} off PYTHONPATH, or run scripts "
             f"of its release core_v{'.'.join(map(str, OLDEST[:2]))}.0; otherwise pip install '{WANTED}'"
         )

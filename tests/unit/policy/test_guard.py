@@ -17,7 +17,7 @@ OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_expe
 
 @pytest.fixture
 def failing():
-    """A policy of which each method fails as its field says."""
+    """A policy whose methods fail as its field defines."""
 
     @policy("failing")
     @dataclasses.dataclass(frozen=True)
