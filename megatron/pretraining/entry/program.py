@@ -93,7 +93,9 @@ class StockProgram:
         update_num_microbatches(0, consistency_check=False)
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("tokenizer")
-        with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False):  # the session chooses the state
+        # the session chooses the state; a schedule in samples is one whose iterations are not counted yet
+        iterations = None if args.train_samples else args.train_iters
+        with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
             built: Any = training.setup_model_and_optimizer(
                 self.model_type,
                 model_provider_func=self._provider(config),
