@@ -33,7 +33,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _AS_IT_IS = {"follow_symlinks": False}
 _DEEPEST = 32  # levels of directories that are deleted
-_ROUNDS = 100  # in which a directory is emptied, into which others still write
+_ROUNDS = 100  # of emptying a directory while other processes write into it
 _HUB = re.compile(r"(models|datasets|spaces)--.+")  # directory of a repository in the cache of the Hugging Face hub
 _OURS = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories

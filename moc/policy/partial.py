@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 from moc.files import decode
 from moc.files.decode import Count
 from moc.policy.errors import PolicyError
-from moc.policy.plan import Load, Policy, SnapshotPlan, check_tables, experts_by_layer
+from moc.policy.plan import Load, Policy, SnapshotPlan
 from moc.policy.selection import Place
+from moc.policy.tables import check_tables, experts_by_layer
 from moc.state.detail import Detail
 
 Table = dict[Count, list[Count]]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from moc.files.decode import StateError
 from moc.policy.debt import Boost
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
@@ -124,27 +122,6 @@ class SnapshotPlan:
     def details(self) -> tuple[Detail, ...]:
         """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
         return tuple(detail for detail in Detail if detail in self.operators.values())
-
-
-def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
-    """Number of experts by layer, ascending, of layers with experts."""
-    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
-
-
-def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
-    """Checks saved values by layer, and by layer and expert: they are of every layer and expert, or of none.
-
-    Raises:
-        ValueError: a layer or an expert is missing, or there are too many.
-    """
-    for table in filter(None, tables):
-        rows = {
-            layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
-        }
-        if rows != num_experts:
-            raise StateError(
-                f"this is no state of {of} of this model (its experts are others). Fix: start without it",
-            )
 
 
 @dataclass(frozen=True)

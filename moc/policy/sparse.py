@@ -15,9 +15,10 @@ from moc.policy import popularity
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan, check_tables, experts_by_layer
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
+from moc.policy.tables import check_tables, experts_by_layer
 from moc.policy.window import (
     OperatorBytes,
     Turn,

@@ -113,6 +113,8 @@ def test_a_preset_has_less_weight_than_a_file_and_a_file_less_than_the_command_l
     assert [values[name] for name in ("num_layers", "hidden_size", "num_attention_heads")] == [6, 48, 6]
     assert values["num_experts"] == 8 and values["moe_layer_freq"] == [0, 1] * 3
     assert values["max_position_embeddings"] == values["seq_length"] == 2048
+    unreadable = run(tmp_path, USER_SCRIPT, 1, f"{words} --num-layers ten", base=f"--micro-batch-size {needed}")
+    assert unreadable.code == 2 and codes_in(unreadable.output) == ["value-unreadable"]
     unknown = run(tmp_path, USER_SCRIPT, 1, "--model gpt-126m --print-config")
     assert unknown.code == 2 and codes_in(unknown.output) == ["value-not-a-choice"] and "gpt-125m-8e" in unknown.output
 

@@ -18,7 +18,7 @@ def refuse_optimizers(arguments: Any) -> None:
     if (kind := _value(arguments, "optimizer") or _OF_CORE[0]) not in _OF_CORE:
         problems.refuse(
             find_spec("emerging_optimizers") is None,
-            f"--optimizer {kind} needs the package emerging-optimizers. Fix: install it",
+            f"--optimizer {kind} needs the package emerging-optimizers. Fix: pip install emerging-optimizers",
             code="package-missing",
         )
         problems.refuse(

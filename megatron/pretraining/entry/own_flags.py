@@ -22,9 +22,7 @@ _OWN_FLAGS = {
 """Our flags in groups that otherwise have flags of Megatron-LM."""
 PREFIX = "moc_"
 """Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
-
-
-_OPTIONS_OF_FILES: dict[str, dict[str, Any]] = {
+_GENERAL: dict[str, dict[str, Any]] = {
     "config": {
         "action": "append",
         "metavar": "FILE.yaml",
@@ -40,6 +38,7 @@ _OPTIONS_OF_FILES: dict[str, dict[str, Any]] = {
     },
     "help-all": {"action": "store_true", "help": "Print Megatron-LM's options as well; exit."},
 }
+"""Options that are no flags of a run, as arguments of ``add_argument`` by name."""
 
 
 def own_flags() -> list[Flag]:
@@ -59,7 +58,7 @@ def own_names() -> frozenset[str]:
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
     box = parser.add_argument_group("fault tolerance", "Snapshots, recovery and injected faults.")
-    for name, described in _OPTIONS_OF_FILES.items():
+    for name, described in _GENERAL.items():
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
             box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
     for flag in own_flags():

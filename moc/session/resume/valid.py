@@ -10,7 +10,7 @@ from moc.files.text import shown
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.ledger import Ledger
-from moc.policy.plan import experts_by_layer
+from moc.policy.tables import experts_by_layer
 from moc.recovery.folds import RULES
 from moc.session.auto import AutoState
 from moc.session.engine import Engine

@@ -1,0 +1,31 @@
+"""Values by layer and expert, as policies save them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moc.files.decode import StateError
+from moc.state.operators import Operator
+
+
+def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
+    """Number of experts by layer, ascending, of layers with experts."""
+    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
+
+
+def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
+    """Checks saved values by layer, and by layer and expert: they are of every layer and expert, or of none.
+
+    Raises:
+        ValueError: a layer or an expert is missing, or there are too many.
+    """
+    for table in filter(None, tables):
+        rows = {
+            layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
+        }
+        if rows != num_experts:
+            raise StateError(
+                f"this is no state of {of} of this model (its experts are others). Fix: start without it",
+            )
