@@ -1,6 +1,6 @@
 """Compares the time of an iteration under our loop and under Megatron-LM's, for the same script in one run.
 
-    python -m benchmarks.front SCRIPT [--turns N] [--workers N] -- FLAGS
+    python -m benchmarks.front [--turns N] [--workers N] SCRIPT FLAGS
 
 FLAGS are the script's; they name a model, and at least 30 iterations with --log-interval 1.  Turns alternate between
 Megatron-LM's loop, ours without snapshots, and ours with a snapshot in memory after each iteration.  The first ten

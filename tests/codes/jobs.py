@@ -213,7 +213,6 @@ CASES = {
     # programs of users
     **{code: call(code) for code in mistaken_calls.MISTAKES},
     **{code: loop(code) for code in MISTAKES.keys() - {"restarts-exhausted", "sharding-rule-broken"}},
-    "connections-unstable": loop("connections-unstable", launcher="--patience 1"),
     "sharding-rule-broken": loop("sharding-rule-broken", launcher="--nproc-per-node 2"),
     "restarts-exhausted": loop("restarts-exhausted", 137, "--max-restarts 0"),
 }

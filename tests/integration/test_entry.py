@@ -228,13 +228,14 @@ def same_bits(directory, script, flags, *, base=BASE):
         assert not differing(directory / "stock/saved" / iteration, directory / "ours/saved" / iteration)
 
 
-@pytest.mark.parametrize("flags", BITS)
+# without overflows: after one of a part of the model, Megatron-LM scales gradients and loss by different factors
+@pytest.mark.parametrize("flags", [*BITS, *ALL * [f"{EP2} {ZERO1} --fp16 --initial-loss-scale 65536"]])
 def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
     same_bits(tmp_path, USER_SCRIPT, flags)
 
 
 @needs_muon
-@pytest.mark.parametrize("case", ["dist_muon", *ALL * ["muon", "sgd", "fp16"]])
+@pytest.mark.parametrize("case", ["dist_muon", *ALL * ["muon", "sgd"]])
 def test_the_bits_of_an_optimizer_are_those_of_the_stock_loop(case, tmp_path):
     same_bits(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}")
 
