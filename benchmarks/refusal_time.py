@@ -71,7 +71,9 @@ def main() -> int:
     found = {}
     for code, case in chosen.items():
         found[code] = refuse(code, case)
-        print_lines(f"{code:40} {found[code]['message_s']} s, {found[code]['cpu_s']:.2f} CPU s", flush=True)
+        seconds = found[code]["message_s"]
+        waited = "no line" if seconds is None else f"{seconds:.2f} s"
+        print_lines(f"{code:40} {waited}, {found[code]['cpu_s']:.2f} CPU s", flush=True)
     seconds = [one["message_s"] for one in found.values() if one["message_s"] is not None]
     most_cpu_s = max(one["cpu_s"] or 0.0 for one in found.values())
     print_lines(
