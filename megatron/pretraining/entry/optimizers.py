@@ -1,14 +1,23 @@
-"""The optimizers of Megatron-LM that cannot work, refused before anything is built."""
+"""The optimizers of Megatron-LM that cannot work: refused by their arguments, or else by what is built."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import Problems
 
+if TYPE_CHECKING:  # arguments are checked before torch is imported
+    import torch
+    from megatron.core.optimizer import MegatronOptimizer
+
 _OF_CORE = ("adam", "sgd")
 """Optimizers that need no other package."""
+
+
+_OWN_NORMS = "clips the gradients of some parameters by a norm of their own, which the vote does not carry"
 
 
 def refuse_optimizers(arguments: Any) -> None:
@@ -31,7 +40,36 @@ def refuse_optimizers(arguments: Any) -> None:
     problems.raise_found()
 
 
+def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]) -> None:
+    """Raises ``ConfigError`` if Megatron-LM's update decides by more than the norm of all gradients.
+
+    A script's own configuration or model can demand this without any argument.
+    """
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    own_norm = next((found for one in parameters if (found := getattr(one, "grad_norm_group", None))), None)
+    configs = [one.config for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    threshold = min((getattr(config, "grad_norm_skip_threshold", math.inf) for config in configs), default=math.inf)
+    problems = Problems()
+    problems.refuse(
+        own_norm is not None,
+        f"the model's grad_norm_group {own_norm!r} {_OWN_NORMS}. Fix: drop it from the model",
+        code="optimizer-unsupported",
+    )
+    problems.refuse(
+        math.isfinite(threshold),
+        f"grad_norm_skip_threshold={threshold} of the optimizer's configuration skips updates, and a replay would not "
+        "skip them. Fix: leave it at infinity",
+        code="optimizer-unsupported",
+    )
+    problems.raise_found()
+
+
 def _check_state(arguments: Any, problems: Problems) -> None:
+    problems.refuse(
+        _value(arguments, "mtp_detach_heads"),
+        f"--mtp-detach-heads {_OWN_NORMS}. Fix: drop it",
+        code="optimizer-excludes-flag",
+    )
     # these keep masters and gradients where no engine of ours finds them; both are for CUDA only
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         problems.refuse(

@@ -27,6 +27,7 @@ from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
+from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_streams
@@ -104,6 +105,7 @@ class StockProgram:
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             )
         chunks, core, scheduler = built
+        refuse_built(core, chunks)
         core_config = get_model_config(chunks[0])
         core_config.grad_scale_func, core_config.timers = core.scale_loss, get_timers()
         _let_schedule_overlap_communication(args, core_config, chunks)

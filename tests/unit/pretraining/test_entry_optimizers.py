@@ -1,8 +1,13 @@
 """Optimizers of Megatron-LM that cannot work are refused by their arguments."""
 
+import ast
+import importlib.util
+import math
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry import optimizers
@@ -39,6 +44,7 @@ def test_others_are_not_refused(arguments):
         dict(optimizer="muon", fp16=True),
         dict(optimizer="adam", use_precision_aware_optimizer=True),
         dict(optimizer="adam", optimizer_cpu_offload=True),
+        dict(optimizer="adam", mtp_detach_heads=True),
         LAYERS | dict(bf16=False),
         LAYERS | dict(bf16=False, fp16=True),
         LAYERS | dict(add_bias_linear=True, expert_model_parallel_size=2),
@@ -57,3 +63,47 @@ def test_a_missing_package_is_named(monkeypatch):
         refuse_arguments(Namespace(optimizer="lion"))
     assert [one.code for one in caught.value.problems] == ["package-missing"]
     assert "emerging-optimizers" in str(caught.value)
+
+
+def built(group: str | None = None, threshold: float = math.inf):
+    model = torch.nn.Linear(1, 1)
+    if group:
+        model.bias.grad_norm_group = group
+    return Namespace(chained_optimizers=[Namespace(config=Namespace(grad_norm_skip_threshold=threshold))]), [model]
+
+
+def test_an_update_that_decides_by_more_than_one_norm_is_refused():
+    optimizers.refuse_built(*built())
+    for mistaken in (built(group="mtp"), built(threshold=10.0)):
+        with pytest.raises(ConfigError) as caught:
+            optimizers.refuse_built(*mistaken)
+        assert [one.code for one in caught.value.problems] == ["optimizer-unsupported"]
+
+
+KNOWN = {
+    "clip_grad": "the vote's norm",
+    "log_num_zeros_in_grad": "the vote's number of zeros",
+    "grad_norm_skip_threshold": "refused",
+    "use_precision_aware_optimizer": "refused",
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": "refused",
+    "timers": "of its phases, which our update does not have",
+    "barrier_with_L1_time": "of the same timers",
+}
+"""What the update of megatron-core reads of its configuration, and where that is in our update."""
+
+
+def test_a_new_release_adds_nothing_to_the_update_unnoticed():
+    """``VotedOptimizer`` takes the place of these methods."""
+    core = Path(importlib.util.find_spec("megatron.core.optimizer").origin).parent
+    read = set()
+    for file in ("optimizer.py", "layer_wise_optimizer.py"):
+        for node in ast.walk(ast.parse((core / file).read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in ("step", "clip_grad_norm", "count_zeros"):
+                read |= {
+                    one.attr
+                    for one in ast.walk(node)
+                    if isinstance(one, ast.Attribute)
+                    and isinstance(one.value, ast.Attribute)
+                    and one.value.attr == "config"
+                }
+    assert read == KNOWN.keys()
