@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from benchmarks.live.job import free_ports
+from tests import warm
 from tests.worlds import REPOSITORY
 
 USER_SCRIPT = REPOSITORY / "tests/integration/user_pretrain.py"
@@ -78,30 +82,48 @@ def run(
     launcher: str = "",
     log: str = "log",
     base: str = BASE,
+    cold: bool = False,
 ) -> Ended:
-    """Runs a script under ``mocrun``; words with spaces are in ``more``."""
+    """Runs a script under ``mocrun``; words with spaces are in ``more``.
+
+    A ``cold`` job is started as a user starts it, by new Python processes; forks of the warm one cost less.
+    """
     command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", str(size), *launcher.split(), str(script)]
     words = [*base.split(), *flags.split(), "--log-dir", str(directory / log), *more]
-    code, output = _output_of([*command, *words], directory)
+    with contextlib.nullcontext() if cold else warm.starts():
+        code, output = _output_of([*command, *words], directory)
     file = directory / log / "events.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return Ended(code, output, [json.loads(line) for line in lines])
 
 
-def run_stock_loop(directory: Path, script: Path, size: int, flags: str, base: str = BASE) -> tuple[int, str]:
+def run_stock_loop(
+    directory: Path, script: Path, size: int, flags: str, *more: str, base: str = BASE
+) -> tuple[int, str]:
     """Runs a script with Megatron-LM's own loop, under torchrun; returns exit code and output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     port = ["--master-port", str(*free_ports(1))]
-    program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *base.split(), *flags.split()]
+    program = [str(REPOSITORY / "benchmarks/stock_loop.py"), str(script), *base.split(), *flags.split(), *more]
     program += ["--distributed-backend", "gloo"]
-    return _output_of([*launcher, *port, *program], directory)
+    with warm.starts():
+        return _output_of([*launcher, *port, *program], directory)
+
+
+def logged(output: str) -> dict[int, str]:
+    """What Megatron-LM has logged of each iteration, without times; all lines of an iteration are equal."""
+    found: dict[int, str] = {}
+    for number, values in re.findall(r" iteration +(\d+)/ +\d+ \|(.*)", output):
+        text = re.sub(r"elapsed time[^|]*\|", "", values)
+        assert found.setdefault(int(number), text) == text
+    return found
 
 
 def _output_of(command: list[str], directory: Path) -> tuple[int, str]:
     directory.mkdir(parents=True, exist_ok=True)
     ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
     environment = os.environ | ours | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(
-        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return ended.returncode, ended.stdout
+    with tempfile.TemporaryFile("w+") as output:
+        how = dict(stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        code = subprocess.run(command, cwd=directory, env=environment, **how).returncode
+        output.seek(0)
+        return code, output.read()

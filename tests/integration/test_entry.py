@@ -22,6 +22,7 @@ from tests.integration.entry_jobs import (
     SCRIPTS,
     USER_SCRIPT,
     ZERO1,
+    logged,
     needs_scripts,
     run,
     run_stock_loop,
@@ -33,18 +34,21 @@ pytestmark = pytest.mark.recovery
 MLA = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8"
 PP2 = "--pipeline-model-parallel-size 2"
 STOCK_CASES = {
-    "dense ZeRO-1": (ZERO1, FULL),
-    "EP2": (EP2, FULL),
-    "EP2 ZeRO-1": (f"{EP2} {ZERO1}", FULL),
-    "EP2 bf16": (f"{EP2} {ZERO1} --bf16", FULL),
-    "MLA": (f"{EP2} {ZERO1} {MLA} --v-head-dim 16", FULL),
-    "MTP": (f"{EP2} {ZERO1} --mtp-num-layers 1", FULL),
-    "PP2": (f"{MOE} {PP2}", FULL),
+    "MLA MTP bf16": (f"{EP2} {ZERO1} {MLA} --v-head-dim 16 --mtp-num-layers 1 --bf16", FULL),
     "interleaved": (f"{MOE} {PP2} --num-layers-per-virtual-pipeline-stage 1", FULL),
     "TP2 SP": (f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel", FULL),
     "CP2": (f"{MOE} {ZERO1} --context-parallel-size 2 --calculate-per-token-loss", FULL),
     "sparse": (f"{MOE} {PP2}", "--ckpt-policy sparse --sparse-window 2 --upstream-logging"),
     "gradient": (f"{EP2} {ZERO1}", "--ckpt-policy gradient --gradient-window 2"),
+}
+MORE_STOCK_CASES = {
+    "dense ZeRO-1": (ZERO1, FULL),
+    "EP2": (EP2, FULL),
+    "EP2 ZeRO-1": (f"{EP2} {ZERO1}", FULL),
+    "EP2 bf16": (f"{EP2} --bf16", FULL),
+    "MLA": (f"{EP2} {ZERO1} {MLA} --v-head-dim 16", FULL),
+    "MTP": (f"{EP2} {ZERO1} --mtp-num-layers 1", FULL),
+    "PP2": (f"{MOE} {PP2}", FULL),
 }
 USER_CASES = {
     "EP2 ZeRO-1": (f"{EP2} {ZERO1} --user-gate", FULL),
@@ -52,26 +56,45 @@ USER_CASES = {
 }
 
 
+KILL_ONE = "kill rank=1 iteration=5 point=forward_backward"
+KILL_ALL = "kill ranks=0,1 iteration=7"
+
+
+def tensors(checkpoint) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint in torch_dist format, weights and optimizer state."""
+    reader = dcp.FileSystemReader(str(checkpoint))
+    described = reader.read_metadata().state_dict_metadata.items()
+    found = {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in described if hasattr(one, "size")}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def differing(one, other) -> list[str]:
+    """The names of tensors that two checkpoints do not have in the same bits."""
+    mine, theirs = tensors(one), tensors(other)
+    return [key for key in sorted({*mine, *theirs}) if not torch.equal(mine.get(key, NONE), theirs.get(key, NONE))]
+
+
+NONE = torch.empty(0)
+
+
 def recovers(directory, script, flags, policy, *more, base=BASE):
-    """Runs a job without a fault, with a worker that is killed, and with all workers killed and started again."""
+    """Compares a job that loses a worker and later all of them with Megatron-LM's loop without a fault."""
+    save = "--save saved --save-interval 4"
+    code, output = run_stock_loop(directory / "stock", script, 2, f"{flags} {save}", *more, base=base)
+    assert code == 0, output[-4000:]
+    stock = logged(output)
+    assert len(stock) >= 7
+
     snapshots = f"{policy} --ckpt-tier memory --ckpt-dir snapshots"
-    whole = run(directory / "whole", script, 2, f"{flags} {snapshots}", *more, base=base)
-    assert whole.code == 0, whole.output[-4000:]
-    assert len(whole.losses) >= 7
-
-    one = run(directory / "one", script, 2, f"{flags} {snapshots}", *KILL, *more, base=base)
-    assert one.code == 0, one.output[-4000:]
-    assert one.losses == whole.losses
-    assert max(one.resumed_at()) == 4, one.resumed_at()  # and not from the start
-
-    kept = snapshots if "gradient" in policy else f"{policy} --ckpt-dir snapshots"  # gradients are kept in memory only
-    kill = "--inject", "kill ranks=0,1 iteration=7"
-    first = run(directory / "all", script, 2, f"{flags} {kept}", *kill, *more, launcher="--max-restarts 0", base=base)
-    assert first.code != 0 and max(first.losses, default=0) == 6, first.output[-4000:]
-    second = run(directory / "all", script, 2, f"{flags} {kept}", *more, base=base)
-    assert second.code == 0, second.output[-4000:]
-    assert second.losses == whole.losses
-    assert second.resumed_at()[-1] > 0, "no snapshot is complete at the kill"
+    faults = "--inject", KILL_ONE, KILL_ALL
+    ours = run(directory / "ours", script, 2, f"{flags} {save} {snapshots}", *faults, *more, base=base)
+    assert ours.code == 0, ours.output[-4000:]
+    assert logged(ours.output) == stock
+    first, second = [iteration for iteration in ours.resumed_at() if iteration]  # and not from the start
+    assert first == 4 < second, ours.resumed_at()
+    for checkpoint in sorted((directory / "stock/saved").glob("iter_*")):
+        assert not differing(checkpoint, directory / "ours/saved" / checkpoint.name)
 
 
 TIED = BASE.replace("--untie-embeddings-and-output-weights", "")
@@ -84,14 +107,10 @@ SAMPLES = (
 
 def test_a_batch_whose_size_grows_recovers(tmp_path):
     """The size is a function of the position: 4 samples, and 8 from 512 tokens on, where the killed iteration is."""
-    schedule = "--step-batch-size-schedule", "0:4 512:8"
-    recovers(
-        tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", FULL, *schedule, base=SAMPLES.replace("--global-batch-size 8", "")
-    )
+    base = SAMPLES.replace("--global-batch-size 8", "--step-batch-size-schedule 0:4,512:8")
+    recovers(tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", FULL, base=base)
 
 
-SCALED = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2"
-"""A loss scale that grows until gradients overflow: some of 8 iterations are skipped."""
 MUON = "--optimizer muon --bf16"
 DIST_MUON = "--optimizer dist_muon --bf16"
 """Muon's parameters are each on one of the data-parallel workers; the others have Adam, with ZeRO-1."""
@@ -103,7 +122,7 @@ OPTIMIZERS = {
     "dist_muon, gathered by itself": f"{DIST_MUON} --no-use-layer-wise-param-layout",
     "lion": "--optimizer lion --bf16",
     "sgd": "--optimizer sgd",
-    "fp16": f"{ZERO1} {SCALED}",
+    "fp16": f"{ZERO1} --fp16 --initial-loss-scale 65536",  # without overflows, whose scale differs: see the how-to
 }
 
 
@@ -111,6 +130,17 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("case", ["dist_muon", *ALL * [case for case in OPTIMIZERS if case != "dist_muon"]])
 def test_an_optimizer_with_other_state_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}", FULL)
+
+
+@pytest.mark.skipif(not ALL, reason="two jobs more")
+def test_skipped_iterations_recover(tmp_path):
+    """The loss scale grows until gradients overflow."""
+    flags = f"{EP2} {ZERO1} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2"
+    whole = run(tmp_path / "whole", USER_SCRIPT, 2, flags)
+    assert whole.code == 0 and 1 <= whole.output.count("skipped iterations:   1"), whole.output[-4000:]
+    snapshots = f"{FULL} --ckpt-tier memory --ckpt-dir snapshots"
+    killed = run(tmp_path / "killed", USER_SCRIPT, 2, f"{flags} {snapshots}", "--inject", KILL_ONE, KILL_ALL)
+    assert killed.code == 0 and killed.losses == whole.losses, killed.output[-4000:]
 
 
 @needs_muon
@@ -143,7 +173,14 @@ def test_a_users_script_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, *USER_CASES[case])
 
 
-KILL = "--inject", "kill rank=1 iteration=5 point=forward_backward"
+def test_a_second_command_continues_from_storage(tmp_path):
+    flags = f"{EP2} {FULL} --ckpt-dir snapshots"
+    whole = run(tmp_path / "whole", USER_SCRIPT, 2, EP2)
+    ended = run(tmp_path, USER_SCRIPT, 2, flags, "--inject", KILL_ALL, launcher="--max-restarts 0")
+    assert ended.code != 0 and max(ended.losses) == 6, ended.output[-4000:]
+    again = run(tmp_path, USER_SCRIPT, 2, flags)
+    assert again.code == 0 and again.resumed_at()[-1] > 0, again.output[-4000:]
+    assert again.losses == whole.losses
 
 
 def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
@@ -162,7 +199,7 @@ def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
         kept = [given[saved[f"layers.{layer}.expert.{expert}"]][layer][expert] for expert in range(len(loads))]
         lost[str(layer)] = (sum(loads) - sum(kept)) / sum(loads)
 
-    one = run(tmp_path / "one", USER_SCRIPT, 2, f"{flags} --ckpt-tier memory", *KILL)
+    one = run(tmp_path / "one", USER_SCRIPT, 2, f"{flags} --ckpt-tier memory", "--inject", KILL_ONE)
     assert one.code == 0, one.output[-4000:]
     assert [one.losses[i] for i in range(1, 5)] == [whole.losses[i] for i in range(1, 5)]
     assert one.losses[8] != whole.losses[8]
@@ -174,7 +211,7 @@ def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
 def test_selective_checkpoints_restore_what_gradients_permit(tmp_path):
     flags = f"{EP2} {ZERO1} --ckpt-policy selective --selective-experts 1 --ckpt-tier memory --ckpt-dir snapshots"
     whole = run(tmp_path / "whole", USER_SCRIPT, 2, flags)
-    one = run(tmp_path / "one", USER_SCRIPT, 2, flags, *KILL)
+    one = run(tmp_path / "one", USER_SCRIPT, 2, flags, "--inject", KILL_ONE)
     assert whole.code == one.code == 0, one.output[-4000:]
     assert [one.losses[i] for i in range(1, 5)] == [whole.losses[i] for i in range(1, 5)]
     (resumed,) = one.of("resume")
@@ -191,64 +228,15 @@ def test_a_policy_that_measurements_choose_is_exact(tmp_path):
 
 
 @needs_scripts
-@pytest.mark.parametrize("case", STOCK_CASES)
+@pytest.mark.parametrize("case", [*STOCK_CASES, *ALL * [*MORE_STOCK_CASES]])
 def test_pretrain_gpt_recovers(case, tmp_path):
-    recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", *STOCK_CASES[case])
-
-
-def tensors(checkpoint) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in torch_dist format, weights and optimizer state."""
-    reader = dcp.FileSystemReader(str(checkpoint))
-    described = reader.read_metadata().state_dict_metadata.items()
-    found = {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in described if hasattr(one, "size")}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
-
-
-def differing(one, other) -> list[str]:
-    """The names of tensors that two checkpoints do not have in the same bits."""
-    mine, theirs = tensors(one), tensors(other)
-    return [key for key in sorted({*mine, *theirs}) if not torch.equal(mine.get(key, NONE), theirs.get(key, NONE))]
-
-
-NONE = torch.empty(0)
-
-
-BITS = [f"{EP2} {ZERO1}", f"{MOE} {PP2}", f"{EP2} --bf16"]
-
-
-def same_bits(directory, script, flags, *, base=BASE):
-    """Runs a job with Megatron-LM's loop and with ours, and compares two checkpoints of each."""
-    flags += " --save saved --save-interval 4"
-    code, output = run_stock_loop(directory / "stock", script, 2, flags, base=base)
-    assert code == 0, output[-4000:]
-    ended = run(directory / "ours", script, 2, flags, base=base)
-    assert ended.code == 0, ended.output[-4000:]
-    for iteration in ("iter_0000004", "iter_0000008"):
-        assert not differing(directory / "stock/saved" / iteration, directory / "ours/saved" / iteration)
-
-
-# without overflows: after one of a part of the model, Megatron-LM scales gradients and loss by different factors
-@pytest.mark.parametrize("flags", [*BITS, *ALL * [f"{EP2} {ZERO1} --fp16 --initial-loss-scale 65536"]])
-def test_the_bits_are_those_of_the_stock_loop(flags, tmp_path):
-    same_bits(tmp_path, USER_SCRIPT, flags)
-
-
-@needs_muon
-@pytest.mark.parametrize("case", ["dist_muon", *ALL * ["muon", "sgd"]])
-def test_the_bits_of_an_optimizer_are_those_of_the_stock_loop(case, tmp_path):
-    same_bits(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}")
+    recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", *(STOCK_CASES | MORE_STOCK_CASES)[case])
 
 
 @needs_scripts
 @pytest.mark.parametrize("flags", [f"{MOE} {PP2}", *ALL * [f"{EP2} {ZERO1}"]])
-def test_the_bits_of_tied_embeddings_are_those_of_the_stock_loop(flags, tmp_path):
-    same_bits(tmp_path, SCRIPTS / "pretrain_gpt.py", flags, base=TIED)
-
-
-def test_the_bits_of_a_growing_batch_are_those_of_the_stock_loop(tmp_path):
-    base = SAMPLES.replace("--global-batch-size 8", "--step-batch-size-schedule 0:4,512:8")
-    same_bits(tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", base=base)
+def test_tied_embeddings_recover(flags, tmp_path):
+    recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", flags, FULL, base=TIED)
 
 
 def test_initial_weights_are_the_same_in_every_layout(tmp_path):
@@ -296,3 +284,11 @@ def test_the_entry_point_can_be_disabled(tmp_path):
     assert "--no-megatron" in ours.output  # it never calls pretrain()
     disabled = run(tmp_path / "disabled", script, 1, "", launcher="--no-megatron")
     assert "megatron.pretraining.entry" not in disabled.output and "--no-megatron" not in disabled.output
+
+
+def test_a_replaced_worker_logs_when_the_others_do(tmp_path):
+    """Megatron-LM's log is a collective call in iterations that it prints: the first one of a launch, and the third."""
+    flags = f"{EP2} {FULL} --ckpt-tier memory --ckpt-dir snapshots --log-interval 3"
+    ended = run(tmp_path, USER_SCRIPT, 2, flags, "--inject", KILL_ONE)
+    assert ended.code == 0, ended.output[-4000:]
+    assert [*logged(ended.output)] == [1, 3, 6] and len(ended.of("generation")) == 1

@@ -74,7 +74,7 @@ def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, 
     run(tmp_path / "first", USER_SCRIPT, 1, "--profile")
     (kept,) = cache.iterdir()
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    ended = run(tmp_path / "second", USER_SCRIPT, 1, "--num-layer 3 --user-gate")
+    ended = run(tmp_path / "second", USER_SCRIPT, 1, "--num-layer 3 --user-gate", cold=True)
     assert ended.code == 2 and codes_in(ended.output) == ["flag-unknown"] and "--num-layers" in ended.output
     assert "| torch\n" not in ended.output and "moc.errors" in ended.output
     kept.write_text("[")  # a damaged list is not used

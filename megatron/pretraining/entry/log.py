@@ -24,15 +24,24 @@ class StockLog(Records):
     """Reports step records by Megatron-LM's ``training_log``, a collective call, and to ``events.jsonl``.
 
     Attributes:
-        reports: names the loss; set when the generation's schedule is built.
+        reports: names the loss; set when a generation begins.
     """
 
     def __init__(self, config: Config, world: World, optimizer: MegatronOptimizer):
         self.reports: Reports | None = None
         self._optimizer = optimizer
         self._totals: dict[str, Any] = {}
-        self._reports_memory, self._is_first = True, True
+        self._reports_memory, self._is_first = True, False
         super().__init__(config, world)
+
+    def begin(self, reports: Reports) -> None:
+        """Begins a generation: means cover its iterations only, since a worker that has come knows no others.
+
+        ``training_log`` is collective in iterations that it prints, and prints the first one of a launch.  So all
+        workers must agree on which one that is: none after a recovery.
+        """
+        self.reports, self._totals = reports, {}
+        self._is_first = self._world.job.term[1] == 0
 
     def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
         args = get_args()

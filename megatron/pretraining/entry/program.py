@@ -128,7 +128,7 @@ class StockProgram:
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """The schedule with Megatron-LM's forward step."""
         reports = Reports(parts.world)
-        _log_of(parts).reports = reports
+        _log_of(parts).begin(reports)
         turns = Turns(parts.config.rng.seed, topology)
         sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
         return StockSchedule(reporting(self.forward_step, reports), parts.chunks, turns, *sizes)
