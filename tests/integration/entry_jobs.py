@@ -109,13 +109,18 @@ def run_stock_loop(
         return _output_of([*launcher, *port, *program], directory)
 
 
-def logged(output: str) -> dict[int, str]:
-    """What Megatron-LM has logged of each iteration, without times; all lines of an iteration are equal."""
-    found: dict[int, str] = {}
-    for number, values in re.findall(r" iteration +(\d+)/ +\d+ \|(.*)", output):
-        text = re.sub(r"elapsed time[^|]*\|", "", values)
-        assert found.setdefault(int(number), text) == text
-    return found
+def logged(output: str) -> list[tuple[int, dict[str, float]]]:
+    """The values that Megatron-LM has logged, in order, with their iterations and without times.
+
+    The maximum of ``user_pretrain.py`` is left out: Megatron-LM's loop prints the last worker's, and ours a mean.
+    """
+    lines = re.findall(r" iteration +(\d+)/ +\d+ \|(.*)\|", output)
+    fields = [(int(number), dict(field.split(":") for field in values.split("|"))) for number, values in lines]
+    left_out = "elapsed time per iteration (ms)", "user maximum"
+    return [
+        (number, {name.strip(): float(value) for name, value in values.items() if name.strip() not in left_out})
+        for number, values in fields
+    ]
 
 
 def _output_of(command: list[str], directory: Path) -> tuple[int, str]:

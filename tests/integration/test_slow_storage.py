@@ -30,9 +30,9 @@ POLICIES = {
     ),
 }
 STORAGE = {
-    "slow": dict(seconds=0.8),
-    "failing": dict(seconds=0.2, fails_every=3),
-    "hanging": dict(seconds=0.0, hangs_from=24),
+    "slow": dict(lag=3 * EVERY),
+    "failing": dict(fails_every=3),
+    "hanging": dict(hangs_from=24),
 }
 WRITTEN = {"slow": 10, "failing": 10, "hanging": 4}
 """Snapshots to wait for; before those that hang, storage is as fast as it can be."""
