@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from moc.files.tree import open_single
+from moc.files.tree import RefusedFileError, open_single
 
 NAME = ".spare"
 """Name of the file in a directory of a node's memory."""
@@ -29,10 +29,16 @@ class SpareRoom:
     def fill(self, nbytes: int) -> None:
         """Extends the allocation to so many bytes.
 
+        Anything else at the file's name, such as a link, loses that name, and a new file takes it.
+
         Raises:
             OSError: the file system has too little room.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(open_single(self._path, os.O_RDWR))
+        except (FileNotFoundError, RefusedFileError):
+            self._path.unlink(missing_ok=True)
         with self._opened(os.O_CREAT) as file:
             if os.fstat(file).st_size < nbytes:
                 os.posix_fallocate(file, 0, nbytes)

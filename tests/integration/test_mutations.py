@@ -12,7 +12,7 @@ from tests.mutated_snapshots import OF_SNAPSHOT
 from tests.shared import ALL
 from tests.worlds import run_world
 
-BATCHES, EACH = (4, 2500) if ALL else (1, 50)
+BATCHES, EACH = (4, 2500) if ALL else (1, 30)
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120, ckpt_keep=4)  # until several snapshots are taken
 MEMORY = dict(snapshot_interval=1, ckpt_tier="memory", persist_interval=2)

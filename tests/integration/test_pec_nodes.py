@@ -279,7 +279,8 @@ def kill(scene: Scene, flags: dict, spot: Spot, record: Path, body: str = TRAIN,
     world = start_world(4, body, flags=flags, record_dir=str(record), **scene.body, **told)
     wait_for(lambda: world.ended() or scene.reached(spot))
     world.kill()
-    assert {result.exit for result in world.wait()} == {-9}
+    ended = world.wait()
+    assert {result.exit for result in ended} == {-9}, "\n".join(result.output[-3000:] for result in ended)
     return Oracle(record)
 
 

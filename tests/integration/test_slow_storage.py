@@ -16,6 +16,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.snapshot_files import events, node_memory, start, train
 from tests.integration.test_atomic_save import wait_for
+from tests.shared import ALL
 
 EVERY = 2
 POLICIES = {
@@ -38,9 +39,11 @@ WRITTEN = {"slow": 10, "failing": 10, "hanging": 4}
 """Snapshots to wait for; before those that hang, storage is as fast as it can be."""
 
 
+PAIRS = list(itertools.product(POLICIES, STORAGE))
+
+
 @pytest.mark.recovery
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "storage"), PAIRS if ALL else PAIRS[::2])
 def test_what_is_left_without_memory(policy, storage, data, tmp_path):
     flags, settings = POLICIES[policy]
     with node_memory() as memory:
