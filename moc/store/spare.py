@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from moc.files.tree import RefusedFileError, open_single
+from moc.files.tree import RefusedFileError, open_single, remove_own
 
 NAME = ".spare"
 """Name of the file in a directory of a node's memory."""
@@ -37,8 +37,10 @@ class SpareRoom:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.close(open_single(self._path, os.O_RDWR))
-        except (FileNotFoundError, RefusedFileError):
-            self._path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except RefusedFileError:
+            remove_own(self._path)
         with self._opened(os.O_CREAT) as file:
             if os.fstat(file).st_size < nbytes:
                 os.posix_fallocate(file, 0, nbytes)
