@@ -35,10 +35,10 @@ class StockLog(Records):
         super().__init__(config, world)
 
     def begin(self, reports: Reports) -> None:
-        """Begins a generation: means cover its iterations only, since a worker that has come knows no others.
+        """Begins a generation: means cover its iterations only, since a replaced worker has no earlier values.
 
-        ``training_log`` is collective in iterations that it prints, and prints the first one of a launch.  So all
-        workers must agree on which one that is: none after a recovery.
+        ``training_log`` is collective in iterations that it prints, and prints the first iteration of a launch.
+        Therefore all workers agree on the first iteration: the launch has one, and a recovery has none.
         """
         self.reports, self._totals = reports, {}
         self._is_first = self._world.job.term[1] == 0

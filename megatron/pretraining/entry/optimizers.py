@@ -1,4 +1,4 @@
-"""The optimizers of Megatron-LM that cannot work: refused by their arguments, or else by what is built."""
+"""Refuses the optimizers of Megatron-LM that cannot work, by their arguments or after the model is built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ if TYPE_CHECKING:  # arguments are checked before torch is imported
 
 _OF_CORE = ("adam", "sgd")
 """Optimizers that need no other package."""
-
-
-_OWN_NORMS = "clips the gradients of some parameters by a norm of their own, which the vote does not carry"
 
 
 def refuse_optimizers(arguments: Any) -> None:
@@ -52,7 +49,8 @@ def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]
     problems = Problems()
     problems.refuse(
         own_norm is not None,
-        f"the model's grad_norm_group {own_norm!r} {_OWN_NORMS}. Fix: drop it from the model",
+        f"the model has parameters with the grad_norm_group {own_norm!r}, whose gradients are clipped by a norm of "
+        "their own, which the vote does not carry. Fix: drop the attribute",
         code="optimizer-unsupported",
     )
     problems.refuse(
@@ -67,7 +65,8 @@ def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]
 def _check_state(arguments: Any, problems: Problems) -> None:
     problems.refuse(
         _value(arguments, "mtp_detach_heads"),
-        f"--mtp-detach-heads {_OWN_NORMS}. Fix: drop it",
+        "--mtp-detach-heads clips the gradients of MTP heads by a norm of their own, which the vote does not carry. "
+        "Fix: drop it",
         code="optimizer-excludes-flag",
     )
     # these keep masters and gradients where no engine of ours finds them; both are for CUDA only
