@@ -6,7 +6,7 @@
 Such a process is what a cold one would be: a child of the one that starts it, with the command line, environment,
 directory and descriptors that it was given, and a death that its parent hears of.  Launchers and controllers start
 theirs in the same way.  What is read when Python itself starts (options of the C library, ``PYTHON*``) stays as the
-server has it; tests of such things start their programs cold.
+server has it, except for ``PYTHONWARNINGS=ignore``; tests of such things start their programs cold.
 
 A process that runs threads must not fork, and a launcher does.  So each gets a server of its own before it begins,
 which forks for it.  A ``sitecustomize.py`` in the first directory of ``PYTHONPATH`` runs first, as in a cold process::
@@ -151,6 +151,8 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
     _show(request["arguments_of_program"])
     _take(descriptors, request["descriptors"], connection)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
