@@ -24,6 +24,8 @@ from tests import warm
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
+PATIENCE_S = 500.0
+"""Less than pytest's own limit, which ends a test without the console of its job."""
 PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
 
 
@@ -111,7 +113,7 @@ class Launched:
         launcher = psutil.Process(self.launchers[node].pid)
         return [child.pid for child in launcher.children() if module in " ".join(child.cmdline())]
 
-    def starts(self, module: str, node: int = 0, seconds: float = 60) -> None:
+    def starts(self, module: str, node: int = 0, seconds: float = PATIENCE_S) -> None:
         """Waits until a node's launcher has started a process that runs a module."""
         deadline = time.monotonic() + seconds
         while not self.children(module, node):
@@ -151,7 +153,7 @@ class Launched:
         """The newest that is complete."""
         return max((event["iteration"] for event in self.events("iteration")), default=0)
 
-    def reach(self, iteration: int, seconds: float = 240) -> None:
+    def reach(self, iteration: int, seconds: float = PATIENCE_S) -> None:
         """Waits until an iteration is complete."""
         deadline = time.monotonic() + seconds
         while self.iteration < iteration:
@@ -159,7 +161,7 @@ class Launched:
             assert time.monotonic() < deadline, f"at iteration {self.iteration}:\n{self.console[-4000:]}"
             time.sleep(0.01)
 
-    def tells(self, sentence: str, seconds: float = 120) -> None:
+    def tells(self, sentence: str, seconds: float = PATIENCE_S) -> None:
         """Waits until the console says something."""
         deadline = time.monotonic() + seconds
         while sentence not in self.console:
@@ -171,7 +173,7 @@ class Launched:
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
 
-    def replaces(self, before: dict[int, int], *ranks: int, seconds: float = 120) -> None:
+    def replaces(self, before: dict[int, int], *ranks: int, seconds: float = PATIENCE_S) -> None:
         """Waits until other processes than before have the places of workers."""
         deadline = time.monotonic() + seconds
         while any(self.pids[rank] == before[rank] for rank in ranks):
@@ -195,7 +197,7 @@ class Launched:
         """Lets the first worker go on in an iteration that ``TEST_WAITS_IN`` names."""
         (self._directory / f"may go on in {iteration}").touch()
 
-    def wait(self, seconds: float = 240) -> int:
+    def wait(self, seconds: float = PATIENCE_S) -> int:
         """The exit code, when it has ended; from now on it may."""
         self._may_end.touch()
         try:
@@ -212,7 +214,7 @@ class Launched:
         files = self._directory.glob("begun by *")
         return {int(path.name.split()[-1]): [*map(int, path.read_text().split())] for path in files}
 
-    def is_in(self, iteration: int, workers: int, seconds: float = 120) -> None:
+    def is_in(self, iteration: int, workers: int, seconds: float = PATIENCE_S) -> None:
         """Waits until so many workers have begun an iteration."""
         deadline = time.monotonic() + seconds
         while sum(iteration in begun for begun in self.begun().values()) < workers:

@@ -40,7 +40,7 @@ def folders(job: Launched) -> list[psutil.Process]:
     return found
 
 
-def folded_until(job: Launched, iteration: int, seconds: float = 120) -> None:
+def folded_until(job: Launched, iteration: int, seconds: float = 500) -> None:
     """Waits until experts were folded after an iteration."""
     deadline = time.monotonic() + seconds
     while not any(event["folded"] and event["iteration"] > iteration for event in job.events("fold")):

@@ -64,7 +64,7 @@ class Submitted:
     def said(self) -> str:
         return "\n".join(f"{path}:\n{path.read_text()}" for path in sorted(self._directory.glob("*.log")))
 
-    def wait(self, ready, what: str, seconds: float = 240.0) -> None:
+    def wait(self, ready, what: str, seconds: float = 500) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < deadline, f"{what}: {self._slurm.job(self.number)}\n{self.said()}"
