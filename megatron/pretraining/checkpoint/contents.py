@@ -75,7 +75,6 @@ def training_state(
     described: Mapping,
 ) -> dict:
     """The content of ``training_state.json``; ``described`` is of :func:`describe`."""
-    scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return {
         **asdict(position),
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
@@ -87,7 +86,7 @@ def training_state(
         "main_params_dtype": config.mixed_precision.main_params_dtype,
         "moments": config.mixed_precision.moments,
         "scheduler": scheduler.state_dict(),
-        "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
+        "grad_scaler": grad_scaler_state(optimizer),
         "sample_order": sample_order(config, world),
     } | dict(described)
 
@@ -95,6 +94,12 @@ def training_state(
 def describe(config: Config, tokens: int) -> dict:
     """Model and tokenizer, which stay the same while a worker trains; ``tokens`` are the vocabulary's, unpadded."""
     return {"shape": shape(config), "model": model(config, tokens), "tokenizer": tokenizer(config.tokenizer)}
+
+
+def grad_scaler_state(optimizer: VotedOptimizer) -> dict | None:
+    """fp16's loss scale and its history, as values of JSON; None without one."""
+    scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
+    return _plain(scalers[0].state_dict()) if scalers else None
 
 
 def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:

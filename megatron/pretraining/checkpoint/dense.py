@@ -15,52 +15,37 @@ anything, and nothing in it runs (:mod:`megatron.pretraining.checkpoint.unpickli
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pretraining.checkpoint import contents, writer
-from megatron.pretraining.checkpoint.attempts import Attempts
+from megatron.pretraining.checkpoint import contents, fragments, writer
+from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
 from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.records import Records
-from moc.errors import with_code
-from moc.runtime.agreement import first_reported, run_on_rank0
-from moc.runtime.groups import Aborted, Suspicion
+from moc.runtime.agreement import run_on_rank0
 from moc.runtime.world import World
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.durable import write_durably
-from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
-from moc.store.regions import RegionTensor
 
 
-class Checkpoints:
-    """Saves and loads the state of this worker's model and optimizer; all methods are collective.
-
-    With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
-    """
+class Checkpoints(Saves):
+    """Saves and loads the state of this worker's model and optimizer; all methods are collective."""
 
     def __init__(
         self,
@@ -73,18 +58,9 @@ class Checkpoints:
         vocabulary: Vocabulary,
         log: Records,
     ):
-        self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
+        super().__init__(config, world, log)
+        self._chunks, self._say = chunks, log.message
         self._modules, self._optimizer, self._scheduler, self._vocabulary = modules, optimizer, scheduler, vocabulary
-        self._queue = AsyncCallsQueue()
-        self._fence = _fence(config, world)
-        self._attempts = Attempts(config, log)
-        self.last_saved: int | None = None
-        self._before: int | None = None  # value of last_saved before the save under way
-
-    @property
-    def problem(self) -> str:
-        """The error of the last failed save; empty after a success."""
-        return self._attempts.problem
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -115,114 +91,26 @@ class Checkpoints:
             self.last_saved = position.iteration
         return position
 
-    def newest_saved(self, seconds: float) -> int:
-        """The iteration of the newest checkpoint in ``--save``; 0 if there is none, or none is found in ``seconds``."""
-        save = self._config.checkpoint.save
-        with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
-            return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
-        return 0
-
-    def save(self, position: Position) -> None:
-        """Saves, or with ``--async-save`` starts to; waits for an earlier save first.
-
-        Raises:
-            CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
-                untouched.
-        """
-        self.finish()
-        with self._attempts.attempt(position.iteration, self._give_up(position.iteration)):
-            self._save(position)
-
-    def tries_again(self) -> bool:
-        """Whether to retry a failed save now; collective only after a failure."""
-        return self._attempts.due()
-
-    def _save(self, position: Position) -> None:
-        save, fence = self._config.checkpoint.save, self._fence
-        assert save is not None and fence is not None  # required for saving
-        root, iteration = Path(save), position.iteration
-        run_on_rank0(lambda: dense_files.start(root, iteration, fence), "cannot start a checkpoint")
-        staging = dense_files.staging_of(root, iteration, fence.claim.tag)
+    def request(self, position: Position, staging: Path) -> AsyncRequest:
+        """See :class:`Saves`."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
+        described = {"checkpoint_version": 3.0, "iteration": position.iteration}
+        weights = contents.described_weights(self._chunks) | described
         strategy = self._strategy()
-        with self._attempts.reporting():
-            how: dict[str, Any] = dict(sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore")
-            request: Any = dist_checkpointing.save(weights, str(staging), **how)
+        how: dict[str, Any] = dict(sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore")
+        request: Any = dist_checkpointing.save(weights, str(staging), **how)
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
-        entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
+        saves = self._config.checkpoint.save_optim
+        entries = fragments.entries_of(self._chunks, self._optimizer) if saves else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
         *gathering, _ = request.finalize_fns  # the last one hangs all other workers if rank 0 cannot write
-        finalize = [functools.partial(self._together, one) for one in gathering]
+        finalize = [functools.partial(self.together, one, (FileSystemWriterAsync, "finish")) for one in gathering]
         config = functools.partial(
             run_on_rank0, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint"
         )
-        publish = functools.partial(self._publish, root, iteration)
-        self._queue.schedule_async_request(request._replace(async_fn=write, finalize_fns=[*finalize, config, publish]))
-        self._before, self.last_saved = self.last_saved, iteration
-        if not self._config.checkpoint.async_save:
-            self._finalize(blocking=True)
-
-    def poll(self) -> None:
-        """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
-        if self._queue.async_calls:
-            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
-                self._finalize(blocking=False)
-
-    def finish(self) -> None:
-        """Waits for a save under way, and publishes it."""
-        if self._queue.async_calls:
-            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
-                self._finalize(blocking=True)
-
-    def close(self) -> None:
-        """Abandons a save under way, as if this worker had been killed; does not communicate."""
-        while self._queue.async_calls:
-            self._queue.async_calls.popleft().async_caller.close(abort=True)
-        writer.forget_results()
-
-    def _give_up(self, iteration: int | None) -> Callable[[], int | None]:
-        def give_up() -> int | None:
-            self.close()
-            if self.last_saved == iteration:
-                self.last_saved = self._before
-            return self.last_saved
-
-        return give_up
-
-    def _finalize(self, blocking: bool) -> None:
-        with self._attempts.reporting():
-            self._queue.maybe_finalize_async_calls()
-            pause_s = 0.01
-            while blocking and self._queue.async_calls:  # polled: a worker stuck in storage must notice a lost worker
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.1)
-                self._queue.maybe_finalize_async_calls()
-
-    def _together(self, finalize: Callable[[], None]) -> None:
-        """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all."""
-        failure, wrote = None, writer.first_worker_goes_on(FileSystemWriterAsync, "finish")
-        try:
-            with wrote as failures:
-                finalize()
-            failure = next(iter(failures), None)
-        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            if isinstance(error, (Aborted, Suspicion)):
-                raise
-            failure = error
-        self._agree(failure)
-
-    def _agree(self, failure: BaseException | None) -> None:
-        if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
-            raise CheckpointError(problem)
-
-    def _publish(self, root: Path, iteration: int) -> None:
-        retain = self._config.checkpoint.save_retain_interval
-        complete = functools.partial(writer.publish, root, iteration, self._world.size, retain, self._fence)
-        run_on_rank0(complete, "cannot complete a checkpoint")
-        self._attempts.succeeded(iteration)
+        return request._replace(async_fn=write, finalize_fns=[*finalize, config])
 
     def _strategy(self):
         writer.use_mortal_result_queue()
@@ -236,17 +124,3 @@ class Checkpoints:
             self._config, self._world, position, self._optimizer, self._scheduler, described
         )
         write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
-
-    def _optimizer_entries(self) -> list[RegionTensor]:
-        """This rank's share of the optimizer state, on the host, since forked writers cannot read the device."""
-        return [
-            RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
-            for f in optimizer_fragments(self._chunks, self._optimizer.core)
-            if f.first_copy
-        ]
-
-
-def _fence(config: Config, world: World) -> Fence | None:
-    """The fence that guards this generation's saves; neither reads nor writes anything yet."""
-    save = config.checkpoint.save
-    return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

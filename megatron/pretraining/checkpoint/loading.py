@@ -13,23 +13,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pretraining.checkpoint import contents, writer
+from megatron.pretraining.checkpoint import contents, fragments
 from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config import Config, global_batch_size
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
-from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.model.parameters import unwrap
-from moc.errors import cause_of, code_of, with_code
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.runtime.world import World
 from moc.state.record import Position
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.fill import values_for
-from moc.store.regions import MissingRegionError, RegionReader
 
 
 class CheckpointLoader:
@@ -143,23 +139,9 @@ class CheckpointLoader:
 
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
         contents.check_optimizer(self._config, state, directory)
-        paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
-        if missing := first_reported(self._fill_optimizer(directory, paths)):
+        paths = [directory / name for name in manifest["files"] if name.startswith(fragments.DIRECTORY)]
+        if missing := first_reported(fragments.fill(directory, paths, self._chunks, self._optimizer)):
             raise CheckpointError(missing)
         set_step(self._optimizer.core, state["optimizer_step"])
         contents.restore_grad_scaler(self._optimizer, state["grad_scaler"])
         contents.restore_scheduler(self._scheduler, state["scheduler"], directory)
-
-    def _fill_optimizer(self, directory: Path, paths: list[Path]) -> str | None:
-        try:
-            reader = RegionReader(paths)
-            for fragment in optimizer_fragments(self._chunks, self._optimizer.core):
-                fragment.view.view(fragment.region.shape).copy_(values_for(fragment, reader))
-        except MissingRegionError as missing:
-            incomplete = CheckpointError(
-                f"{directory} is incomplete: {cause_of(missing)}. Fix: load an older checkpoint with --ckpt-step, or "
-                "pass --no-load-optim",
-                code=code_of(missing),
-            )
-            return with_code(incomplete)
-        return None

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
+from megatron.pretraining.checkpoint.fragments import path_of
 from moc.files import decode, tree
 from moc.files.decode import Count, Digest, Name
 from moc.files.tree import Tree
@@ -27,8 +28,6 @@ from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
 from moc.store.regions import RegionTensor, write_regions
-
-OPTIMIZER = "optimizer"
 
 
 def write_files(
@@ -47,9 +46,9 @@ def write_files(
         write_weights(*weights_args)
     try:
         if entries is not None:
-            (staging / OPTIMIZER).mkdir(exist_ok=True)
-            write_regions(staging / OPTIMIZER / f"rank_{rank:05d}.safetensors", entries)
-        written = [*staging.glob(f"__{rank}_*"), *staging.glob(f"{OPTIMIZER}/rank_{rank:05d}.*")]
+            path_of(staging, rank).parent.mkdir(exist_ok=True)
+            write_regions(path_of(staging, rank), entries)
+        written = [*staging.glob(f"__{rank}_*"), *([path_of(staging, rank)] if entries is not None else [])]
         report = {"files": {str(path.relative_to(staging)): dense_files.describe(path) for path in written}}
     except Exception as error:  # rank 0 must hear of any failure
         report = {"error": f"worker {rank}: {error}"}
@@ -57,7 +56,14 @@ def write_files(
         write_durably(_report(staging, rank), json.dumps(report))
 
 
-def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
+def publish(
+    root: Path,
+    iteration: int,
+    workers: int,
+    retain_interval: int | None,
+    fence: Fence | None = None,
+    format: str = dense_files.FORMAT,
+) -> None:
     """Publishes a checkpoint once all ``workers`` have written their shares; runs on rank 0.
 
     Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless that is None.
@@ -80,10 +86,11 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
             )
         described |= report.files
         Tree(root).remove(path.relative_to(root).as_posix())
-    for path in staging.iterdir():
-        if path.is_file():
-            described.setdefault(path.name, dense_files.describe(path))
-    dense_files.publish(root, iteration, described, fence, retain_interval)
+    for path in staging.rglob("*"):
+        name = str(path.relative_to(staging))
+        if name not in described and path.is_file():
+            described[name] = dense_files.describe(path)
+    dense_files.publish(root, iteration, described, fence, retain_interval, format)
 
 
 @dataclass(frozen=True)

@@ -5,49 +5,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
 
-from megatron.pretraining.checkpoint import writer
-from megatron.pretraining.checkpoint.attempts import Attempts
+from megatron.pretraining.checkpoint import fragments, writer
+from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
+from megatron.pretraining.engine.fragmented import FragmentedOptimizer
+from megatron.pretraining.engine.owned import members
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.setup import WorkerParts
-from moc.errors import with_code
-from moc.faults import reach
-from moc.files.tree import Tree
-from moc.runtime.agreement import first_line, first_reported, gather, run_on_all, run_on_rank0
+from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
 
+_WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
+"""Functions in which the first worker writes, while the others wait for it."""
 _FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError)
 """What Megatron-LM raises for a checkpoint that it cannot read or write."""
 
 
-class StockCheckpoints:
-    """Saves and loads a worker's state by Megatron-LM's functions; all methods are collective.
+class StockCheckpoints(Saves):
+    """Saves and loads a worker's state by Megatron-LM's functions; all methods are collective."""
 
-    Attributes:
-        last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
-    """
+    format = dense_files.OF_MEGATRON
 
     def __init__(self, parts: WorkerParts):
-        self._parts, self._attempts = parts, Attempts(parts.config, parts.log)
-        self.last_saved: int | None = None
-
-    @property
-    def problem(self) -> str:
-        """The error of the last failed save; empty after a success."""
-        return self._attempts.problem
+        super().__init__(parts.config, parts.world, parts.log)
+        self._parts, self._records = parts, []
+        self._fragmented = any(isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -56,13 +50,6 @@ class StockCheckpoints:
             return None
         look = functools.partial(dense_files.latest_iteration, args.load)
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
-
-    def newest_saved(self, seconds: float) -> int:
-        """The newest iteration in ``--save``; 0 if there is none, or after ``seconds``; for rank 0."""
-        save = get_args().save
-        with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
-            return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
-        return 0
 
     def load(self) -> Position | None:
         """Loads the checkpoint that ``--load`` and ``--pretrained-checkpoint`` name; None on a first start.
@@ -74,12 +61,12 @@ class StockCheckpoints:
         args.iteration = args.num_floating_point_operations_so_far = 0
         if args.load is None and args.pretrained_checkpoint is None:
             return None
-        for place in filter(None, (args.load, args.pretrained_checkpoint)):
-            self._verify(Path(place))
+        places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
+        verified = {place: self._verify(place) for place in places}
         try:
             with nothing_runs():
                 loaded: Any = training.load_checkpoint(
-                    parts.chunks, parts.optimizer.core, parts.scheduler, checkpointing_context={}
+                    *self._parts_of_megatron(), parts.scheduler, checkpointing_context={}
                 )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
@@ -90,71 +77,91 @@ class StockCheckpoints:
             ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
+        if self._fragmented:
+            if args.iteration == 0 or args.finetune or args.no_load_optim:
+                parts.optimizer.core.reload_model_params()
+            else:
+                fragments.load(*verified[Path(args.load)], parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
-    def save(self, position: Position) -> None:
-        """Saves the state after an iteration.
-
-        Raises:
-            CheckpointError: it cannot be written, and ``--save-failure stop`` is given.
-        """
-        args, parts = get_args(), self._parts
+    def request(self, position: Position, staging: Path) -> AsyncRequest:
+        """See :class:`Saves`."""
+        args, parts, scheduled = get_args(), self._parts, []
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         for chunk in parts.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        root, iteration, world, retain = Path(args.save), position.iteration, parts.world, args.save_retain_interval
-        fence = Fence(root, Claim(world.job.id, world.job.term))
-        staging = dense_files.staging_of(root, iteration, fence.claim.tag)
-        with self._attempts.attempt(iteration, lambda: self.last_saved), self._attempts.reporting():
-            run_on_rank0(lambda: _start(root, iteration, fence), "cannot start a checkpoint")
-            with _saving_to(staging, root):
-                self._write(position)
-                reach("persisting")
-                self._publish(root, iteration, fence, staging, retain)
-            self.last_saved = iteration
-            self._attempts.succeeded(iteration)
-
-    def _write(self, position: Position) -> None:
-        optimizer: Any = self._parts.optimizer.core
         writer.use_mortal_result_queue()
-        # the other workers would wait forever for a first worker that cannot write
-        config = writer.first_worker_goes_on(serialization, "save_config")
-        with config as failures, writer.first_worker_goes_on(FileSystemWriterAsync, "finish") as more:
+        in_background = args.ckpt_format == "torch_dist"  # Megatron-LM writes other formats at once
+        settings: dict[str, Any] = dict(async_save=in_background, async_strategy="mcore")
+
+        def save() -> None:
             training.save_checkpoint(
                 position.iteration,
-                self._parts.chunks,
-                optimizer,
-                self._parts.scheduler,
-                get_args().num_floating_point_operations_so_far,
+                *self._parts_of_megatron(),
+                parts.scheduler,
+                args.num_floating_point_operations_so_far,
                 {},
                 train_data_iterator=None,
                 preprocess_common_state_dict_fn=training.preprocess_common_state_dict,
             )
-        failure = next(iter([*more, *failures]), None)
-        if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
-            raise CheckpointError(problem)
 
-    def _publish(self, root: Path, iteration: int, fence: Fence, staging: Path, retain: int | None) -> None:
-        """Publishes what Megatron-LM has written, with size and hash of each file, which the workers share."""
-        world = self._parts.world
-        names = run_on_rank0(lambda: _gathered(staging, iteration), "cannot read a checkpoint")
-        mine: dict[str, dict] = {}
+        with replaced(args, **settings), replaced(checkpointing, schedule_async_save=scheduled.append):
+            with self._saving_to(staging):
+                self.together(save, *_WRITES)
+        entries = None
+        if self._fragmented and not args.no_save_optim:
+            common = functools.partial(fragments.write_common, staging, parts.optimizer)
+            run_on_rank0(common, "cannot write a checkpoint")
+            entries = fragments.entries_of(parts.chunks, parts.optimizer)
+        stock: Any = scheduled[0] if scheduled else AsyncRequest(None, (), [])
+        write = functools.partial(writer.write_files, stock.async_fn, staging, self._world.rank, entries)
+        return stock._replace(async_fn=write, finalize_fns=[functools.partial(self._end, staging, stock.finalize_fns)])
 
-        def describe() -> None:
-            for name in names[world.rank :: world.size]:
-                mine[name] = dense_files.describe(staging / name)
+    def _end(self, staging: Path, finalizers: Sequence[Callable[[], None]]) -> None:
+        """Runs what Megatron-LM does once all workers have written."""
 
-        run_on_all(describe, "cannot read a checkpoint")
-        files = {name: entry for described in gather(mine) for name, entry in described.items()}
-        publish = functools.partial(dense_files.publish, root, iteration, files, fence, retain, dense_files.OF_MEGATRON)
-        run_on_rank0(publish, "cannot publish a checkpoint")
+        def finalize() -> None:
+            for one in finalizers:
+                one()
 
-    def _verify(self, root: Path) -> None:
+        with self._saving_to(staging):
+            self.together(finalize, *_WRITES)
+
+    def published(self, iteration: int) -> None:
+        """Reports a checkpoint to W&B, with its final paths."""
+        root = Path(get_args().save)
+        final = str(dense_files.directory_of(root, iteration))
+        while self._records:
+            self._records.pop()
+            stock: Any = checkpointing
+            stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
+
+    @contextlib.contextmanager
+    def _saving_to(self, staging: Path) -> Iterator[None]:
+        """Lets Megatron-LM save to a staging directory; publishing writes the tracker file and removes checkpoints."""
+        stock: Any = checkpointing
+        with (
+            replaced(stock, get_checkpoint_name=lambda *_, **__: str(staging)),
+            replaced(stock, get_checkpoint_tracker_filename=lambda _: os.devnull),
+            replaced(stock.wandb_utils, on_save_checkpoint_success=lambda *paths: self._records.append(paths)),
+            replaced(get_args(), save_retain_interval=None),
+        ):
+            yield
+
+    def _parts_of_megatron(self) -> tuple[list[Any], Any]:
+        """The chunks and the optimizer that Megatron-LM's format can hold."""
+        chunks: list[Any] = self._parts.chunks
+        return ([chunk.module for chunk in chunks], None) if self._fragmented else (chunks, self._parts.optimizer.core)
+
+    def _verify(self, root: Path) -> tuple[Path, dict | None]:
         """Compares the files of the checkpoint to load with its manifest; one of Megatron-LM's own has none.
+
+        Returns:
+            The directory of the checkpoint, and the manifest.
 
         Raises:
             CheckpointError: on all workers: a file is missing or damaged.
@@ -170,19 +177,7 @@ class StockCheckpoints:
             mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
             if damage := first_reported(dense_files.damage_in(directory, mine)):
                 raise dense_files.damaged(damage)
-
-    def tries_again(self) -> bool:
-        """Whether a failed save is due again."""
-        return self._attempts.due()
-
-    def poll(self) -> None:
-        """Completes a save in the background that has ended."""
-
-    def finish(self) -> None:
-        """Waits for a save in the background."""
-
-    def close(self) -> None:
-        """Abandons a save in the background."""
+        return directory, manifest
 
 
 def _iteration_in(root: Path) -> int | None:
@@ -190,32 +185,3 @@ def _iteration_in(root: Path) -> int | None:
     with contextlib.suppress(CheckpointError):
         return dense_files.latest_iteration(root)
     return None
-
-
-def _start(root: Path, iteration: int, fence: Fence) -> None:
-    dense_files.directory_of(dense_files.start(root, iteration, fence), iteration).mkdir()
-
-
-def _gathered(staging: Path, iteration: int) -> list[str]:
-    """Moves the files of an iteration up from Megatron-LM's directory; returns their paths in the checkpoint."""
-    inner = dense_files.directory_of(staging, iteration)
-    for entry in [*inner.iterdir()]:
-        os.rename(entry, staging / entry.name)
-    Tree(staging, ours=True).remove_if_empty(inner.name)
-    return sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
-
-
-@contextlib.contextmanager
-def _saving_to(staging: Path, root: Path) -> Iterator[None]:
-    """Lets Megatron-LM save to a staging directory; its record for W&B follows, with the final paths."""
-    args, records, named = get_args(), [], str(root)
-    stock: Any = checkpointing
-    with (
-        replaced(stock, get_checkpoint_tracker_filename=lambda _: os.devnull),  # publishing writes the tracker
-        replaced(stock.wandb_utils, on_save_checkpoint_success=lambda *paths: records.append(paths)),
-        replaced(args, save=str(staging), save_retain_interval=None),  # publishing removes old ones
-    ):
-        yield
-    for path, _, _, iteration in records:
-        final = path.replace(str(staging), named)
-        stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), named, iteration)

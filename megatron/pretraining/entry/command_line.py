@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config.ds_config import agree, settings_in
 from megatron.pretraining.config.flag import UNKNOWN, Problems
 from megatron.pretraining.entry.own_flags import PREFIX
 from megatron.pretraining.entry.presets import preset_options
@@ -78,6 +79,9 @@ class _Parser(argparse.ArgumentParser):
         if files and files is not UNKNOWN:
             words = [*_words_of_files(self, files, problems), *words]
             values, _ = read_words(self, words, super().parse_known_args)
+        if (path := values.get(f"{PREFIX}deepspeed_config")) and path is not UNKNOWN:
+            words = [*_words_of_ds_config(self, path, words, values, problems), *words]
+            values, _ = read_words(self, words, super().parse_known_args)
         preset = values.get(f"{PREFIX}model")
         if preset and preset is not UNKNOWN:
             words = [*_words_of_options(self, preset_options(preset, values), f"--model {preset}", problems), *words]
@@ -104,6 +108,24 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
         content: dict[str, Any] = {}
         problems.check(lambda file=file, content=content: content.update(load_config(file)))
         yield from _words_of_options(parser, content, file, problems)
+
+
+def _words_of_ds_config(
+    parser: argparse.ArgumentParser, path: str, words: Sequence[str], values: Mapping[str, Any], problems: Problems
+) -> Iterator[str]:
+    """The options that a ds_config adds to those of the words, with which it must agree."""
+    actions = [parser._option_string_actions.get(word.partition("=")[0]) for word in words]
+    given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in actions if action is not None}
+    added: dict[str, object] = {}
+    problems.check(lambda: added.update(agree(given, settings_in(path), _mean_the_same)))
+    yield from _words_of_options(parser, added, path, problems)
+
+
+def _mean_the_same(name: str, one: object, other: object) -> bool:
+    try:
+        return one is UNKNOWN or one == other or float(str(one)) == float(str(other))
+    except ValueError:
+        return str(one) == str(other)
 
 
 def _words_of_options(

@@ -20,6 +20,7 @@ from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
+from megatron.pretraining.entry.deepspeed import refuse_unsupported
 from megatron.pretraining.entry.own_flags import OWN_GROUPS, own_names
 from megatron.pretraining.model.initial import EXACT
 
@@ -81,9 +82,14 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
         problems.check(lambda name=name, value=value: given.update({name: convert(flags[name], value)}))
     problems.raise_found()
     groups: dict[str, Any] = {}
+    stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
+    if given.get("deepspeed"):
+        stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
+        given.setdefault("zero_stage", 1)
     for name, kind in group_classes().items():
-        taken = {flag.name: _value(arguments, flag) for flag in flags_of(kind)} if name not in OWN_GROUPS else {}
-        defaults = {flag.name: flag.default for flag in flags_of(kind)}
+        theirs = [flag for flag in flags_of(kind) if name not in OWN_GROUPS and flag.name not in own_names()]
+        taken = {flag.name: _value(arguments, flag) for flag in theirs}
+        defaults = {flag.name: stock.get(flag.name, flag.default) for flag in flags_of(kind)}
         ours = {flag.name: given[flag.name] for flag in flags_of(kind) if flag.name in given}
         groups[name] = _group(name, defaults | taken | ours)
     return _checked(MegatronConfig(**groups, model=None, given=dict(own), arguments=arguments))
@@ -112,9 +118,6 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
 
 
 def _value(arguments: Namespace, flag: Flag) -> object:
-    if flag.name in own_names():
-        defaults = {} if getattr(arguments, OWN_PROGRAM, False) else _DEFAULTS
-        return defaults.get(flag.name, flag.default)
     return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
 
 
@@ -138,4 +141,5 @@ def _checked(config: MegatronConfig) -> MegatronConfig:
         code="flags-exclude-each-other",
     )
     check_own_flags(config)
+    refuse_unsupported(config, config.arguments)
     return config

@@ -35,9 +35,7 @@ _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 def main() -> None:
     """Parses Megatron-LM's flags and ours, then trains."""
-    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer", OWN_PROGRAM: True})
-    with reported(os.path.basename(sys.argv[0])):
-        _refuse_other_data(args)
+    args = configured()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
         container,
@@ -46,6 +44,14 @@ def main() -> None:
         forward_step,
         get_embedding_ranks=embedding_ranks,
     )
+
+
+def configured() -> Any:
+    """Megatron-LM's arguments, parsed and validated; ends the process with a message if they do not work."""
+    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer", OWN_PROGRAM: True})
+    with reported(os.path.basename(sys.argv[0])):
+        _refuse_other_data(args)
+    return args
 
 
 def _refuse_other_data(args: Any) -> None:

@@ -10,7 +10,7 @@ from megatron.pretraining.config.flag import Flag, flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.presets import PRESETS
 
-OWN_GROUPS = ("snapshot", "faults", "elastic")
+OWN_GROUPS = ("snapshot", "faults", "elastic", "zero")
 """Groups whose flags are all ours."""
 _OWN_FLAGS = {
     "logging": ("log_dir",),
@@ -57,7 +57,7 @@ def own_names() -> frozenset[str]:
 
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
-    box = parser.add_argument_group("fault tolerance", "Snapshots, recovery and injected faults.")
+    box = parser.add_argument_group("fault tolerance", "Snapshots, recovery, faults, and DeepSpeed's optimizer.")
     for name, described in _GENERAL.items():
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
             box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)

@@ -22,7 +22,7 @@ from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
-from megatron.pretraining.entry import cpu
+from megatron.pretraining.entry import cpu, deepspeed
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.log import StockLog
@@ -97,14 +97,7 @@ class StockProgram:
         # the session chooses the state; a schedule in samples is one whose iterations are not counted yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            built: Any = training.setup_model_and_optimizer(
-                self.model_type,
-                model_provider_func=self._provider(config),
-                checkpointing_context={},
-                cfg_container=self.container,
-                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            )
-        chunks, core, scheduler = built
+            chunks, core, scheduler = self._set_up(config)
         refuse_built(core, chunks)
         core_config = get_model_config(chunks[0])
         core_config.grad_scale_func, core_config.timers = core.scale_loss, get_timers()
@@ -205,6 +198,19 @@ class StockProgram:
                     "earlier checkpoint",
                     code="replicas-differ",
                 )
+
+    def _set_up(self, config: Config) -> tuple[Any, Any, Any]:
+        """The model chunks, the optimizer and the schedule of learning rates."""
+        groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config)
+        if config.zero.deepspeed:
+            return deepspeed.set_up(config, self.container, self.model_type, provider, groups)
+        return training.setup_model_and_optimizer(
+            self.model_type,
+            model_provider_func=provider,
+            checkpointing_context={},
+            cfg_container=self.container,
+            pg_collection=groups,
+        )
 
     def _provider(self, config: Config) -> Callable[..., Any] | None:
         """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights."""

@@ -44,6 +44,7 @@ PORTED = {
         curr_iteration iteration consumed_train_samples num_floating_point_operations_so_far
         tensorboard_log_interval""",
     "megatron/pretraining/entry/checkpoints.py": "finetune load save",
+    "megatron/pretraining/checkpoint/background.py": "async_save",
     "megatron/pretraining/duties.py": "eval_interval exit_interval save_interval",
     "megatron/pretraining/process/stopping.py": "exit_signal_handler exit_duration_in_mins",
     "megatron/pretraining/loop.py": "manual_gc manual_gc_interval",
@@ -106,7 +107,6 @@ REFUSED = {
     "adlr_autoresume": Refusal("resumes jobs by another system than mocrun"),
     "phase_transition_iterations": Refusal(_PHASES),
     "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
-    "async_save": Refusal("writes --save in the background; --ckpt-policy saves while training continues"),
     "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
     "moe_expert_rank_capacity_factor": Refusal("runs an iteration again when experts overflow, before the vote"),
     "hybrid_context_parallel": Refusal("balances samples between workers by their past"),

@@ -1,0 +1,170 @@
+"""Saves of ``--save`` in the background: one forked process per worker writes, and the workers publish together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.pretraining.checkpoint import writer
+from megatron.pretraining.checkpoint.attempts import Attempts
+from megatron.pretraining.config import Config
+from megatron.pretraining.logging.records import Records
+from moc.errors import with_code
+from moc.faults import reach
+from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.runtime.groups import Aborted, Suspicion
+from moc.runtime.world import World
+from moc.snapshot.background import within
+from moc.state.record import Position
+from moc.store import dense_files
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.fence import Fence
+
+
+class Saves:
+    """The saves of a worker; all methods are collective.
+
+    With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
+
+    Attributes:
+        format: of the checkpoints.
+        last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
+    """
+
+    format = dense_files.FORMAT
+
+    def __init__(self, config: Config, world: World, log: Records):
+        self._config, self._world, self._log = config, world, log
+        self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
+        self._fence = _fence(config, world)
+        self.last_saved: int | None = None
+        self._before: int | None = None  # value of last_saved before the save under way
+
+    @property
+    def problem(self) -> str:
+        """The error of the last failed save; empty after a success."""
+        return self._attempts.problem
+
+    def newest_saved(self, seconds: float) -> int:
+        """The iteration of the newest checkpoint in ``--save``; 0 if there is none, or none is found in ``seconds``."""
+        save = self._config.checkpoint.save
+        with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
+            return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
+        return 0
+
+    def save(self, position: Position) -> None:
+        """Saves, or with ``--async-save`` starts to; waits for an earlier save first.
+
+        Raises:
+            CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
+                untouched.
+        """
+        self.finish()
+        with self._attempts.attempt(position.iteration, self._give_up(position.iteration)):
+            save, fence, iteration = self._config.checkpoint.save, self._fence, position.iteration
+            assert save is not None and fence is not None  # required for saving
+            run_on_rank0(lambda: dense_files.start(Path(save), iteration, fence), "cannot start a checkpoint")
+            staging = dense_files.staging_of(save, iteration, fence.claim.tag)
+            with self._attempts.reporting():
+                request = self.request(position, staging)
+            publish = functools.partial(self._publish, Path(save), iteration)
+            finalize = [*request.finalize_fns, publish]
+            self._queue.schedule_async_request(request._replace(finalize_fns=finalize))
+            self._before, self.last_saved = self.last_saved, iteration
+            if not self._config.checkpoint.async_save:
+                self._finalize(blocking=True)
+
+    def request(self, position: Position, staging: Path) -> AsyncRequest:
+        """What is to write a checkpoint into a directory: the function of the forked process, and what follows it."""
+        raise NotImplementedError
+
+    def tries_again(self) -> bool:
+        """Whether to retry a failed save now; collective only after a failure."""
+        return self._attempts.due()
+
+    def poll(self) -> None:
+        """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
+        if self._queue.async_calls:
+            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
+                self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Waits for a save under way, and publishes it."""
+        if self._queue.async_calls:
+            with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
+                self._finalize(blocking=True)
+
+    def close(self) -> None:
+        """Abandons a save under way, as if this worker had been killed; does not communicate."""
+        while self._queue.async_calls:
+            self._queue.async_calls.popleft().async_caller.close(abort=True)
+        writer.forget_results()
+
+    def published(self, iteration: int) -> None:
+        """A checkpoint has been published."""
+
+    def together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
+        """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all.
+
+        Args:
+            finalize: the finalizer.
+            writes: owners and names of functions in which rank 0 writes, while the others wait in a collective.
+
+        Raises:
+            CheckpointError: on all workers: a worker could not write.
+        """
+        failure, failures = None, []
+        try:
+            with contextlib.ExitStack() as stack:
+                failures = [stack.enter_context(writer.first_worker_goes_on(*one)) for one in writes]
+                finalize()
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            if isinstance(error, (Aborted, Suspicion)):
+                raise
+            failure = error
+        failure = next((one for found in failures for one in found), failure)
+        if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
+            raise CheckpointError(problem)
+
+    def _give_up(self, iteration: int | None) -> Callable[[], int | None]:
+        def give_up() -> int | None:
+            self.close()
+            if self.last_saved == iteration:
+                self.last_saved = self._before
+            return self.last_saved
+
+        return give_up
+
+    def _finalize(self, blocking: bool) -> None:
+        with self._attempts.reporting():
+            self._queue.maybe_finalize_async_calls()
+            pause_s = 0.01
+            while blocking and self._queue.async_calls:  # polled: a worker stuck in storage must notice a lost worker
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
+                self._queue.maybe_finalize_async_calls()
+
+    def _publish(self, root: Path, iteration: int) -> None:
+        reach("persisting")
+        retain = self._config.checkpoint.save_retain_interval
+        complete = functools.partial(
+            writer.publish, root, iteration, self._world.size, retain, self._fence, self.format
+        )
+        run_on_rank0(complete, "cannot complete a checkpoint")
+        self.published(iteration)
+        self._attempts.succeeded(iteration)
+
+
+def _fence(config: Config, world: World) -> Fence | None:
+    """The fence that guards this generation's saves; neither reads nor writes anything yet."""
+    save = config.checkpoint.save
+    return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

@@ -1,0 +1,81 @@
+"""DeepSpeed's ZeRO optimizer for the models of Megatron-LM's scripts: ``--deepspeed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+from megatron.training import training
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.config.deepspeed_fit import check_deepspeed
+from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.engine.zero.attach import load
+from megatron.pretraining.engine.zero.build import build_zero_optimizer
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
+from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
+from megatron.pretraining.entry.stock import get_args
+from moc import private_interfaces
+
+_ONLY = {
+    "context_parallel_size": (1, "context parallelism was not tried with --deepspeed"),
+    "decoupled_lr": (None, "--deepspeed has one learning rate for all parameters"),
+    "use_mup": (False, "--deepspeed has one learning rate for all parameters"),
+    "apply_wd_to_qk_layernorm": (False, "--deepspeed decays no parameter with one dimension"),
+    "overlap_param_gather": (False, "--deepspeed gathers weights after the update"),
+    "init_model_with_meta_device": (False, "DeepSpeed copies the weights when its optimizer is built"),
+}
+"""By argument of Megatron-LM, the value that DeepSpeed's optimizer works with, and why no other."""
+
+
+def refuse_unsupported(config: Config, arguments: Any) -> None:
+    """Raises ``ConfigError`` with all flags that cannot be combined with ``--deepspeed``, if that is given; pure."""
+    problems = Problems()
+    problems.check(check_deepspeed, config, problems)
+    if config.zero.deepspeed:
+        problems.refuse(
+            config.regularization.grad_norm == "stock",
+            "--grad-norm stock is megatron-core's norm, which --deepspeed cannot compute. Fix: drop it",
+            code="grad-norm-unsupported",
+        )
+        for name, (only, reason) in _ONLY.items():
+            value = getattr(arguments, name, only)
+            problems.refuse(
+                value not in (only, None),
+                f"--{name.replace('_', '-')} {value}: {reason}. Fix: drop one of the two",
+                code="deepspeed-excludes-flag",
+            )
+    problems.raise_found()
+
+
+def set_up(
+    config: Config, container: Any, model_type: Any, provider: Callable[..., Any] | None, groups: Any
+) -> tuple[list[DistributedDataParallel], ZeroOptimizer, OptimizerParamScheduler]:
+    """Builds model, optimizer and schedule, in the place of Megatron-LM's ``setup_model_and_optimizer``.
+
+    Args:
+        config: the flags in force.
+        container: Megatron-LM's configuration; it describes the model, unless ``provider`` builds it.
+        model_type: Megatron-LM's kind of model.
+        provider: builds a model chunk.
+        groups: Megatron-LM's collection of process groups.
+
+    Raises:
+        UnknownReleaseError: DeepSpeed lacks a private interface that is used here.
+    """
+    load()
+    private_interfaces.require("fragments", "deepspeed")
+    args, described = get_args(), getattr(container, "model", None)
+    if described is not None:
+        builder = described.get_builder_cls()(described)
+        bare = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
+    else:
+        bare = training.get_model(provider, model_type, wrap_with_ddp=False, pg_collection=groups)
+    (chunk,) = (ZeroChunk(get_model_config(one), one) for one in cast(list[Any], bare))  # no virtual stages
+    core_config, _ = training.get_megatron_optimizer_config(args)
+    optimizer = build_zero_optimizer(config, chunk, core_config)
+    args.iteration = args.num_floating_point_operations_so_far = 0
+    return cast(Any, [chunk]), optimizer, training.get_optimizer_param_scheduler(optimizer)
