@@ -119,6 +119,7 @@ def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
 def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     """Computes, commits, snapshots and reports one iteration."""
     progress("step")
+    run.program.begin(run)
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)

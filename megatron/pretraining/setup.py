@@ -107,6 +107,10 @@ class Program(Protocol):
         """
         ...
 
+    def begin(self, run: TrainingRun) -> None:
+        """Does what is due before each iteration."""
+        ...
+
     def completed(self, run: TrainingRun) -> None:
         """Does what is due after each completed iteration."""
         ...
@@ -171,6 +175,9 @@ class Providers:
         if loss is not None:
             run.log.evaluation(run.position.iteration, split, loss)
         return loss is not None
+
+    def begin(self, run: TrainingRun) -> None:
+        """See :class:`Program`: nothing is."""
 
     def completed(self, run: TrainingRun) -> None:
         """See :class:`Program`: nothing is."""

@@ -144,7 +144,6 @@ CASES = {
     # DeepSpeed
     "bucket-size-odd": flags("--deepspeed --zero-allgather-bucket-size 3", named="--zero-allgather-bucket-size"),
     "zero-stage-unsupported": flags("--deepspeed --zero-stage 3", named="--zero-stage"),
-    "deepspeed-needs-flag": flags(f"--deepspeed {PP2}", workers=2, named="--untie-embeddings-and-output-weights"),
     "deepspeed-excludes-flag": flags("--deepspeed --use-distributed-optimizer"),
     "deepspeed-version-unsupported": flags("--deepspeed", named="0.1.0", make=package("deepspeed", "0.1.0")),
     "ds-config-unreadable": ds_config("{"),

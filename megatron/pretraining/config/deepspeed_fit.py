@@ -41,12 +41,6 @@ def _check_pipeline(config: FlagGroups, problems: Problems) -> None:
         "--num-layers-per-virtual-pipeline-stage",
         code="deepspeed-excludes-flag",
     )
-    problems.refuse(
-        pipeline and not config.network.untie_embeddings_and_output_weights,
-        "--deepspeed cannot sum gradients of embeddings that are tied across pipeline stages. Fix: add "
-        "--untie-embeddings-and-output-weights",
-        code="deepspeed-needs-flag",
-    )
 
 
 def _check_data_parallelism(config: FlagGroups, problems: Problems) -> None:
@@ -81,7 +75,7 @@ def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
         code="deepspeed-excludes-flag",
     )
     problems.refuse(
-        precision.moments,
+        precision.moments not in (None, ("fp32", "fp32")),
         "--deepspeed keeps moments in fp32. Fix: drop --exp-avg-dtype and --exp-avg-sq-dtype",
         code="deepspeed-excludes-flag",
     )

@@ -1,8 +1,9 @@
 """DeepSpeed's JSON configuration as flags: which keys are honoured, which are refused, and what to do instead.
 
-A key says one of four things: a flag (``_HONOURED``); nothing at ZeRO stages 1 and 2, by DeepSpeed's own rules
-(``_WITHOUT_EFFECT``); something that holds here already (``_ONLY``); or something that is done otherwise here
-(``_ELSEWHERE``).  What is off (false, null, 0, ``none``, ``enabled: false``) is never refused.
+A key says one of five things: a flag (``_HONOURED``); nothing at ZeRO stages 1 and 2, by DeepSpeed's own rules
+(``_WITHOUT_EFFECT``); something that changes no result (``_IGNORED``); something that holds here already (``_ONLY``);
+or something that is done otherwise here (``_ELSEWHERE``).  What is off (false, null, 0, ``none``, ``enabled: false``)
+is never refused.
 """
 
 from __future__ import annotations
@@ -127,7 +128,6 @@ _WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
 
 _ONLY = {  # what holds here already, and why nothing else
     "gradient_predivide_factor": (1.0, "set 1.0, since gradients are averaged after their sum"),
-    "prescale_gradients": (False, "set false, since gradients are averaged after their sum"),
     "bf16.check_grad_overflow": (True, "drop it, since the vote of each iteration looks at all gradients"),
     "optimizer.params.adam_w_mode": (True, "set true, since weight decay is decoupled (AdamW)"),
     "optimizer.params.bias_correction": (True, "set true, since Adam's moments are corrected"),
@@ -139,12 +139,24 @@ _ONLY = {  # what holds here already, and why nothing else
     "zero_optimization.overlap_comm": (False, "set false, since it was not tried on GPUs yet"),
     "zero_optimization.zero_hpz_partition_size": (1, "set 1, since it is of stage 3"),
     "zero_optimization.offload_optimizer.ratio": (1.0, "set 1.0, since all optimizer state is offloaded"),
-    "zero_optimization.elastic_checkpoint": (False, "set false, since checkpoints load in any layout anyway"),
     "zero_optimization.offload_param": (None, "drop it, since it is of stage 3"),
     "zero_optimization.cpu_offload_param": (False, "drop it, since it is of stage 3"),
     "zero_optimization.zenflow": (None, "drop it, since a recovery with late updates would not be exact"),
     "sequence_parallel_size": (1, "choose --tensor-model-parallel-size with --sequence-parallel"),
 }
+
+_TIMES = "--timing-log-level 2 logs times"
+_IGNORED = {
+    "wall_clock_breakdown": _TIMES,
+    "comms_logger": _TIMES,
+    "flops_profiler": "MFU and tokens/s are logged",
+    "memory_breakdown": "--log-memory-interval logs memory",
+    "dump_state": "--print-config prints the configuration",
+    "prescale_gradients": "gradients are averaged after their sum, which differs in rounding alone",
+    "elastic_checkpoint": "checkpoints load in any layout",
+    "zero_optimization.elastic_checkpoint": "checkpoints load in any layout",
+}
+"""Keys that change no result, and what there is in their place."""
 
 _ELSEWHERE = {
     "scheduler": "choose --lr-decay-style, --lr-warmup-iters and --min-lr",
@@ -158,11 +170,6 @@ _ELSEWHERE = {
     "load_universal_checkpoint": "drop it: checkpoints load in any layout",
     "nebula": "choose --ckpt-policy, which saves beside training",
     "datastates_ckpt": "choose --ckpt-policy, which saves beside training",
-    "wall_clock_breakdown": "choose --timing-log-level 2",
-    "flops_profiler": "drop it: MFU and tokens/s are logged",
-    "comms_logger": "choose --timing-log-level 2",
-    "memory_breakdown": "drop it",
-    "dump_state": "choose --print-config",
     "pipeline": "choose --pipeline-model-parallel-size",
     "tensor_parallel": "choose --tensor-model-parallel-size",
     "expert_parallel": "choose --expert-model-parallel-size",
@@ -217,6 +224,20 @@ def settings_in(path: str) -> tuple[Setting, ...]:
     return settings
 
 
+def ignored_in(path: str) -> list[tuple[str, str]]:
+    """The keys of a ds_config that ask for something and are ignored, each with the reason.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    content = _read(path)
+    nested = content.get("zero_optimization")
+    inner = {f"zero_optimization.{key}": value for key, value in nested.items()} if isinstance(nested, Mapping) else {}
+    return [
+        (key, _IGNORED[key]) for key, value in (content | inner).items() if key in _IGNORED and not _is_off(None, value)
+    ]
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
@@ -265,7 +286,7 @@ def settings_of(content: Mapping[str, Any], path: str, problems: Problems, secti
                 f"{_says(key, value, path)}. Fix: {remedy}",
                 code="ds-config-key-unsupported",
             )
-        elif not _is_off(None, value) and key not in _WITHOUT_EFFECT:
+        elif not _is_off(None, value) and key not in _WITHOUT_EFFECT and key not in _IGNORED:
             remedy = _ELSEWHERE.get(key, "drop it, since this program does not know the key")
             problems.refuse(True, f"{_says(key, value, path)}. Fix: {remedy}", code="ds-config-key-unsupported")
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.config.ds_config import agree, settings_in
-from megatron.pretraining.config.flag import UNKNOWN, Problems
+from megatron.pretraining.config.ds_config import Setting, agree, ignored_in, settings_in
+from megatron.pretraining.config.flag import UNKNOWN, Problems, flags_of
+from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.entry.dialects import translated
 from megatron.pretraining.entry.own_flags import PREFIX
 from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import load_config, read_words, refuse_unknown
@@ -30,6 +32,7 @@ class CommandLine:
         problems: of words and files.
         concealed: names whose values the problems conceal.
         prints: the values are printed instead of training.
+        notices: what was translated, or has no effect.
     """
 
     own: Mapping[str, object] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class CommandLine:
     problems: tuple[ConfigError, ...] = ()
     concealed: frozenset[str] = frozenset()
     prints: bool = False
+    notices: tuple[str, ...] = ()
 
 
 _read = CommandLine()
@@ -69,9 +73,10 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads the words, and the files that they name; nothing is left over."""
         global _read
-        words = sys.argv[1:] if args is None else list(args)
-        self.exit_on_error = False
+        translation = translated(sys.argv[1:] if args is None else list(args), self._option_string_actions)
+        words, self.exit_on_error = [*translation.words], False
         values, problems = read_words(self, words, super().parse_known_args)
+        problems.found += translation.problems
         if values.get(f"{PREFIX}help_all"):
             self.print_help(sys.__stdout__)
             self.exit(0)
@@ -91,9 +96,12 @@ class _Parser(argparse.ArgumentParser):
         values |= {name: defaults[name] for name in concealed}
         own = {name.removeprefix(PREFIX): values.pop(name) for name in [*values] if name.startswith(PREFIX)}
         prints = bool(own.pop("print_config", False))
-        own = {name: value for name, value in own.items() if name not in ("config", "model", "help_all")}
+        own = {name: value for name, value in own.items() if name not in ("config", "model", "dialect", "help_all")}
         given = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
-        _read = CommandLine(own, given, tuple(problems.found), concealed, prints)
+        notices = [*translation.notices, *_notices_of_ds_config(own.get("deepspeed_config"))]
+        own, stage = _without_deepspeed(own)
+        notices += stage
+        _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices))
         return argparse.Namespace(**values), []
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -101,6 +109,22 @@ class _Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
         except KeyError:  # names of Megatron-LM's enumerations
             raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from None
+
+
+def _notices_of_ds_config(path: object) -> list[str]:
+    try:
+        return [f"{path}: {key} is ignored: {why}" for key, why in ignored_in(str(path))] if path else []
+    except ConfigError:  # reported with the settings
+        return []
+
+
+def _without_deepspeed(own: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Our options without those of DeepSpeed if its ZeRO stage is 0, which is megatron-core's optimizer; a notice."""
+    if not own.get("deepspeed") or str(own.get("zero_stage")) != "0":
+        return own, []
+    of_zero = {flag.name for flag in flags_of(group_classes()["zero"])}
+    others = {name: value for name, value in own.items() if name not in of_zero}
+    return others, ["--zero-stage 0: each data-parallel worker has the whole optimizer state, without DeepSpeed"]
 
 
 def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], problems: Problems) -> Iterator[str]:
@@ -117,7 +141,12 @@ def _words_of_ds_config(
     actions = [parser._option_string_actions.get(word.partition("=")[0]) for word in words]
     given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in actions if action is not None}
     added: dict[str, object] = {}
-    problems.check(lambda: added.update(agree(given, settings_in(path), _mean_the_same)))
+
+    def settings() -> tuple[Setting, ...]:
+        grows = "step_batch_size_schedule" in given  # to the size of the ds_config
+        return tuple(one for one in settings_in(path) if not (grows and one.flag == "global_batch_size"))
+
+    problems.check(lambda: added.update(agree(given, settings(), _mean_the_same)))
     yield from _words_of_options(parser, added, path, problems)
 
 

@@ -60,13 +60,18 @@ def install() -> None:
 
 
 def refuse_models(args: Any) -> None:
-    """Raises ``ConfigError`` if there is no CUDA and the model needs it."""
+    """Raises ``ConfigError`` if there is no CUDA, and the model or the profiler needs it."""
     pattern, spec = getattr(args, "hybrid_layer_pattern", None), getattr(args, "spec", None)
     of_core = not spec or spec[0].startswith("megatron.core.")
     refuse(
         bool(pattern) and of_core and not torch.cuda.is_available(),
         f"--hybrid-layer-pattern {pattern} builds layers of Transformer Engine, which needs CUDA. Fix: use a GPU, or a "
         "--spec of other layers",
+        code="device-unsupported",
+    )
+    refuse(
+        getattr(args, "profile", False) and not args.use_pytorch_profiler and not torch.cuda.is_available(),
+        "--profile starts CUDA's profiler, which needs CUDA. Fix: use a GPU, or add --use-pytorch-profiler",
         code="device-unsupported",
     )
 

@@ -11,6 +11,7 @@ import contextlib
 import enum
 import functools
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -58,9 +59,10 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         problems = Problems()
         problems.found += command_line.read().problems
         if not command_line.read().concealed:
+            _limit_connections(args)
             try:
                 real(args, defaults or {})
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 problems.found.append(_refusal_of(error))
             else:
                 problems.check(config_of, args, command_line.read().own)
@@ -77,6 +79,13 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         return args
 
     return validate
+
+
+def _limit_connections(args: argparse.Namespace) -> None:
+    """Sets the environment variable that Megatron-LM requires for tensor and context parallelism, if it is not set."""
+    parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
+    if parallel and not args.overlap_moe_expert_parallel_comm:  # which needs several connections
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
@@ -100,6 +109,7 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
 def print_args(title: str, args: argparse.Namespace) -> None:
     """Prints the options that differ from the defaults, in the place of Megatron-LM's list of all arguments."""
     if is_first_worker():
+        print_lines(*command_line.read().notices)
         print_lines("options that differ from Megatron-LM's defaults:", *(f"  {line}" for line in described()))
 
 
@@ -119,7 +129,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _refusal_of(error: Exception) -> ConfigError:
+def _refusal_of(error: BaseException) -> ConfigError:
     """What Megatron-LM refuses; of an assertion without a sentence, the condition."""
     return ConfigError(
         f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
@@ -127,7 +137,7 @@ def _refusal_of(error: Exception) -> ConfigError:
     )
 
 
-def _cause_of(error: Exception) -> str:
+def _cause_of(error: BaseException) -> str:
     cause = " ".join(str(error).split())
     if not cause:
         frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -30,6 +30,7 @@ from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
+_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 def configured() -> Any:
     """Megatron-LM's arguments, parsed and validated; ends the process with a message if they do not work."""
-    args: Any = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer", OWN_PROGRAM: True})
+    args: Any = parse_and_validate_args(args_defaults=_DEFAULTS)
     with reported(os.path.basename(sys.argv[0])):
         _refuse_other_data(args)
     return args

@@ -28,6 +28,7 @@ from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
+from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_streams
@@ -61,6 +62,7 @@ class StockProgram:
         non_loss_data: collects it.
         embedding_ranks: chooses the ranks with embeddings.
         position_embedding_ranks: chooses the ranks with position embeddings.
+        profiling: of this worker, from its first iteration on.
     """
 
     container: Any
@@ -72,6 +74,7 @@ class StockProgram:
     non_loss_data: Callable[..., Any] | None = None
     embedding_ranks: Callable[..., Any] | None = None
     position_embedding_ranks: Callable[..., Any] | None = None
+    profiling: Profiling | None = None
 
     def connect(self, config: Config, job: Job) -> World:
         """Joins the job, and lets Megatron-LM build its process groups and random streams."""
@@ -181,9 +184,17 @@ class StockProgram:
             chunk.train()
         clear_trackers()
 
+    def begin(self, run: TrainingRun) -> None:
+        """Starts profilers."""
+        if self.profiling is None:
+            self.profiling = Profiling(run.world.rank)
+        self.profiling.begin(run.position.iteration)
+
     def completed(self, run: TrainingRun) -> None:
         """Does what Megatron-LM's loop does after an iteration: synchronizes, and compares the replicas' weights."""
         args, iteration = get_args(), run.position.iteration
+        if self.profiling is not None:
+            self.profiling.end(iteration)
         if args.empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()
         if due(args.train_sync_interval, iteration):

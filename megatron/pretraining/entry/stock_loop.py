@@ -44,6 +44,10 @@ PORTED = {
         curr_iteration iteration consumed_train_samples num_floating_point_operations_so_far
         tensorboard_log_interval""",
     "megatron/pretraining/entry/checkpoints.py": "finetune load save",
+    "megatron/pretraining/entry/profiling.py": """
+        profile profile_ranks profile_step_start profile_step_end use_pytorch_profiler nvtx_ranges record_shapes
+        pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
+        tensorboard_dir""",
     "megatron/pretraining/checkpoint/background.py": "async_save",
     "megatron/pretraining/duties.py": "eval_interval exit_interval save_interval",
     "megatron/pretraining/process/stopping.py": "exit_signal_handler exit_duration_in_mins",
@@ -59,9 +63,7 @@ BY_STOCK = frozenset(
     tensor_model_parallel_size context_parallel_size train_samples tensorboard_dir num_experts
     use_distributed_optimizer use_layer_wise_distributed_optimizer do_test do_train do_valid barrier_with_L1_time
     use_tp_pp_dp_mapping fp8 ckpt_format no_load_optim disable_straggler_on_startup straggler_ctrlr_port
-    straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval pytorch_profiler_collect_callstack
-    pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes profile_ranks profile_step_end
-    profile_step_start record_shapes use_pytorch_profiler vision_pretraining_type manual_gc_eval
+    straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval vision_pretraining_type manual_gc_eval
     moe_routing_trace_capture_hidden_states moe_routing_trace_capture_logits moe_routing_trace_dump_weights
     moe_routing_trace_max_training_iters grpo_group_size grpo_iterations grpo_prompts_per_step refit_method
     replication replication_factor replication_jump non_persistent_local_ckpt_dir rl_profile_dir
@@ -73,7 +75,6 @@ BY_STOCK = frozenset(
 )
 """Arguments that functions of Megatron-LM read here, too, and details of a feature that is refused."""
 
-_PROFILER = "starts profilers, which would record recoveries as iterations"
 _GRAPHS = "captures an iteration in a CUDA graph, which a recovery by parts of an iteration cannot replay"
 _TENSORS = "writes tensors of an iteration, which a recovery computes again: its files would be written twice"
 _PHASES = "changes the data in the course of a run, whose position would no longer be one number"
@@ -82,8 +83,6 @@ _MEASURES = "measures iterations of Megatron-LM's loop"
 _ELSEWHERE = "keeps checkpoints outside of --save: --ckpt-policy with --ckpt-tier memory or peers takes their place"
 
 REFUSED = {
-    "profile": Refusal(_PROFILER),
-    "nvtx_ranges": Refusal(_PROFILER),
     "cuda_graph_impl": Refusal(_GRAPHS, (None, "none")),
     "optimizer_cuda_graph": Refusal(_GRAPHS),
     "log_straggler": Refusal(_MEASURES),
@@ -114,7 +113,7 @@ REFUSED = {
     "moe_routing_trace_path": Refusal(_TENSORS),
     "fine_grained_activation_offloading": Refusal("binds workers to processors when Megatron-LM's loop starts"),
     "perform_rl_step": Refusal("trains by reinforcement learning, whose data depend on the weights"),
-    "rl_profile": Refusal(_PROFILER),
+    "rl_profile": Refusal("trains by reinforcement learning, whose data depend on the weights"),
     "vision_pretraining": Refusal("updates a teacher after the optimizer, which a replay would not repeat"),
     "run_workload_inspector_server": Refusal("starts a server in each worker"),
     "log_progress": Refusal("writes a file of progress that events.jsonl replaces"),

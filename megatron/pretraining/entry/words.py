@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry import options
+from megatron.pretraining.entry.dialects import translated
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.source_options import options_in
 from megatron.pretraining.words import refuse_unknown
@@ -48,8 +49,10 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
     if not known or own is None:
         return  # the warm process refuses what the script does not have
     spellings = {word: word for word in (*known, *parser._option_string_actions, *own)}
-    words = [word for word in arguments if word.startswith("--") and word.partition("=")[0] not in spellings]
+    translation = translated(arguments, spellings)
+    words = [word for word in translation.words if word.startswith("--") and word.partition("=")[0] not in spellings]
     problems = Problems()
+    problems.found += translation.problems
     refuse_unknown(words, spellings, problems)
     if problems.found:
         print_lines(*(f"{name}: error: {with_code(one)}" for one in problems.found), error=True, flush=True)

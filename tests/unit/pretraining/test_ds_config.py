@@ -188,8 +188,7 @@ def test_batch_keys_make_the_batch(given):
 
 
 COMBINED = [  # flags, codes and what the sentences name
-    (f"--zero-stage 2 {PP2}", "deepspeed-excludes-flag deepspeed-needs-flag --zero-stage"),
-    (PP2, "deepspeed-needs-flag --untie"),
+    (f"--zero-stage 2 {PP2}", "deepspeed-excludes-flag --zero-stage"),
     (
         f"{PP2} --untie-embeddings-and-output-weights --num-virtual-stages-per-pipeline-rank 2",
         "deepspeed-excludes-flag",

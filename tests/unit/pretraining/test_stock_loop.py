@@ -51,9 +51,9 @@ def test_a_ported_argument_is_read_where_the_table_says(file):
 
 
 def test_all_refusals_are_in_one_message():
-    arguments = Namespace(profile=True, log_energy=True, iterations_to_skip=[], cuda_graph_impl="none")
+    arguments = Namespace(log_straggler=True, log_energy=True, iterations_to_skip=[], cuda_graph_impl="none")
     with pytest.raises(ConfigError) as caught:
         stock_loop.refuse_arguments(arguments)
     assert [one.code for one in caught.value.problems] == ["loop-argument-unsupported"] * 2
-    assert "--profile " in str(caught.value) and "--log-energy " in str(caught.value)
-    stock_loop.refuse_arguments(Namespace(profile=False, iterations_to_skip=[3][:0], cuda_graph_impl="none"))
+    assert "--log-straggler " in str(caught.value) and "--log-energy " in str(caught.value)
+    stock_loop.refuse_arguments(Namespace(log_straggler=False, iterations_to_skip=[3][:0], cuda_graph_impl="none"))

@@ -8,10 +8,11 @@ here, in fp32, after their sum, since at stage 2 it would divide in the format o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class PartitionedGradients:
@@ -43,8 +44,13 @@ class PartitionedGradients:
         zero.enter_backward()
         self._begun = True
 
-    def reduce(self) -> None:
-        """Reduces what is left, into :attr:`partitions`; a collective of data-parallel peers."""
+    def reduce(self, tied: Iterable[torch.nn.Parameter] = (), peers: Any = None) -> None:
+        """Reduces what is left, into :attr:`partitions`; a collective of data-parallel peers.
+
+        Args:
+            tied: weights that this pipeline stage has in common with another; at stage 1 only.
+            peers: process group of these stages, over which the gradients of such weights are summed first.
+        """
         zero = self._zero
         if zero.partition_gradients:
             self._end_micro_batch()
@@ -52,6 +58,9 @@ class PartitionedGradients:
         else:
             zero.set_gradient_accumulation_boundary(True)
             zero.backward_epilogue()
+            for parameter in tied:
+                if (gradient := zero.get_gradient_for_reduction(parameter)) is not None:  # else it is frozen
+                    dist.all_reduce(gradient, group=peers)
             zero.reduce_gradients()
             zero.exit_backward()
         zero.zero_grad(set_to_none=True)  # the full gradients

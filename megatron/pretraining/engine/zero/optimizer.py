@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -57,6 +58,9 @@ class ZeroOptimizer(FragmentedOptimizer):
         average = 1 if chunk.config.calculate_per_token_loss else dist.get_world_size(chunk.dp_cp_group)
         self._gradients = PartitionedGradients(zero, average)
         self.fragments = tuple(self._split())
+        self._stages: Any = parallel_state.get_embedding_group(check_initialized=False)
+        several = self._stages is not None and self._stages.size() > 1
+        self._tied = [one for one in chunk.parameters() if several and getattr(one, "shared_embedding", False)]
         self.starts = {fragment.parameter: fragment.start for fragment in self.fragments}
         chunk.reducer = self
 
@@ -84,8 +88,8 @@ class ZeroOptimizer(FragmentedOptimizer):
         self._gradients.begin_micro_batch()
 
     def reduce(self) -> None:
-        """Reduces gradients over data-parallel peers, and those of replicas over tensor-parallel ones."""
-        self._gradients.reduce()
+        """Sums gradients of tied weights over pipeline stages, and reduces all over data- and tensor-parallel peers."""
+        self._gradients.reduce(self._tied, self._stages)
         self._sum_over_tensor_parallel()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
@@ -146,7 +150,7 @@ class ZeroOptimizer(FragmentedOptimizer):
             fragment.master.grad = None
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Gradients that count in the norm: none of those that tensor-parallel ranks hold, too."""
+        """Gradients that count in the norm: none of those that tensor-parallel ranks or other stages hold, too."""
         dense, experts = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),
@@ -155,6 +159,7 @@ class ZeroOptimizer(FragmentedOptimizer):
             fragment.master.grad
             for fragment in self.fragments
             if fragment.master.grad is not None
+            and param_is_not_shared(fragment.parameter)
             and param_is_not_tensor_parallel_duplicate(
                 fragment.parameter, dense if getattr(fragment.parameter, "allreduce", True) else experts
             )

@@ -1,0 +1,109 @@
+"""Command lines of programs that began as copies of Megatron-LM, in the options of Megatron-LM and of this project.
+
+Each dialect is a table (:class:`Dialect`): of an option, whether it is ignored, translated or refused, and why.  An
+option without an entry keeps its meaning.  The words of a command line need no parser: an option has the words up to
+the next option as its values.  Nothing here imports torch, so that a launcher can translate, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.entry.dialects import flagscale, megatron_deepspeed, mindspeed, older_megatron, pai
+from megatron.pretraining.entry.dialects.rules import Dialect, Line, Outcome, options_of, without_quotes
+from moc.files.text import shown
+
+OLDER = older_megatron.DIALECT
+_OTHERS = (megatron_deepspeed.DIALECT, mindspeed.DIALECT, pai.DIALECT, flagscale.DIALECT)
+DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHERS)}
+"""By the name for ``--dialect``; all of them have the entries of :data:`OLDER`, unless they have their own."""
+FLAG = "--dialect"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translated command line.
+
+    Attributes:
+        words: in options of Megatron-LM and of this project.
+        notices: sentences about everything that was changed.
+        problems: options that are refused.
+    """
+
+    words: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+    problems: tuple[ConfigError, ...] = field(default=())
+
+
+def translated(words: Sequence[str], known: Collection[str]) -> Translation:
+    """Translates a command line; pure.
+
+    Args:
+        words: of the command line; ``--dialect NAME`` among them selects a dialect, and is removed.
+        known: the option strings of Megatron-LM, this project and the script.
+    """
+    options = options_of(words)
+    named = [values for option, values in options if option == FLAG]
+    options = [(option, without_quotes(option, values)) for option, values in options if option != FLAG]
+    if named:
+        dialect = DIALECTS.get(" ".join(named[-1]))
+        if dialect is None:
+            choices = ", ".join(DIALECTS)
+            problem = f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {choices}"
+            return Translation(_joined(options), problems=(ConfigError(problem, code="value-not-a-choice"),))
+        found = [dialect]
+    else:
+        found = _spoken([option for option, _ in options], known)
+    if len(found) > 1:
+        names = " or ".join(f"--dialect {one.name}" for one in found)
+        problem = f"the command line has options of several programs. Fix: choose {names}"
+        return Translation(_joined(options), problems=(ConfigError(problem, code="dialect-ambiguous"),))
+    return _in(found[0], options)
+
+
+def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
+    """The dialects with most of the unknown options; Megatron-LM's own older releases if no other has any."""
+    unknown = [option for option in options if option.startswith("--") and option not in known]
+    counts = {one.name: sum(option in one.rules for option in unknown) for one in _OTHERS}
+    most = max(counts.values())
+    likely = [one for one in _OTHERS if counts[one.name] == most] if most else [OLDER]
+    return [one for one in likely if one.marks.intersection(options)] or likely
+
+
+def _in(dialect: Dialect, options: Sequence[tuple[str, list[str]]]) -> Translation:
+    line, words, problems = Line(options), list[str](), list[ConfigError]()
+    notices = [f"options of {dialect.title}, translated for this release (--dialect {dialect.name}):"]
+    for option, values in options:
+        rule = dialect.rules.get(option) or OLDER.rules.get(option)
+        if rule is None:
+            words += [*filter(None, [option]), *values]
+            continue
+        outcome, written = rule(line, values), " ".join([option, *values])
+        words += outcome.words
+        if outcome.problem:
+            problems.append(ConfigError(f"{written}: {outcome.problem}", code="dialect-option-unsupported"))
+        elif outcome.words != (option, *values):
+            notices.append(f"{written}: {_sentence(outcome)}")
+    for outcome in dialect.defaults(line):
+        words += outcome.words
+        notices.append(f"{' '.join(outcome.words)}: {outcome.why}")
+    return Translation(tuple(words), tuple(notices) if len(notices) > 1 else (), tuple(problems))
+
+
+def _sentence(outcome: Outcome) -> str:
+    if not outcome.words:
+        return f"ignored: {outcome.why}"
+    because = f" ({outcome.why})" if outcome.why else ""
+    return f"read as {' '.join(outcome.words)}{because}"
+
+
+def _joined(options: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:
+    def words() -> Iterator[str]:
+        for option, values in options:
+            if option:
+                yield option
+            yield from values
+
+    return tuple(words())

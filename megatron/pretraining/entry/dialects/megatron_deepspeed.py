@@ -1,0 +1,290 @@
+"""Options of Megatron-DeepSpeed (github.com/deepspeedai/Megatron-DeepSpeed) and of BigScience's copy of it.
+
+Their model of experts has other defaults than Megatron-LM's: the last of every two layers has experts, one expert gets
+a token, the auxiliary loss has the weight 0.1, and experts drop tokens beyond their even share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.pretraining.config.layer_pattern import from_interval
+from megatron.pretraining.entry.dialects.older_megatron import recompute_all
+from megatron.pretraining.entry.dialects.rules import (
+    Dialect,
+    Line,
+    Outcome,
+    Rule,
+    becomes,
+    ignored,
+    of_value,
+    refused,
+    renamed,
+    same,
+)
+
+_HERE = "the engine decides"
+_LAYOUT = "checkpoints load in any layout anyway"
+_RECOMPUTES = "it moved activations, and megatron-core recomputes them"
+_NO_DISTILLATION = refused("there is no distillation", "train without a teacher")
+_NO_PATHS = refused("files of data paths are not read", "choose --per-split-data-args-path")
+_NO_POSITIONS = refused("megatron-core has no such position embedding", "choose --position-embedding-type rope")
+
+
+def _experts(line: Line) -> list[int]:
+    words = line.text("--num-experts").split()
+    return [int(word) for word in words if word.isdigit()]
+
+
+def _has_experts(line: Line) -> bool:
+    return max(_experts(line), default=1) > 1
+
+
+def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
+    experts = _experts(line)
+    if not _has_experts(line):
+        return Outcome(why="one expert is a dense layer")
+    if len(set(experts)) > 1:
+        return Outcome(
+            problem="megatron-core has the same number of experts in each layer that has any. Fix: give one number"
+        )
+    return Outcome(("--num-experts", str(experts[0])))
+
+
+def _of_experts(rule: Rule) -> Rule:
+    """A rule that holds for models with experts; without them, the option has no effect."""
+    return lambda line, values: rule(line, values) if _has_experts(line) else Outcome(why="the model has no experts")
+
+
+def _drops(line: Line) -> bool:
+    return "--disable-moe-token-dropping" not in line
+
+
+def _capacity(line: Line, values: Sequence[str]) -> Outcome:
+    if not _drops(line):
+        return Outcome(why="no token is dropped")
+    return Outcome(("--moe-expert-capacity-factor", *values))
+
+
+def _evaluated_capacity(line: Line, values: Sequence[str]) -> Outcome:
+    return Outcome(why="evaluations use --moe-expert-capacity-factor, too")
+
+
+def _least_capacity(line: Line, values: Sequence[str]) -> Outcome:
+    """An expert's least number of tokens has no effect where its even share is larger."""
+    tokens = line.count("--micro-batch-size") * line.count("--seq-length") * line.count("--topk", 1)
+    factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
+    share = math.ceil(tokens * factor / max(_experts(line), default=1))
+    if _drops(line) and line.count("--moe-min-capacity", 4) > share:
+        return Outcome(problem="megatron-core has no least capacity, and the even share is smaller. Fix: lower it")
+    return Outcome(why="the even share is larger")
+
+
+def _layers(line: Line, interval: int) -> str:
+    pattern = from_interval(interval, line.count("--num-layers"))
+    return f"[{','.join(map(str, pattern))}]"
+
+
+def _interval(line: Line, values: Sequence[str]) -> Outcome:
+    return Outcome(("--moe-layer-freq", _layers(line, max(line.count("--expert-interval", 2), 1))))
+
+
+def _topk(line: Line, values: Sequence[str]) -> Outcome:
+    # of one expert the probability among all scales its output, of two that among both
+    return Outcome(("--moe-router-topk", *values, *(("--moe-router-pre-softmax",) if [*values] == ["1"] else ())))
+
+
+def _mlp(line: Line, values: Sequence[str]) -> Outcome:
+    if [*values] == ["residual"]:
+        problem = "megatron-core has no residual experts. Fix: choose --moe-shared-expert-intermediate-size, whose "
+        return Outcome(problem=f"{problem}experts process every token")
+    return Outcome(why="it is the only kind")
+
+
+def _samples(line: Line, option: str) -> int:
+    """The samples of an option in tokens."""
+    return math.ceil(line.count(option) / max(line.count("--seq-length", 1), 1))
+
+
+def _by_iterations(line: Line) -> bool:
+    return "--train-iters" in line and "--train-samples" not in line
+
+
+def _iterations(line: Line, samples: int) -> int:
+    return math.ceil(samples / max(line.count("--global-batch-size", 1), 1))
+
+
+def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
+    """Training ends with the first of both limits."""
+    samples = _samples(line, "--train-tokens")
+    if _by_iterations(line):
+        iterations = min(_iterations(line, samples), line.count("--train-iters"))
+        return Outcome(("--train-iters", str(iterations)))
+    return Outcome(("--train-samples", str(min(samples, line.count("--train-samples", samples)))))
+
+
+def _unless_tokens(option: str, tokens: str, number: bool = False) -> Rule:
+    """An option that another one in tokens overrides."""
+
+    def rule(line: Line, values: Sequence[str]) -> Outcome:
+        if tokens in line and line.text(tokens):
+            return Outcome(why=f"{tokens} is given")
+        return Outcome((option, *(str(int(value)) for value in values)) if number else (option, *values))
+
+    return rule
+
+
+def _schedule(kind: str) -> Rule:
+    """``--lr-decay-tokens`` and ``--lr-warmup-tokens``, in the unit of the run's length."""
+
+    def rule(line: Line, values: Sequence[str]) -> Outcome:
+        if not values:
+            return Outcome(problem="it has no value. Fix: give it one")
+        samples = _samples(line, f"--lr-{kind}-tokens")
+        if _by_iterations(line):
+            return Outcome((f"--lr-{kind}-iters", str(_iterations(line, samples))))
+        return Outcome((f"--lr-{kind}-samples", str(samples)))
+
+    return rule
+
+
+def _loss_scale(line: Line, values: Sequence[str]) -> Outcome:
+    if "--deepspeed" in line and "--deepspeed_config" in line:
+        return Outcome(why="DeepSpeed takes it from its configuration")
+    if line.number("--loss-scale") == 0:
+        return Outcome(why="0 is the dynamic loss scale, which is the default")
+    return Outcome(("--loss-scale", *values))
+
+
+def _sequence_parallel(line: Line, values: Sequence[str]) -> Outcome:
+    if [*values] == ["1"]:
+        return Outcome(why="it is the default")
+    return Outcome(("--context-parallel-size", *values, "--cp-comm-type", "a2a"), "Ulysses")
+
+
+def _queries(line: Line, values: Sequence[str]) -> Outcome:
+    if line.text("--num-key-value-heads") == line.text("--num-attention-heads"):
+        return Outcome(why="each head has its own keys and values")
+    return Outcome(("--group-query-attention", "--num-query-groups", *values))
+
+
+def _padded(line: Line, values: Sequence[str]) -> Outcome:
+    size, workers = line.count("--pad-vocab-size-to"), line.count("--tensor-model-parallel-size", 1)
+    if not size or size % workers:
+        return Outcome(
+            problem=f"the rows are no multiple of {workers} tensor-parallel workers. Fix: change one of them"
+        )
+    return Outcome(("--make-vocab-size-divisible-by", str(size // workers)))
+
+
+def _partition(line: Line, values: Sequence[str]) -> Outcome:
+    method = line.text("--pp-partition-method").strip("'\"").lower()
+    if method == "type:transformer|embedding":
+        words = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+        return Outcome(words, "a stage with an embedding has a layer less")
+    if method in ("type:transformer", "uniform"):
+        return Outcome(why="all stages have the same number of layers")
+    return Outcome(problem="stages are not divided by this method. Fix: choose --pipeline-model-parallel-layout")
+
+
+_TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceTokenizer")}
+
+RULES: dict[str, Rule] = {
+    "--num-experts": _num_experts,
+    "--topk": _of_experts(_topk),
+    "--expert-interval": _of_experts(_interval),
+    "--moe-expert-parallel-size": _of_experts(renamed("--expert-model-parallel-size")),
+    "--moe-loss-coeff": _of_experts(renamed("--moe-aux-loss-coeff")),
+    "--moe-train-capacity-factor": _of_experts(_capacity),
+    "--moe-eval-capacity-factor": _of_experts(_evaluated_capacity),
+    "--moe-min-capacity": _of_experts(_least_capacity),
+    "--disable-moe-token-dropping": ignored("without a capacity, no token is dropped"),
+    "--disable-moe-top2-2nd-expert-sampling": ignored("the second expert is never drawn"),
+    "--enable-expert-tensor-parallelism": ignored("it is the default"),
+    "--use-tutel": ignored("it changed speed alone"),
+    "--create-moe-param-group": ignored("experts always have their own parameter groups"),
+    "--mlp-type": _mlp,
+    "--no-pipeline-parallel": ignored("one stage needs no pipeline"),
+    "--deepspeed-activation-checkpointing": ignored("--recompute-granularity says which activations are recomputed"),
+    "--checkpoint-activations": recompute_all,
+    "--checkpoint-in-cpu": ignored(_RECOMPUTES),
+    "--partition-activations": ignored(_RECOMPUTES),
+    "--contigious-checkpointing": ignored(_RECOMPUTES),
+    "--synchronize-each-layer": ignored(_RECOMPUTES),
+    "--profile-backward": ignored("it measured DeepSpeed's recomputation"),
+    "--train-tokens": _train_tokens,
+    "--train-iters": _unless_tokens("--train-iters", "--train-tokens", number=True),
+    "--train-samples": _unless_tokens("--train-samples", "--train-tokens", number=True),
+    "--lr-decay-tokens": _schedule("decay"),
+    "--lr-decay-iters": _unless_tokens("--lr-decay-iters", "--lr-decay-tokens"),
+    "--lr-decay-samples": _unless_tokens("--lr-decay-samples", "--lr-decay-tokens"),
+    "--lr-warmup-tokens": _schedule("warmup"),
+    "--lr-warmup-iters": _unless_tokens("--lr-warmup-iters", "--lr-warmup-tokens"),
+    "--lr-warmup-samples": _unless_tokens("--lr-warmup-samples", "--lr-warmup-tokens"),
+    "--loss-scale": _loss_scale,
+    "--ds-sequence-parallel-size": _sequence_parallel,
+    "--num-key-value-heads": _queries,
+    "--rotary-position-embeddings-theta": renamed("--rotary-base"),
+    "--log-optimizer-states-to-tensorboard": ignored("statistics of the optimizer state are not logged"),
+    "--universal-checkpoint": ignored(_LAYOUT),
+    "--load-tag": refused("checkpoints have no tags", "choose --ckpt-step"),
+    "--remote-device": of_value({"none": ignored("it is the default")}, refused("weights stay on the device")),
+    "--zero-contigious-gradients": ignored(_HERE),
+    "--zero-reduce-scatter": ignored(_HERE),
+    "--cpu_torch_adam": ignored(_HERE),
+    "--ds-sequence-parallel-fpdt": refused("sequences are not cut into chunks of the host's memory"),
+    "--curriculum-learning-legacy": refused("sequences have one length"),
+    "--mos": _NO_DISTILLATION,
+    "--kd": _NO_DISTILLATION,
+    "--load-teacher": _NO_DISTILLATION,
+    # of BigScience's copy
+    "--embed-layernorm": refused("megatron-core has no norm after the embedding"),
+    "--abort-on-unmet-fused-kernel-constraints": ignored("kernels check their own limits"),
+    "--pad-vocab-size-to": _padded,
+    "--pp-partition-method": _partition,
+    "--codecarbon-dir": ignored("carbon is not estimated"),
+    "--log-level": ignored("messages have no levels"),
+    "--log-level-replica": ignored("messages have no levels"),
+    "--tokenizer-name-or-path": renamed("--tokenizer-model"),
+    "--tokenizer-type": of_value(_TOKENIZERS, same("--tokenizer-type")),
+    "--position-embedding-type": of_value(
+        {"rotary": becomes("--position-embedding-type", "rope"), "alibi": _NO_POSITIONS},
+        same("--position-embedding-type"),
+    ),
+    "--mup": refused("widths are not scaled by this parametrization", "choose Megatron-LM's --use-mup"),
+    "--train-weighted-split-paths-path": refused(
+        "files of data paths are not read", "choose --per-split-data-args-path"
+    ),
+    "--valid-weighted-split-paths-path": refused(
+        "files of data paths are not read", "choose --per-split-data-args-path"
+    ),
+}
+
+
+def _defaults(line: Line) -> Sequence[Outcome]:
+    """What Megatron-DeepSpeed does without an option, where Megatron-LM does something else."""
+    found, why = [], "the default of Megatron-DeepSpeed"
+    if "--max-position-embeddings" not in line and "--seq-length" in line:
+        found.append(
+            Outcome(("--max-position-embeddings", line.text("--seq-length")), "rotary embeddings have no limit")
+        )
+    if not _has_experts(line):
+        return found
+    found.append(Outcome(("--moe-token-dispatcher-type", "alltoall"), "the only dispatcher of Megatron-DeepSpeed"))
+    if "--expert-interval" not in line:
+        found.append(Outcome(("--moe-layer-freq", _layers(line, 2)), why))
+    if "--topk" not in line:
+        found.append(Outcome(("--moe-router-topk", "1", "--moe-router-pre-softmax"), why))
+    if "--moe-loss-coeff" not in line:
+        found.append(Outcome(("--moe-aux-loss-coeff", "0.1"), why))
+    if _drops(line):
+        if "--moe-train-capacity-factor" not in line:
+            found.append(Outcome(("--moe-expert-capacity-factor", "1.0"), why))
+        found.append(Outcome(("--moe-token-drop-policy", "position"), "Megatron-DeepSpeed draws the dropped tokens"))
+    if "--enable-expert-tensor-parallelism" not in line and line.count("--tensor-model-parallel-size", 1) > 1:
+        found.append(Outcome(("--expert-tensor-parallel-size", "1"), why))
+    return found
+
+
+DIALECT = Dialect("megatron-deepspeed", "Megatron-DeepSpeed", RULES, _defaults, frozenset({"--deepspeed"}))

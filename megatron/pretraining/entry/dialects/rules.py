@@ -1,0 +1,141 @@
+"""What a dialect's table consists of: rules, which make an outcome of an option and its values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = re.compile(r"-\.?\d")
+_QUOTED = ("--split", "--moe-layer-freq")
+"""Options whose values scripts have in quotes that no shell removes."""
+
+
+class Line:
+    """A command line: values by option."""
+
+    def __init__(self, options: Iterable[tuple[str, Sequence[str]]]):
+        self._values = {option: [*values] for option, values in options}
+
+    def __contains__(self, option: str) -> bool:
+        return option in self._values
+
+    def text(self, option: str, default: str = "") -> str:
+        """The values of an option as one text; the default if it is not given, or has none."""
+        return " ".join(self._values.get(option, ())) or default
+
+    def number(self, option: str, default: float | None = None) -> float | None:
+        """The value of an option as a number; the default if it is not given, or not one number."""
+        try:
+            return float(self.text(option))
+        except ValueError:
+            return default
+
+    def count(self, option: str, default: int = 0) -> int:
+        """The value of an option as a whole number; the default if it is not given, or not one number."""
+        number = self.number(option)
+        return default if number is None else int(number)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of an option.
+
+    Attributes:
+        words: in its place.
+        why: it is ignored or has these words; part of a sentence.
+        problem: why it is refused, with the remedy; empty if it is not.
+    """
+
+    words: tuple[str, ...] = ()
+    why: str = ""
+    problem: str = ""
+
+
+Rule = Callable[[Line, Sequence[str]], Outcome]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The options of a program.
+
+    Attributes:
+        name: for ``--dialect``.
+        title: of the program.
+        rules: by option.
+        defaults: options that have another default than in Megatron-LM, and were not given.
+        marks: options of this release that suggest the dialect if several are equally likely.
+    """
+
+    name: str
+    title: str
+    rules: Mapping[str, Rule]
+    defaults: Callable[[Line], Sequence[Outcome]] = lambda line: ()
+    marks: frozenset[str] = frozenset()
+
+
+def ignored(why: str) -> Rule:
+    """The option has no effect here."""
+    return lambda line, values: Outcome(why=why)
+
+
+def refused(why: str, fix: str = "drop it") -> Rule:
+    """The option asks for something that does not exist here."""
+    return lambda line, values: Outcome(problem=f"{why}. Fix: {fix}")
+
+
+def renamed(to: str, why: str = "", **of_values: str) -> Rule:
+    """The option has another name; ``of_values`` are new values by old ones, which are compared without case."""
+    table = {old.lower(): new for old, new in of_values.items()}
+    return lambda line, values: Outcome((to, *(table.get(value.lower(), value) for value in values)), why)
+
+
+def becomes(*words: str, why: str = "") -> Rule:
+    """The option is these words, whatever its values."""
+    return lambda line, values: Outcome(words, why)
+
+
+def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
+    """The rule depends on the value, which is compared without case; of others, it is ``other``, or the same words.
+
+    An option whose name differs needs ``other``.
+    """
+    table: dict[str, Rule] = {value.lower(): rule for value, rule in rules.items()}
+
+    def rule(line: Line, values: Sequence[str]) -> Outcome:
+        return (table.get(" ".join(values).lower()) or other or _missing)(line, values)
+
+    return rule
+
+
+def same(option: str) -> Rule:
+    """The option keeps its meaning."""
+    return lambda line, values: Outcome((option, *values))
+
+
+def options_of(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The options of a command line with their values; words before the first option belong to the option ``""``."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("-") and not _NUMBER.match(word):
+            option, equals, value = word.partition("=")
+            found.append((option, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            found.append(("", [word]))
+    return found
+
+
+def without_quotes(option: str, values: Sequence[str]) -> list[str]:
+    """The values, without quotes that a shell should have removed."""
+    if option not in _QUOTED:
+        return [*values]
+    return [
+        value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value for value in values
+    ]
+
+
+def _missing(line: Line, values: Sequence[str]) -> Any:
+    raise AssertionError(f"no rule for {' '.join(values)}")
