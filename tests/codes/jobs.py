@@ -197,6 +197,8 @@ CASES = {
     "elastic-unsupported": front(f"{MOE} --elastic --elastic-slots 4 --calculate-per-token-loss", "--elastic"),
     "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
     "data-kind-unsupported": front("--sft", "--sft"),
+    "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
+    "dialect-ambiguous": front("--tokenizer-name-or-path x", "--dialect"),
     "device-unsupported": front("--hybrid-layer-pattern *-*-", "*-*-"),
     "model-missing": user_script("model-missing", status=2),
     "process-groups-of-caller": user_script("process-groups-of-caller", named="pg_collection", status=2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -51,7 +53,7 @@ MORE_STOCK_CASES = {
     "PP2": (f"{MOE} {PP2}", FULL),
 }
 USER_CASES = {
-    "EP2 ZeRO-1": (f"{EP2} {ZERO1} --user-gate", FULL),
+    "EP2 ZeRO-1": (f"{EP2} {ZERO1} --user-gate", f"{FULL} --async-save"),
     "PP2": (f"{MOE} {PP2} --user-gate", FULL),
 }
 
@@ -291,7 +293,10 @@ def test_the_entry_point_can_be_disabled(tmp_path):
 
 def test_a_replaced_worker_logs_when_the_others_do(tmp_path):
     """Megatron-LM's log is a collective call in iterations that it prints: the first one of a launch, and the third."""
-    flags = f"{EP2} {FULL} --ckpt-tier memory --ckpt-dir snapshots --log-interval 3"
+    profile = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --tensorboard-dir board/x"
+    flags = f"{EP2} {FULL} --ckpt-tier memory --ckpt-dir snapshots --log-interval 3 {profile}"
     ended = run(tmp_path, USER_SCRIPT, 2, flags, "--inject", KILL_ONE)
     assert ended.code == 0, ended.output[-4000:]
     assert [iteration for iteration, _ in logged(ended.output)] == [1, 3, 6] and len(ended.of("generation")) == 1
+    with gzip.open(tmp_path / "board/torch_profile/rank-0.json.gz") as file:
+        assert json.load(file)["traceEvents"]

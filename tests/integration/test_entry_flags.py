@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
-    wrong = "--hidden-size ten --attention-backend foo --bf16=1 --no-such-option --profile --log-energy --pec-k 0"
+    wrong = "--hidden-size ten --attention-backend foo --bf16=1 --no-such-option --log-straggler --log-energy --pec-k 0"
     ended = run(tmp_path, USER_SCRIPT, 2, wrong, launcher=f"--log-dir {tmp_path / 'workers'}")
     assert ended.code == 2
     assert sorted(codes_in(ended.output)) == sorted(
@@ -45,7 +45,7 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
         "--attention-backend",
         "--bf16",
         "--no-such-option",
-        "--profile",
+        "--log-straggler",
         "--log-energy",
     ):
         assert word in ended.output
@@ -58,7 +58,7 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
         ("--tensor-model-parallel-size 3", ["megatron-options-refused"], "world size"),
         ("--ckpt-policy full", ["snapshot-directory-missing"], "--ckpt-dir"),
         (
-            "--ckpt-policy pec --ckpt-dir x --sparse-window 2 --profile",
+            "--ckpt-policy pec --ckpt-dir x --sparse-window 2 --log-straggler",
             ["policy-lacks-flag", "loop-argument-unsupported"],
             "",
         ),
@@ -71,7 +71,7 @@ def test_combinations_are_checked_before_workers_start(flags, codes, named, tmp_
 
 
 def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, cache, monkeypatch):
-    run(tmp_path / "first", USER_SCRIPT, 1, "--profile")
+    run(tmp_path / "first", USER_SCRIPT, 1, "--log-straggler")
     (kept,) = cache.iterdir()
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     ended = run(tmp_path / "second", USER_SCRIPT, 1, "--num-layer 3 --user-gate", cold=True)

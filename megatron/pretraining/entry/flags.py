@@ -73,7 +73,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         if command_line.read().prints:
             if is_first_worker():
                 with contextlib.redirect_stdout(sys.__stdout__):
-                    print_lines(*described())
+                    print_lines(*(f"# {line}" for line in command_line.read().notices), *described())
             sys.exit(0)
         script_check.checked()
         return args

@@ -73,7 +73,7 @@ def _evaluated_capacity(line: Line, values: Sequence[str]) -> Outcome:
 
 def _least_capacity(line: Line, values: Sequence[str]) -> Outcome:
     """An expert's least number of tokens has no effect where its even share is larger."""
-    tokens = line.count("--micro-batch-size") * line.count("--seq-length") * line.count("--topk", 1)
+    tokens = line.count("--micro-batch-size", 1) * line.count("--seq-length") * line.count("--topk", 1)
     factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
     share = math.ceil(tokens * factor / max(_experts(line), default=1))
     if _drops(line) and line.count("--moe-min-capacity", 4) > share:
