@@ -34,6 +34,7 @@ from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.exit_codes import LOST
 from moc.runtime.flags import Flags, parse_nodes
+from moc.runtime.loading import located
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all flags."""
     parser = Parser(
         "mocrun",
-        usage="mocrun [flags] SCRIPT [arguments]",
+        usage="mocrun [flags] {SCRIPT | -m MODULE} [arguments]",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
@@ -89,7 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="run a script of Megatron-LM with its own loop, without snapshots and recovery",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
-    parser.add_argument("script", help="program of the workers")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    parser.add_argument("script", help="program of the workers: a file, or an installed command such as moc-pretrain")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -102,12 +104,14 @@ def parse(arguments: list[str]) -> Flags:
         os.environ[hook.VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
-    mistakes = [with_code(mistake) for mistake in _mistakes(own, address, len(endpoints))]
+    program = located(own.script, own.module)
+    mistakes = [with_code(mistake) for mistake in _mistakes(own, program, address, len(endpoints))]
     if mistakes:
         parser.print_usage(sys.stderr)
         print_lines(*(f"mocrun: error: {mistake}" for mistake in mistakes), error=True)
         parser.exit(2)
-    command = [own.script, *own.arguments]
+    assert program is not None  # refused above
+    command = [program, *own.arguments]
     return Flags(
         nnodes=own.nnodes[1],
         least_nodes=own.nnodes[0],
@@ -130,7 +134,9 @@ def parse(arguments: list[str]) -> Flags:
     )
 
 
-def _mistakes(own: argparse.Namespace, address: str | None, candidates: int) -> Iterator[UserError]:
+def _mistakes(
+    own: argparse.Namespace, program: str | None, address: str | None, candidates: int
+) -> Iterator[UserError]:
     """What is wrong with the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
@@ -143,7 +149,7 @@ def _mistakes(own: argparse.Namespace, address: str | None, candidates: int) -> 
             f"--nnodes {most}, then the spares",
             code="node-rank-out-of-range",
         )
-    if not Path(own.script).is_file():
+    if program is None:
         yield UserError(
             f"{own.script} does not exist. Fix: name the program of the workers behind the flags of mocrun",
             code="program-missing",

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from moc.runtime import script_check
 from moc.runtime.flags import Flags
+from moc.runtime.loading import load, place_of
 
 CHECK = "check_arguments"
 
@@ -40,7 +40,7 @@ def check_arguments(flags: Flags) -> None:
         return
     with _as_main(script, arguments):
         try:
-            check = runpy.run_path(script, run_name="__check_arguments__")[CHECK]
+            check = load(script, "__check_arguments__")[CHECK]
         except ImportError:
             return  # the workers report a library that is missing
         check(arguments, flags.least_nodes, flags.nnodes, flags.nproc_per_node)
@@ -63,7 +63,7 @@ def _as_main(script: str, arguments: list[str]) -> Iterator[None]:
     """Makes imports and messages equal to ``python SCRIPT ARGUMENTS``."""
     words, places = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.insert(0, place_of(script))
     try:
         yield
     finally:

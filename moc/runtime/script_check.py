@@ -7,7 +7,6 @@ import importlib
 import io
 import os
 import re
-import runpy
 import select
 import signal
 import sys
@@ -15,6 +14,7 @@ import time
 from typing import NoReturn
 
 from moc.runtime import hook
+from moc.runtime.loading import load
 
 _WORDS = "megatron.pretraining.entry.words"
 """Module that checks the words of a command line without importing the entry point."""
@@ -85,7 +85,7 @@ def _check(script: str, arguments: list[str], size: int, result: int) -> NoRetur
     sys.argv, errors, code = [script, *arguments], io.StringIO(), None
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-            runpy.run_path(script, run_name="__main__")
+            load(script, "__main__")
     except SystemExit as leaving:
         code = leaving.code
     except BaseException:  # the workers report it

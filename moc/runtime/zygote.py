@@ -21,7 +21,6 @@ import json
 import multiprocessing.util
 import os
 import resource
-import runpy
 import select
 import signal
 import subprocess
@@ -37,6 +36,7 @@ from moc.output import print_lines, print_traceback
 from moc.runtime import environment, hook, script_check
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.exit_codes import FAILED
+from moc.runtime.loading import load, place_of
 from moc.runtime.program import is_guarded
 from moc.runtime.stop_report import STOPS
 
@@ -100,10 +100,10 @@ def warm_up(script: str) -> str | None:
             code="program-not-python",
         )
         return f"mocrun: error: {with_code(refusal)}"
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.insert(0, place_of(script))
     hook.install()
     try:
-        program = runpy.run_path(script, run_name="__warm_up__")
+        program = load(script, "__warm_up__")
         program.get("warm_up", hook.warm_up)()
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
@@ -234,11 +234,11 @@ def run(script: str, arguments: list[str]) -> int:
     """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
     hook.install()
-    directory = str(Path(script).resolve().parent)
+    directory = place_of(script)
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
     try:
-        runpy.run_path(script, run_name="__main__")
+        load(script, "__main__")
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0

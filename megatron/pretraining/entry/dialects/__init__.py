@@ -50,16 +50,20 @@ def translated(words: Sequence[str], known: Collection[str]) -> Translation:
     if named:
         dialect = DIALECTS.get(" ".join(named[-1]))
         if dialect is None:
-            choices = ", ".join(DIALECTS)
-            problem = f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {choices}"
-            return Translation(_joined(options), problems=(ConfigError(problem, code="value-not-a-choice"),))
+            problem = ConfigError(
+                f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
+                code="value-not-a-choice",
+            )
+            return Translation(_joined(options), problems=(problem,))
         found = [dialect]
     else:
         found = _spoken([option for option, _ in options], known)
     if len(found) > 1:
         names = " or ".join(f"--dialect {one.name}" for one in found)
-        problem = f"the command line has options of several programs. Fix: choose {names}"
-        return Translation(_joined(options), problems=(ConfigError(problem, code="dialect-ambiguous"),))
+        problem = ConfigError(
+            f"the command line has options of several programs. Fix: choose {names}", code="dialect-ambiguous"
+        )
+        return Translation(_joined(options), problems=(problem,))
     return _in(found[0], options)
 
 
@@ -83,7 +87,9 @@ def _in(dialect: Dialect, options: Sequence[tuple[str, list[str]]]) -> Translati
         outcome, written = rule(line, values), " ".join([option, *values])
         words += outcome.words
         if outcome.problem:
-            problems.append(ConfigError(f"{written}: {outcome.problem}", code="dialect-option-unsupported"))
+            problems.append(
+                ConfigError(f"{written}: {outcome.problem}. Fix: {outcome.fix}", code="dialect-option-unsupported")
+            )
         elif outcome.words != (option, *values):
             notices.append(f"{written}: {_sentence(outcome)}")
     for outcome in dialect.defaults(line):

@@ -47,7 +47,7 @@ def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
         return Outcome(why="one expert is a dense layer")
     if len(set(experts)) > 1:
         return Outcome(
-            problem="megatron-core has the same number of experts in each layer that has any. Fix: give one number"
+            problem="megatron-core has the same number of experts in each layer that has any", fix="give one number"
         )
     return Outcome(("--num-experts", str(experts[0])))
 
@@ -77,7 +77,7 @@ def _least_capacity(line: Line, values: Sequence[str]) -> Outcome:
     factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
     share = math.ceil(tokens * factor / max(_experts(line), default=1))
     if _drops(line) and line.count("--moe-min-capacity", 4) > share:
-        return Outcome(problem="megatron-core has no least capacity, and the even share is smaller. Fix: lower it")
+        return Outcome(problem="megatron-core has no least capacity, and the even share is smaller", fix="lower it")
     return Outcome(why="the even share is larger")
 
 
@@ -97,8 +97,8 @@ def _topk(line: Line, values: Sequence[str]) -> Outcome:
 
 def _mlp(line: Line, values: Sequence[str]) -> Outcome:
     if [*values] == ["residual"]:
-        problem = "megatron-core has no residual experts. Fix: choose --moe-shared-expert-intermediate-size, whose "
-        return Outcome(problem=f"{problem}experts process every token")
+        instead = "choose --moe-shared-expert-intermediate-size, whose experts process every token"
+        return Outcome(problem="megatron-core has no residual experts", fix=instead)
     return Outcome(why="it is the only kind")
 
 
@@ -140,7 +140,7 @@ def _schedule(kind: str) -> Rule:
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         if not values:
-            return Outcome(problem="it has no value. Fix: give it one")
+            return Outcome(problem="it has no value", fix="give it one")
         samples = _samples(line, f"--lr-{kind}-tokens")
         if _by_iterations(line):
             return Outcome((f"--lr-{kind}-iters", str(_iterations(line, samples))))
@@ -173,7 +173,7 @@ def _padded(line: Line, values: Sequence[str]) -> Outcome:
     size, workers = line.count("--pad-vocab-size-to"), line.count("--tensor-model-parallel-size", 1)
     if not size or size % workers:
         return Outcome(
-            problem=f"the rows are no multiple of {workers} tensor-parallel workers. Fix: change one of them"
+            problem=f"the rows are no multiple of {workers} tensor-parallel workers", fix="change one of them"
         )
     return Outcome(("--make-vocab-size-divisible-by", str(size // workers)))
 
@@ -185,7 +185,7 @@ def _partition(line: Line, values: Sequence[str]) -> Outcome:
         return Outcome(words, "a stage with an embedding has a layer less")
     if method in ("type:transformer", "uniform"):
         return Outcome(why="all stages have the same number of layers")
-    return Outcome(problem="stages are not divided by this method. Fix: choose --pipeline-model-parallel-layout")
+    return Outcome(problem="stages are not divided by this method", fix="choose --pipeline-model-parallel-layout")
 
 
 _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceTokenizer")}

@@ -37,7 +37,7 @@ def _shared_experts(line: Line, values: Sequence[str]) -> Outcome:
 
 def _normalized(line: Line, values: Sequence[str]) -> Outcome:
     if "--moe-router-pre-softmax" in line:
-        return Outcome(problem="it contradicts --moe-router-pre-softmax. Fix: drop one of them")
+        return Outcome(problem="it contradicts --moe-router-pre-softmax", fix="drop one of them")
     return Outcome(why="probabilities of the selected experts always sum up to 1")
 
 

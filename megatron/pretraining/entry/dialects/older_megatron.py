@@ -44,8 +44,8 @@ def _ramp(line: Line, values: Sequence[str]) -> Outcome:
             raise ValueError
     except (ValueError, ZeroDivisionError):
         return Outcome(
-            problem="the batch does not grow by whole steps from the first number to --global-batch-size. Fix: correct "
-            "the numbers, or choose --step-batch-size-schedule"
+            problem="the batch does not grow by whole steps from the first number to --global-batch-size",
+            fix="correct the numbers, or choose --step-batch-size-schedule",
         )
     # a step is made with the first iteration whose samples before it reach the threshold
     sizes = [(math.ceil(number * samples / steps) * length, start + number * step) for number in range(steps + 1)]

@@ -15,7 +15,7 @@ def _tokenizer(line: Line, values: Sequence[str]) -> Outcome:
     if "--tokenizer-model" in line:
         return Outcome(words)
     if not (directory := line.text("--load")):
-        return Outcome(problem="no directory has the tokenizer. Fix: choose --tokenizer-model")
+        return Outcome(problem="no directory has the tokenizer", fix="choose --tokenizer-model")
     return Outcome((*words, "--tokenizer-model", directory), "the tokenizer is in --load")
 
 

@@ -45,12 +45,14 @@ class Outcome:
     Attributes:
         words: in its place.
         why: it is ignored or has these words; part of a sentence.
-        problem: why it is refused, with the remedy; empty if it is not.
+        problem: why it is refused; empty if it is not.
+        fix: what to do then.
     """
 
     words: tuple[str, ...] = ()
     why: str = ""
     problem: str = ""
+    fix: str = "drop it"
 
 
 Rule = Callable[[Line, Sequence[str]], Outcome]
@@ -82,7 +84,7 @@ def ignored(why: str) -> Rule:
 
 def refused(why: str, fix: str = "drop it") -> Rule:
     """The option asks for something that does not exist here."""
-    return lambda line, values: Outcome(problem=f"{why}. Fix: {fix}")
+    return lambda line, values: Outcome(problem=why, fix=fix)
 
 
 def renamed(to: str, why: str = "", **of_values: str) -> Rule:

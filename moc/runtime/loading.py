@@ -1,0 +1,61 @@
+"""Finds and runs a program: a file, a module (``mocrun -m``), or an installed command such as ``moc-pretrain``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+MODULE = "MOC_MODULE"
+"""Environment variable with the name of the module that a job runs; not set for a program that is a file."""
+
+
+def located(name: str, is_module: bool) -> str | None:
+    """The file of a program; sets :data:`MODULE`, which the processes of the job inherit.
+
+    Args:
+        name: path, module, or installed command.
+        is_module: ``name`` is a module, or the file of one that this process has inherited.
+
+    Returns:
+        The path; None if there is no such program.
+    """
+    if not is_module:
+        os.environ.pop(MODULE, None)
+    if Path(name).is_file():
+        return name
+    if not is_module:
+        commands = [one.module for one in entry_points(group="console_scripts") if one.name == name]
+        return next((origin for module in commands if (origin := _origin(module)) is not None), None)
+    if (origin := _origin(name)) is not None:
+        os.environ[MODULE] = name
+    return origin
+
+
+def _origin(module: str) -> str | None:
+    """The file that ``python -m MODULE`` runs."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):
+        return None
+    return found.origin if found is not None and found.has_location else None
+
+
+def place_of(script: str) -> str:
+    """The first directory in which a program looks for modules."""
+    return os.getcwd() if MODULE in os.environ else str(Path(script).resolve().parent)
+
+
+def load(script: str, name: str) -> dict[str, Any]:
+    """Runs a program under this name of its module; returns its globals."""
+    if module := os.environ.get(MODULE):
+        return runpy.run_module(module, run_name=name, alter_sys=name == "__main__")
+    return runpy.run_path(script, run_name=name)
