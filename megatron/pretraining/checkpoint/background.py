@@ -84,7 +84,7 @@ class Saves:
                 self._finalize(blocking=True)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
-        """What is to write a checkpoint into a directory: the function of the forked process, and what follows it."""
+        """What is to write a checkpoint into a directory: the function of the forked process, and the functions that follow it."""
         raise NotImplementedError
 
     def tries_again(self) -> bool:
@@ -92,7 +92,7 @@ class Saves:
         return self._attempts.due()
 
     def poll(self) -> None:
-        """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
+        """Publishes the checkpoint if all workers have finished writing it; does not wait."""
         if self._queue.async_calls:
             with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=False)
@@ -104,7 +104,7 @@ class Saves:
                 self._finalize(blocking=True)
 
     def close(self) -> None:
-        """Abandons a save under way, as if this worker had been killed; does not communicate."""
+        """Drops a save in progress, as a kill of this worker would; does not communicate."""
         while self._queue.async_calls:
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
@@ -117,7 +117,7 @@ class Saves:
 
         Args:
             finalize: the finalizer.
-            writes: owners and names of functions in which rank 0 writes, while the others wait in a collective.
+            writes: owners and names of functions: rank 0 writes in them, and the others wait in a collective.
 
         Raises:
             CheckpointError: on all workers: a worker could not write.

@@ -1,9 +1,9 @@
 """DeepSpeed's JSON configuration as flags: which keys are honoured, which are refused, and what to do instead.
 
-A key says one of five things: a flag (``_HONOURED``); nothing at ZeRO stages 1 and 2, by DeepSpeed's own rules
-(``_WITHOUT_EFFECT``); something that changes no result (``_IGNORED``); something that holds here already (``_ONLY``);
-or something that is done otherwise here (``_ELSEWHERE``).  What is off (false, null, 0, ``none``, ``enabled: false``)
-is never refused.
+A key is of one of five kinds.  It sets a flag (``_HONOURED``); DeepSpeed ignores it at ZeRO stages 1 and 2
+(``_WITHOUT_EFFECT``); it changes no result (``_IGNORED``); only the value that holds here is accepted (``_ONLY``); or
+another flag takes its place (``_ELSEWHERE``).  A key that is off (false, null, 0, ``none``, ``enabled: false``) is never
+refused.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ _IGNORED = {
     "flops_profiler": "MFU and tokens/s are logged",
     "memory_breakdown": "--log-memory-interval logs memory",
     "dump_state": "--print-config prints the configuration",
-    "prescale_gradients": "gradients are averaged after their sum, which differs in rounding alone",
+    "prescale_gradients": "gradients are averaged after their sum, which changes only rounding",
     "elastic_checkpoint": "checkpoints load in any layout",
     "zero_optimization.elastic_checkpoint": "checkpoints load in any layout",
 }
-"""Keys that change no result, and what there is in their place."""
+"""Keys that change no result, with the replacement or the reason."""
 
 _ELSEWHERE = {
     "scheduler": "choose --lr-decay-style, --lr-warmup-iters and --min-lr",

@@ -28,7 +28,7 @@ from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
-"""Functions in which the first worker writes, while the others wait for it."""
+"""Functions of the first worker that write, while the other workers wait."""
 _FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError)
 """What Megatron-LM raises for a checkpoint that it cannot read or write."""
 
@@ -81,7 +81,7 @@ class StockCheckpoints(Saves):
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
-                fragments.load(*verified[Path(args.load)], parts.chunks, parts.optimizer)
+                fragments.load(*verified[places[0]], parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
         self.last_saved = args.iteration if args.load == args.save else None
@@ -95,7 +95,7 @@ class StockCheckpoints(Saves):
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         writer.use_mortal_result_queue()
-        in_background = args.ckpt_format == "torch_dist"  # Megatron-LM writes other formats at once
+        in_background = args.ckpt_format == "torch_dist"  # Megatron-LM writes other formats synchronously
         settings: dict[str, Any] = dict(async_save=in_background, async_strategy="mcore")
 
         def save() -> None:

@@ -32,7 +32,7 @@ class CommandLine:
         problems: of words and files.
         concealed: names whose values the problems conceal.
         prints: the values are printed instead of training.
-        notices: what was translated, or has no effect.
+        notices: sentences about translated and ignored options.
     """
 
     own: Mapping[str, object] = field(default_factory=dict)
@@ -119,12 +119,12 @@ def _notices_of_ds_config(path: object) -> list[str]:
 
 
 def _without_deepspeed(own: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Our options without those of DeepSpeed if its ZeRO stage is 0, which is megatron-core's optimizer; a notice."""
+    """Removes DeepSpeed's options at ZeRO stage 0, which megatron-core's optimizer implements; adds a notice."""
     if not own.get("deepspeed") or str(own.get("zero_stage")) != "0":
         return own, []
     of_zero = {flag.name for flag in flags_of(group_classes()["zero"])}
     others = {name: value for name, value in own.items() if name not in of_zero}
-    return others, ["--zero-stage 0: each data-parallel worker has the whole optimizer state, without DeepSpeed"]
+    return others, ["--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"]
 
 
 def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], problems: Problems) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
 def _words_of_ds_config(
     parser: argparse.ArgumentParser, path: str, words: Sequence[str], values: Mapping[str, Any], problems: Problems
 ) -> Iterator[str]:
-    """The options that a ds_config adds to those of the words, with which it must agree."""
+    """The options that a ds_config adds to the words; options in both must agree."""
     actions = [parser._option_string_actions.get(word.partition("=")[0]) for word in words]
     given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in actions if action is not None}
     added: dict[str, object] = {}

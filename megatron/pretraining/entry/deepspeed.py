@@ -75,7 +75,7 @@ def set_up(
     else:
         bare = training.get_model(provider, model_type, wrap_with_ddp=False, pg_collection=groups)
     (chunk,) = (ZeroChunk(get_model_config(one), one) for one in cast(list[Any], bare))  # no virtual stages
-    core_config, _ = training.get_megatron_optimizer_config(args)
+    core_config, _ = cast(Any, training.get_megatron_optimizer_config(args))
     optimizer = build_zero_optimizer(config, chunk, core_config)
     args.iteration = args.num_floating_point_operations_so_far = 0
     return cast(Any, [chunk]), optimizer, training.get_optimizer_param_scheduler(optimizer)

@@ -38,7 +38,7 @@ class Profiling:
                 self._torch = self._start()
             self._torch.step()
         elif iteration == args.profile_step_start:
-            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            torch.cuda.check_error(_runtime().cudaProfilerStart())
             self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=args.record_shapes)
             self._ranges.__enter__()
 
@@ -55,7 +55,7 @@ class Profiling:
             if (observer := self._torch.execution_trace_observer) is not None:
                 observer.unregister_callback()
         elif self._ranges is not None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+            torch.cuda.check_error(_runtime().cudaProfilerStop())
             self._ranges.__exit__(None, None, None)
 
     def _start(self) -> Any:
@@ -83,3 +83,7 @@ class Profiling:
         )
         profiler.start()
         return profiler
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

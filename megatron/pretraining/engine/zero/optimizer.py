@@ -150,7 +150,7 @@ class ZeroOptimizer(FragmentedOptimizer):
             fragment.master.grad = None
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Gradients that count in the norm: none of those that tensor-parallel ranks or other stages hold, too."""
+        """Gradients that count in the norm: no copies on other tensor-parallel ranks or stages."""
         dense, experts = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),

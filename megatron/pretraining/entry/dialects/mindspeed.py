@@ -1,4 +1,4 @@
-"""Options of MindSpeed-LLM (gitcode.com/Ascend/MindSpeed-LLM), as far as megatron-core computes the same."""
+"""Options of MindSpeed-LLM (gitcode.com/Ascend/MindSpeed-LLM) that megatron-core has an equivalent for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.pretraining.entry.dialects.rules import (
     same,
 )
 
-_SPEED = ignored("it changed speed alone")
-_MEMORY = ignored("it changed memory alone")
+_SPEED = ignored("it changed only speed")
+_MEMORY = ignored("it changed only memory")
 _WEIGHTS = refused(
     "weights of Hugging Face are not converted when training starts", "convert them with tools/convert_checkpoint.py"
 )

@@ -19,7 +19,7 @@ from megatron.pretraining.entry.dialects.rules import (
     same,
 )
 
-_SPEED = "it changed speed alone"
+_SPEED = "it changed only speed"
 _ONE = "megatron-core has one implementation"
 _MOST_STEPS = 4096
 

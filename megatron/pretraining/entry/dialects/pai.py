@@ -27,7 +27,7 @@ RULES: dict[str, Rule] = {
         refused("only indexed data are read", "convert the data with tools/preprocess_data.py"),
     ),
     "--max-padding-length": _PACKED,
-    "--train-mode": of_value({"pretrain": ignored("it is the only mode")}, refused("this program pre-trains alone")),
+    "--train-mode": of_value({"pretrain": ignored("it is the only mode")}, refused("this program only pre-trains")),
     "--extra-vocab-size": ignored("it added rows of the embedding that no token has"),
     "--qk-nope-head-dim": renamed("--qk-head-dim"),
     "--qk-rope-head-dim": renamed("--qk-pos-emb-head-dim"),
