@@ -25,6 +25,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from packaging.version import Version
+
 from moc.output import print_lines
 
 _WORDS_OF_LAYOUT = {
@@ -75,7 +77,8 @@ def simulate_device() -> None:
         major=9, minor=0, name="NVIDIA H100", total_memory=80 << 30, multi_processor_count=132
     )
     cuda.get_device_properties = lambda *_: device
-    import_module("megatron.core.utils")._te_version = import_module("packaging.version").Version("2.14.0")
+    utils: Any = import_module("megatron.core.utils")
+    utils._te_version = Version("2.14.0")
 
 
 def outcome(recorded: dict[str, Any]) -> str | None:

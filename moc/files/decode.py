@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -101,6 +102,14 @@ class StateError(UserError, ValueError):
     code = "saved-state-invalid"
 
 
+def values_of(one: Any) -> dict[str, Any]:
+    """The values of a dataclass by field.
+
+    ``vars()`` lacks the fields of a decoded object that were not in the JSON, whose defaults are in the class.
+    """
+    return {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+
+
 def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
     """:func:`convert` for the state that an object has saved; the object is called ``of`` in the message.
 
@@ -115,7 +124,7 @@ def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
     """
     try:
         found = convert(value, to)
-        if every_field and (missing := vars(found).keys() - value.keys()):
+        if every_field and (missing := values_of(found).keys() - value.keys()):
             raise ValueError(f"it lacks {min(missing)}")
         return found
     except ValueError as error:

@@ -187,7 +187,7 @@ class Gradient(Policy):
 
     def begin_anew(self) -> None:
         """As :meth:`Policy.begin_anew`: a chain has a gap, so the next snapshot is full."""
-        vars(self.told).update(vars(GradientState()))
+        vars(self.told).update(decode.values_of(GradientState()))
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """As :meth:`Policy.for_storage`: of a round, gradients count from each operator's turn on."""
@@ -215,7 +215,7 @@ class Gradient(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        return vars(self.told) | {"bases": list(self.told.bases)}
+        return decode.values_of(self.told) | {"bases": list(self.told.bases)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
@@ -225,7 +225,7 @@ class Gradient(Policy):
             raise StateError(
                 f"this is no state of {of} of this model. Fix: start without it",
             )
-        return lambda: vars(self.told).update(vars(told))
+        return lambda: vars(self.told).update(decode.values_of(told))
 
     def _round_at(self, iteration: int) -> GradientState:
         """The round of an iteration; a new one if the last has ended."""

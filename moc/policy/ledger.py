@@ -235,7 +235,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger as JSON-compatible values: its own, which never change, so none is copied."""
-        return vars(self) | {"debt": None if self.debt is None else vars(self.debt)}
+        return decode.values_of(self) | {"debt": None if self.debt is None else decode.values_of(self.debt)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:

@@ -97,8 +97,8 @@ class PartialState:
 
     def state_dict(self) -> dict[str, Any]:
         """All fields as JSON-compatible values, which later changes do not reach."""
-        tables = {name: value for name, value in vars(self).items() if isinstance(value, dict)}
-        return vars(self) | {name: _copied(table) for name, table in tables.items()}
+        tables = {name: value for name, value in decode.values_of(self).items() if isinstance(value, dict)}
+        return decode.values_of(self) | {name: _copied(table) for name, table in tables.items()}
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
@@ -112,7 +112,9 @@ class PartialState:
             ValueError: the state is of another class or of another model.
         """
         found = decode.state(state, cls, cls.of, every_field=True)
-        check_tables((value for value in vars(found).values() if isinstance(value, dict)), num_experts, cls.of)
+        check_tables(
+            (value for value in decode.values_of(found).values() if isinstance(value, dict)), num_experts, cls.of
+        )
         return found
 
 
@@ -239,7 +241,7 @@ class Partial(Policy):
 
         def load() -> None:
             self.writes.clear()
-            vars(self.told).update(vars(told))
+            vars(self.told).update(decode.values_of(told))
 
         return load
 

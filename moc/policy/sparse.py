@@ -316,7 +316,7 @@ class Sparse(Policy):
         told = SparseState(
             Current(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
         )
-        return lambda: vars(self.told).update(vars(told))
+        return lambda: vars(self.told).update(decode.values_of(told))
 
     def _window_at(self, iteration: int, load: Load | None) -> Current:
         """The window of an iteration; a new one if the last has ended."""

@@ -62,7 +62,7 @@ class RankReport:
 
     def to_json(self) -> str:
         """JSON text."""
-        described = {"file": vars(self.file), "operators": _plain(self.operators)}
+        described = {"file": decode.values_of(self.file), "operators": _plain(self.operators)}
         return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
 
     @classmethod
@@ -108,7 +108,7 @@ class Manifest:
         """The text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
         described["state"] = decode.parse(json.dumps(self.state))  # as a reader will see it: its keys may be numbers
-        fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
+        fields = {name: value for name, value in decode.values_of(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
         text = _canonical({"format": FORMAT, **fields, **described, **author})
         return _signed(text, digest_of(text.encode()))
@@ -207,7 +207,7 @@ def _author(job: str, term: tuple[int, int]) -> dict:
 
 
 def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
-    return {name: vars(entry) for name, entry in entries.items()}
+    return {name: decode.values_of(entry) for name, entry in entries.items()}
 
 
 def _canonical(plain: dict) -> str:

@@ -67,7 +67,7 @@ def record_run(place: Storage, run: Run) -> None:
 
 
 def _parts(run: Run) -> list[bytes]:
-    return [decode.sealed(vars(run)).encode()]
+    return [decode.sealed(decode.values_of(run)).encode()]
 
 
 def _recorded(place: Storage) -> Run | None:

@@ -84,7 +84,7 @@ class Saves:
                 self._finalize(blocking=True)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
-        """What is to write a checkpoint into a directory: the function of the forked process, and the functions that follow it."""
+        """Returns the function of the forked process that writes a checkpoint, and the functions that follow it."""
         raise NotImplementedError
 
     def tries_again(self) -> bool:

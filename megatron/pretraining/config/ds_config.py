@@ -2,8 +2,8 @@
 
 A key is of one of five kinds.  It sets a flag (``_HONOURED``); DeepSpeed ignores it at ZeRO stages 1 and 2
 (``_WITHOUT_EFFECT``); it changes no result (``_IGNORED``); only the value that holds here is accepted (``_ONLY``); or
-another flag takes its place (``_ELSEWHERE``).  A key that is off (false, null, 0, ``none``, ``enabled: false``) is never
-refused.
+another flag takes its place (``_ELSEWHERE``).  A key that is off (false, null, 0, ``none``, ``enabled: false``) is
+never refused.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def _without_deepspeed(own: dict[str, object]) -> tuple[dict[str, object], list[
         return own, []
     of_zero = {flag.name for flag in flags_of(group_classes()["zero"])}
     others = {name: value for name, value in own.items() if name not in of_zero}
-    return others, ["--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"]
+    return others, [
+        "--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"
+    ]
 
 
 def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], problems: Problems) -> Iterator[str]:

@@ -86,3 +86,22 @@ def test_no_control_character_is_printed():
 def test_numbers_that_json_has_and_types_have_not():
     assert math.isinf(decode.parse("Infinity"))  # a record of a skipped iteration has it
     assert json.loads(decode.sealed({"a": 1}))["a"] == 1
+
+
+@dataclass(frozen=True)
+class WithDefaults:
+    """A state whose fields have defaults."""
+
+    count: int = 0
+    names: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize("lacking", ["count", "names"])
+def test_a_state_that_lacks_a_field_with_a_default_is_refused_where_every_field_is_required(lacking):
+    whole = {"count": 1, "names": ["a"]}
+    assert decode.state(whole, WithDefaults, "x", every_field=True) == WithDefaults(1, ("a",))
+    del whole[lacking]
+    found = decode.state(whole, WithDefaults, "x")
+    assert decode.values_of(found).keys() == {"count", "names"}
+    with pytest.raises(ValueError, match=lacking):
+        decode.state(whole, WithDefaults, "x", every_field=True)
