@@ -41,3 +41,11 @@ def test_updates_that_agree(steps, state):
 def test_updates_that_cannot_be_are_refused(steps, state):
     with pytest.raises(ValueError):
         check_state(manifest(steps, **state), "it", ENGINE, POLICY)
+
+
+@pytest.mark.parametrize("name", POSITION)
+def test_a_state_without_a_part_of_its_position_is_refused(name):
+    whole = manifest([7])
+    del whole.state[name]
+    with pytest.raises(ValueError, match=name):
+        check_state(whole, "it", ENGINE, POLICY)
