@@ -111,11 +111,12 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
 
 
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
-    """Restores the schedule of learning rate and weight decay.
+    """Restores the schedule of learning rate and weight decay, also in parameter groups that have its limits.
 
     Raises:
         CheckpointError: the flags define another schedule than the checkpoint ``where``.
     """
+    limits = {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
     scheduler.step(-scheduler.state_dict()["num_steps"])  # megatron-core adds the saved steps to the current ones
     try:
         scheduler.load_state_dict(saved)
@@ -125,6 +126,11 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
             "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new",
             code="schedule-differs",
         ) from None
+    for group in scheduler.optimizer.param_groups:  # megatron-core's checkpoints contain the groups; snapshots do not
+        for name, before in limits.items():
+            if group.get(name) == before:
+                group[name] = getattr(scheduler, name)
+    scheduler.step(0)
 
 
 def check_optimizer(config: Config, saved: Mapping, where: object) -> None:

@@ -64,6 +64,7 @@ class _StoredState:
     model: dict[Name, Any] | None = None
     tokenizer: dict[Name, Any] | None = None
     grad_norm: Literal["stock", "exact"] = "exact"
+    repeated: dict[Name, Any] | None = None
 
 
 _NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}

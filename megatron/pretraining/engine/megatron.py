@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.checkpoint import contents, repeats
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
@@ -80,6 +80,7 @@ class MegatronEngine:
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
         self._model = model or model_of_flags(config, vocabulary)  # once: each snapshot has its description
+        self._repeated = repeats.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
@@ -117,6 +118,7 @@ class MegatronEngine:
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
         state["grad_norm"] = self._stepper.optimizer.norm
+        state[repeats.KEY] = self._repeated
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
@@ -129,7 +131,7 @@ class MegatronEngine:
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Rejects an invalid state, another model or optimizer, and a window of another precision."""
+        """Rejects an invalid state, another model or optimizer, and a window of another precision or of other flags."""
         check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
@@ -138,6 +140,7 @@ class MegatronEngine:
         if window:
             contents.check_window(self._config, saved, where)
             contents.check_package(self._config, self._stepper.optimizer, saved, where)
+            repeats.check_replay(self._config, self._stepper.scheduler, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
         """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""

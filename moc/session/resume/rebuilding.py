@@ -59,7 +59,7 @@ class Rebuilder:
             return manifests, bad
         if plan.way is not None and plan.way.base.tier != LIVE:
             base = plan.way.base
-            self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1)
+            self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1 or bool(plan.way.folds))
             if plan.way.folds:  # what does not fit this run is refused now: while folding it would pass for damage
                 self._engine.load_scalars(manifests[base.key].state, self._reader.where(base))
             self._log.message(f"loading snapshot {self._reader.where(base)}")

@@ -37,7 +37,7 @@ def values(words):
 @pytest.mark.parametrize("words", ["", "--num-layers 4 --lr 1e-3", "--swiglu --min-lr -1e-3 --bf16", "word --x=3 -h"])
 def test_a_command_line_of_this_release_stays_as_it_is(words, known):
     found = translated(words.split(), known)
-    assert " ".join(found.words) == words.replace("=", " ") and not found.notices and not found.problems
+    assert " ".join(found.words) == words and not found.notices and not found.problems
 
 
 TRANSLATED = {

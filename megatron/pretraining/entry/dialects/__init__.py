@@ -7,12 +7,12 @@ the next option as its values.  Nothing here imports torch, so that a launcher c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry.dialects import flagscale, megatron_deepspeed, mindspeed, older_megatron, pai
-from megatron.pretraining.entry.dialects.rules import Dialect, Line, Outcome, options_of, without_quotes
+from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, Outcome, options_of
 from moc.files.text import shown
 
 OLDER = older_megatron.DIALECT
@@ -44,9 +44,10 @@ def translated(words: Sequence[str], known: Collection[str]) -> Translation:
         words: of the command line; ``--dialect NAME`` among them selects a dialect, and is removed.
         known: the option strings of Megatron-LM, this project and the script.
     """
-    options = options_of(words)
-    named = [values for option, values in options if option == FLAG]
-    options = [(option, without_quotes(option, values)) for option, values in options if option != FLAG]
+    given = options_of(words)
+    named = [one.values for one in given if one.option == FLAG]
+    given = [one for one in given if one.option != FLAG]
+    plain = tuple(word for one in given for word in one.words)
     if named:
         dialect = DIALECTS.get(" ".join(named[-1]))
         if dialect is None:
@@ -54,17 +55,17 @@ def translated(words: Sequence[str], known: Collection[str]) -> Translation:
                 f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
                 code="value-not-a-choice",
             )
-            return Translation(_joined(options), problems=(problem,))
+            return Translation(plain, problems=(problem,))
         found = [dialect]
     else:
-        found = _spoken([option for option, _ in options], known)
+        found = _spoken([one.option for one in given], known)
     if len(found) > 1:
         names = " or ".join(f"--dialect {one.name}" for one in found)
         problem = ConfigError(
             f"the command line has options of several programs. Fix: choose {names}", code="dialect-ambiguous"
         )
-        return Translation(_joined(options), problems=(problem,))
-    return _in(found[0], options)
+        return Translation(plain, problems=(problem,))
+    return _in(found[0], given)
 
 
 def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
@@ -76,21 +77,22 @@ def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
     return [one for one in likely if one.marks.intersection(options)] or likely
 
 
-def _in(dialect: Dialect, options: Sequence[tuple[str, list[str]]]) -> Translation:
-    line, words, problems = Line(options), list[str](), list[ConfigError]()
+def _in(dialect: Dialect, given: Sequence[Given]) -> Translation:
+    line, words, problems = Line((one.option, one.values) for one in given), list[str](), list[ConfigError]()
     notices = [f"options of {dialect.title}, translated for this release (--dialect {dialect.name}):"]
-    for option, values in options:
-        rule = dialect.rules.get(option) or OLDER.rules.get(option)
-        if rule is None:
-            words += [*filter(None, [option]), *values]
+    for one in given:
+        rule = dialect.rules.get(one.option) or OLDER.rules.get(one.option)
+        outcome = rule(line, one.values) if rule is not None else None
+        if outcome is None or outcome.words == (one.option, *one.values):
+            words += one.words
             continue
-        outcome, written = rule(line, values), " ".join([option, *values])
+        written = " ".join(one.words)
         words += outcome.words
         if outcome.problem:
             problems.append(
                 ConfigError(f"{written}: {outcome.problem}. Fix: {outcome.fix}", code="dialect-option-unsupported")
             )
-        elif outcome.words != (option, *values):
+        else:
             notices.append(f"{written}: {_sentence(outcome)}")
     for outcome in dialect.defaults(line):
         words += outcome.words
@@ -103,13 +105,3 @@ def _sentence(outcome: Outcome) -> str:
         return f"ignored: {outcome.why}"
     because = f" ({outcome.why})" if outcome.why else ""
     return f"read as {' '.join(outcome.words)}{because}"
-
-
-def _joined(options: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:
-    def words() -> Iterator[str]:
-        for option, values in options:
-            if option:
-                yield option
-            yield from values
-
-    return tuple(words())

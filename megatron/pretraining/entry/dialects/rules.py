@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _NUMBER = re.compile(r"-\.?\d")
 _QUOTED = ("--split", "--moe-layer-freq")
@@ -116,27 +116,42 @@ def same(option: str) -> Rule:
     return lambda line, values: Outcome((option, *values))
 
 
-def options_of(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The options of a command line with their values; words before the first option belong to the option ``""``."""
-    found: list[tuple[str, list[str]]] = []
+class Given(NamedTuple):
+    """An option of a command line.
+
+    Attributes:
+        option: its spelling; empty for words before the first option.
+        values: its values.
+        words: the words of both.
+    """
+
+    option: str
+    values: list[str]
+    words: list[str]
+
+
+def options_of(words: Sequence[str]) -> list[Given]:
+    """The options of a command line, with their values."""
+    found: list[Given] = []
     for word in words:
         if word.startswith("-") and not _NUMBER.match(word):
             option, equals, value = word.partition("=")
-            found.append((option, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
+            found.append(Given(option, [value] if equals else [], [word]))
         else:
-            found.append(("", [word]))
-    return found
+            if not found:
+                found.append(Given("", [], []))
+            found[-1].values.append(word)
+            found[-1].words.append(word)
+    return [_without_quotes(given) for given in found]
 
 
-def without_quotes(option: str, values: Sequence[str]) -> list[str]:
-    """The values, without quotes that a shell should have removed."""
-    if option not in _QUOTED:
-        return [*values]
-    return [
-        value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value for value in values
-    ]
+def _without_quotes(given: Given) -> Given:
+    """Removes quotes that a shell should have removed."""
+    quoted = [value for value in given.values if len(value) > 1 and value[0] == value[-1] and value[0] in "'\""]
+    if given.option not in _QUOTED or not quoted:
+        return given
+    values = [value[1:-1] if value in quoted else value for value in given.values]
+    return Given(given.option, values, [given.option, *values])
 
 
 def _missing(line: Line, values: Sequence[str]) -> Any:
