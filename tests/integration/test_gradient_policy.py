@@ -82,10 +82,10 @@ def _details(store: Store, iteration: int) -> list[str]:
 def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
     start("1", flags | HARD, "sparse_bodies:die_after", iteration=5).wait()
     (refused,) = start("1", flags | HARD | dict(lr=2e-2), "sparse_bodies:train").wait()
-    assert refused.exit == 1 and "--override-opt-param-scheduler" in refused.output
+    assert refused.exit == 1 and "--use-checkpoint-opt-param-scheduler" in refused.output
     assert "an older" not in refused.output
-    changed = train("1", flags | HARD | dict(lr=2e-2, override_opt_param_scheduler=True), "sparse_bodies:train")
-    assert changed.start == 5
+    kept = train("1", flags | HARD | dict(lr=2e-2, use_checkpoint_opt_param_scheduler=True), "sparse_bodies:train")
+    assert kept.start == 5
 
 
 @pytest.mark.recovery

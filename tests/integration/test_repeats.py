@@ -17,7 +17,7 @@ CHANGES = {
     "--adam-beta2": dict(adam_beta2=0.9),
     "--adam-eps": dict(adam_eps=1e-6),
     "--moe-aux-loss-coeff": dict(moe_aux_loss_coeff=0.3),
-    "--override-opt-param-scheduler": dict(lr=7e-3, override_opt_param_scheduler=True),
+    "--use-checkpoint-opt-param-scheduler": dict(lr=7e-3, override_opt_param_scheduler=True),
 }
 
 

@@ -69,10 +69,12 @@ def check_replay(config: Config, scheduler: OptimizerParamScheduler, saved: Mapp
     here, there = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in here.items() if name in there and there[name] != value]
     changes = [f"{dashed(name)} is {shown(there[name])} there and {shown(here[name])} here" for name in names]
-    if config.learning_rate.override_opt_param_scheduler:
+    if not config.learning_rate.use_checkpoint_opt_param_scheduler:
         schedule, stored = scheduler.state_dict(), saved["scheduler"]
-        if any(stored.get(name) != value for name, value in schedule.items() if name != _POSITION):
-            changes.append("--override-opt-param-scheduler changes the schedule")
+        if any(stored.get(name, value) != value for name, value in schedule.items() if name != _POSITION):
+            changes.append(
+                "the schedule is another one (--use-checkpoint-opt-param-scheduler continues the stored one)"
+            )
     if changes:
         raise CheckpointError(
             f"iterations after {where} must be replayed, and flags differ: {'; '.join(changes)}. Fix: resume with the "
