@@ -423,6 +423,17 @@ _MEGATRON = (
             preprocess_common_state_dict_fn"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.wandb_utils:on_save_checkpoint_success", Parameters(_words("""checkpoint_path tracker_filename
             save_dir iteration"""), only=True), "delays", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.checkpointing:save_checkpoint", Refers(_words("""get_checkpoint_name schedule_async_save
+            get_checkpoint_tracker_filename""")), "replaces functions inside", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.checkpointing:schedule_async_save", Parameters(("async_request",), only=True), "replaces",
+         f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.training:get_model", Parameters(_words("""model_provider_func model_type wrap_with_ddp
+            pg_collection"""), by_keyword=True), "calls", f"{_ENTRY}/deepspeed.py"),
+        (f"{_TRAINING}.training:get_megatron_optimizer_config", Parameters(("args",)), "calls",
+         f"{_ENTRY}/deepspeed.py"),
+        (f"{_TRAINING}.training:get_optimizer_param_scheduler", Parameters(("optimizer",)), "calls",
+         f"{_ENTRY}/deepspeed.py"),
+        (f"{_CORE}.utils:configure_nvtx_profiling", Parameters(("enabled",)), "calls", f"{_ENTRY}/profiling.py"),
         (f"{_TRAINING}.training:preprocess_common_state_dict", Parameters(("common_state_dict",)), "passes",
          f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.training:pretrain", Refers(_words("initialize_megatron set_jit_fusion_options")),
@@ -540,9 +551,9 @@ _MEGATRON = (
         (f"{_CHECKPOINT}.serialization:save", Refers(_words("finalize_fns metadata_finalize_fn")),
          "drops the last finalizer of", f"{_OURS}/checkpoint/dense.py"),
         (f"{_CHECKPOINT}.strategies.async_utils:AsyncCallsQueue", Members(("async_calls",)), "reads attributes of",
-         f"{_OURS}/checkpoint/dense.py"),
+         f"{_OURS}/checkpoint/background.py"),
         (f"{_CHECKPOINT}.strategies.async_utils:_ActiveAsyncRequest", Members(("async_caller",)), "reads fields of",
-         f"{_OURS}/checkpoint/dense.py"),
+         f"{_OURS}/checkpoint/background.py"),
         (f"{_CHECKPOINT}.strategies.fully_parallel:FullyParallelSaveStrategyWrapper", Members(_words("""backend
             version""")), "reads attributes of", f"{_OURS}/checkpoint/writer.py"),
     ),

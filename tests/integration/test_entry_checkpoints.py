@@ -80,3 +80,14 @@ def test_old_checkpoints_are_removed_but_for_an_interval(tmp_path):
     flags = f"{EP2} {ZERO1} --save saved --save-interval 2 --save-retain-interval 4"
     assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
     assert dense_files.saved_iterations(tmp_path / "saved") == [4, 8]
+
+
+def test_the_format_of_one_file_per_worker_is_saved_and_loaded(tmp_path):
+    """--ckpt-format torch, which Megatron-LM writes synchronously; files are in directories of their workers."""
+    flags = f"{EP2} --ckpt-format torch"
+    saved = run(tmp_path, USER_SCRIPT, 2, f"{flags} --save saved --save-interval 4")
+    assert saved.code == 0, saved.output[-4000:]
+    described = dense_files.read_manifest(tmp_path / "saved/iter_0000004")["files"]
+    assert sorted(described) == [f"mp_rank_00_00{rank}/model_optim_rng.pt" for rank in range(2)]
+    loaded = run(tmp_path / "again", USER_SCRIPT, 2, f"{flags} --load {tmp_path / 'saved'} --ckpt-step 4")
+    assert loaded.losses == {i: saved.losses[i] for i in range(5, 9)}, loaded.output[-4000:]

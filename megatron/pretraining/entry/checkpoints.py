@@ -110,7 +110,7 @@ class StockCheckpoints(Saves):
             )
 
         with replaced(args, **settings), replaced(checkpointing, schedule_async_save=scheduled.append):
-            with self._saving_to(staging):
+            with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
         if self._fragmented and not args.no_save_optim:
@@ -119,16 +119,17 @@ class StockCheckpoints(Saves):
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
         stock: Any = scheduled[0] if scheduled else AsyncRequest(None, (), [])
         write = functools.partial(writer.write_files, stock.async_fn, staging, self._world.rank, entries)
-        return stock._replace(async_fn=write, finalize_fns=[functools.partial(self._end, staging, stock.finalize_fns)])
+        end = functools.partial(self._end, staging, position.iteration, stock.finalize_fns)
+        return stock._replace(async_fn=write, finalize_fns=[end])
 
-    def _end(self, staging: Path, finalizers: Sequence[Callable[[], None]]) -> None:
+    def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
         """Runs what Megatron-LM does once all workers have written."""
 
         def finalize() -> None:
             for one in finalizers:
                 one()
 
-        with self._saving_to(staging):
+        with self._saving_to(staging, iteration):
             self.together(finalize, *_WRITES)
 
     def published(self, iteration: int) -> None:
@@ -141,11 +142,16 @@ class StockCheckpoints(Saves):
             stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
 
     @contextlib.contextmanager
-    def _saving_to(self, staging: Path) -> Iterator[None]:
+    def _saving_to(self, staging: Path, iteration: int) -> Iterator[None]:
         """Lets Megatron-LM save to a staging directory; publishing writes the tracker file and removes checkpoints."""
         stock: Any = checkpointing
+        final, real = dense_files.directory_of(get_args().save, iteration), stock.get_checkpoint_name
+
+        def name(*words: Any, **options: Any) -> str:
+            return str(staging / os.path.relpath(real(*words, **options), final))
+
         with (
-            replaced(stock, get_checkpoint_name=lambda *_, **__: str(staging)),
+            replaced(stock, get_checkpoint_name=name),
             replaced(stock, get_checkpoint_tracker_filename=lambda _: os.devnull),
             replaced(stock.wandb_utils, on_save_checkpoint_success=lambda *paths: self._records.append(paths)),
             replaced(get_args(), save_retain_interval=None),
