@@ -80,6 +80,10 @@ class _Loader(loading.SnapshotLoader):
         _Loader.made_with = arguments
 
 
+OF_FLAGS = (".state.scheduler", ".state.repeated", ".state.optimizer_package")
+"""Parts of a state that are compared with the flags of a run, or with its packages."""
+
+
 def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> dict:
     """Looks for the snapshots to resume from after each of so many changes of the newest manifests.
 
@@ -94,7 +98,7 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
         number: of changes.
 
     Returns:
-        ``starts``: how often the run resumes from each iteration, or was refused since the flags have another schedule;
+        ``starts``: how often the run resumes from each iteration, or was refused since its flags are others;
         ``failed``: the change and the error of each other; ``trained``: number of starts; ``older``: the iteration that
         the run resumes from without the newest snapshots.
     """
@@ -136,7 +140,7 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
         except Exception as error:
             refused = isinstance(error, CheckpointError)
             every = sorted(frozenset().union(*differences.values()))
-            if refused and any(".state.scheduler" in one for one in every):  # as with other flags: it is valid
+            if refused and any(part in one for one in every for part in OF_FLAGS):  # as with other flags: it is valid
                 starts["refused"] += 1
             else:
                 failed.append((every, str(error) if refused else traceback.format_exc()))

@@ -55,7 +55,7 @@ def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, t
         body = "tests.integration.mutation_bodies:resume_each"
         then = dict(flags=flags | dict(exit_interval=1), kept=kept, seed=100 * batch + len(name), number=EACH)
         (told,) = run_world(1, body, timeout=3600, **then)
-    assert not told["failed"], "\n".join(f"{where}\n{error}" for where, error in told["failed"][:20])
+    assert not told["failed"], "\n".join(f"{where!a}\n{error!a}" for where, error in told["failed"][:20])
     assert sum(told["starts"].values()) == EACH and "0" not in told["starts"], told["starts"]
     assert str(told["older"]) in told["starts"] and len(told["starts"]) > 1, told
     print(name, batch, told["starts"], "trained:", told["trained"], "older:", told["older"])
@@ -73,6 +73,6 @@ def test_a_changed_file_costs_no_more_than_its_snapshot(what, batch, tmp_path):
         shutil.copytree(flags["ckpt_dir"], tmp_path / "kept")
         then = dict(flags=flags, kept=str(tmp_path / "kept"), what=what, seed=batch, number=PLAIN_EACH)
         (told,) = run_world(1, "tests.integration.mutation_bodies:resume_plain", timeout=3600, **then)
-    assert not told["failed"], "\n".join(f"{where}\n{error}" for where, error in told["failed"][:20])
+    assert not told["failed"], "\n".join(f"{where!a}\n{error!a}" for where, error in told["failed"][:20])
     assert set(told["starts"]) == ({"3", "4"} if what in OF_SNAPSHOT else {"4"}), told["starts"]
     print(what, batch, told["starts"])
