@@ -17,6 +17,7 @@ import collections
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -132,14 +133,7 @@ def smallest_world(argv: list[str]) -> int:
             sizes[_WORDS_OF_LAYOUT[name]] = int(joined or value)
     dense = sizes["tensor"] * sizes["context"]
     experts = sizes["expert"] * (sizes["expert_tensor"] or sizes["tensor"])
-    multiple = dense * experts // _greatest_divisor(dense, experts)
-    return multiple * sizes["pipeline"]
-
-
-def _greatest_divisor(first: int, second: int) -> int:
-    while second:
-        first, second = second, first % second
-    return first
+    return math.lcm(dense, experts) * sizes["pipeline"]
 
 
 if __name__ == "__main__":

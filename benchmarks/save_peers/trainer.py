@@ -10,7 +10,7 @@ def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
     """Builds model, optimizer and data from the flags of ``pretrain_gpt_moe.py``, as it does; a collective call.
 
     Returns:
-        The :class:`megatron.pretraining.setup.TrainingRun`, its ``StopRequests``, and the ``Phases`` of the start.
+        The :class:`megatron.pretraining.parts.TrainingRun`, its ``StopRequests``, and the ``Phases`` of the start.
     """
     from megatron.pretraining.arguments import parse_config
 

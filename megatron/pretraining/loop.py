@@ -13,12 +13,13 @@ from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
 from megatron.pretraining.elastic.guests import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
+from megatron.pretraining.parts import Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import shut_down
 from megatron.pretraining.process.outputs import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
-from megatron.pretraining.setup import Program, TrainingRun, start
+from megatron.pretraining.setup import start
 from moc.errors import cause_of, codes_in, warning, with_code
 from moc.faults import reach
 from moc.output import print_lines

@@ -50,7 +50,7 @@ def _origin(module: str) -> str | None:
 
 
 def place_of(script: str) -> str:
-    """The first directory in which a program looks for modules."""
+    """Returns the first entry of a program's module search path."""
     return os.getcwd() if MODULE in os.environ else str(Path(script).resolve().parent)
 
 

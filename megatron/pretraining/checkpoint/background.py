@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from megatron.pretraining.checkpoint.attempts import Attempts
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.records import Records
 from moc.errors import with_code
-from moc.faults import reach
 from moc.runtime.agreement import first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
 from moc.runtime.world import World
@@ -30,7 +30,7 @@ from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
 
 
-class Saves:
+class Saves(ABC):
     """The saves of a worker; all methods are collective.
 
     With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
@@ -76,16 +76,16 @@ class Saves:
             staging = dense_files.staging_of(save, iteration, fence.claim.tag)
             with self._attempts.reporting():
                 request = self.request(position, staging)
-            publish = functools.partial(self._publish, Path(save), iteration)
+            publish = functools.partial(self.publish, Path(save), iteration)
             finalize = [*request.finalize_fns, publish]
             self._queue.schedule_async_request(request._replace(finalize_fns=finalize))
             self._before, self.last_saved = self.last_saved, iteration
             if not self._config.checkpoint.async_save:
                 self._finalize(blocking=True)
 
+    @abstractmethod
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """Returns the function of the forked process that writes a checkpoint, and the functions that follow it."""
-        raise NotImplementedError
 
     def tries_again(self) -> bool:
         """Whether to retry a failed save now; collective only after a failure."""
@@ -108,9 +108,6 @@ class Saves:
         while self._queue.async_calls:
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
-
-    def published(self, iteration: int) -> None:
-        """A checkpoint has been published."""
 
     def together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
         """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all.
@@ -153,14 +150,13 @@ class Saves:
                 pause_s = min(2 * pause_s, 0.1)
                 self._queue.maybe_finalize_async_calls()
 
-    def _publish(self, root: Path, iteration: int) -> None:
-        reach("persisting")
+    def publish(self, root: Path, iteration: int) -> None:
+        """Publishes the files that all workers have written."""
         retain = self._config.checkpoint.save_retain_interval
         complete = functools.partial(
             writer.publish, root, iteration, self._world.size, retain, self._fence, self.format
         )
         run_on_rank0(complete, "cannot complete a checkpoint")
-        self.published(iteration)
         self._attempts.succeeded(iteration)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moc.errors import cause_of, code_of, with_code
 from moc.files import decode, tree
 from moc.files.decode import Count
 from moc.files.tree import Tree
-from moc.runtime.agreement import first_reported
+from moc.runtime.agreement import first_reported, run_on_rank0
 from moc.store.dense_files import damaged
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
@@ -78,15 +78,19 @@ def load(directory: Path, manifest: Mapping | None, chunks: Sequence[Any], optim
             "--finetune to start at iteration 0",
             code="optimizer-state-missing",
         )
-    try:
-        state = decode.decode(Tree(directory).read(f"{DIRECTORY}/{_STATE}", tree.MANIFEST), _State)
-    except (OSError, ValueError) as error:
-        raise damaged(f"{directory / DIRECTORY / _STATE} is damaged ({error})") from None
+    state = _State(**run_on_rank0(lambda: asdict(_read_state(directory)), "cannot read a checkpoint"))
     paths = [directory / name for name in names if name.endswith(".safetensors")]
     if missing := first_reported(fill(directory, paths, chunks, optimizer)):
         raise CheckpointError(missing)
     set_step(optimizer.core, state.optimizer_step)
     restore_grad_scaler(optimizer, state.grad_scaler)
+
+
+def _read_state(directory: Path) -> _State:
+    try:
+        return decode.decode(Tree(directory).read(f"{DIRECTORY}/{_STATE}", tree.MANIFEST), _State)
+    except ValueError as error:
+        raise damaged(f"{directory / DIRECTORY / _STATE} is damaged ({error})") from None
 
 
 def fill(directory: Path, paths: Sequence[Path], chunks: Sequence[Any], optimizer: VotedOptimizer) -> str | None:

@@ -1,4 +1,4 @@
-"""The flags by which iterations are replayed, stored with each snapshot and compared before a replay.
+"""Flags that determine gradients and updates: stored with each snapshot, and compared before a replay.
 
 A replay under other flags has other gradients or other updates, so that the state differs from the one that was lost.
 The schedule of learning rates and weight decay is compared by its state, since a run may continue the stored one.
@@ -42,7 +42,7 @@ _POSITION = "num_steps"
 
 
 def repeated(config: Config) -> dict[str, Any]:
-    """The values of all flags by which this run's iterations are replayed, as values of JSON."""
+    """Returns the flags that determine this run's gradients and updates, by name, as values of JSON."""
     places = [*(getattr(config, group) for group in group_classes()), getattr(config, "arguments", None)]
     found = {}
     for name in _NAMES:

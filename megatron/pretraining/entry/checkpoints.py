@@ -20,7 +20,8 @@ from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.entry.stock import get_args, replaced
-from megatron.pretraining.setup import WorkerParts
+from megatron.pretraining.parts import WorkerParts
+from moc.faults import reach
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
@@ -124,6 +125,7 @@ class StockCheckpoints(Saves):
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
         """Runs what Megatron-LM does once all workers have written."""
+        reach("persisting")
 
         def finalize() -> None:
             for one in finalizers:
@@ -132,12 +134,12 @@ class StockCheckpoints(Saves):
         with self._saving_to(staging, iteration):
             self.together(finalize, *_WRITES)
 
-    def published(self, iteration: int) -> None:
-        """Reports a checkpoint to W&B, with its final paths."""
-        root = Path(get_args().save)
+    def publish(self, root: Path, iteration: int) -> None:
+        """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
+        super().publish(root, iteration)
         final = str(dense_files.directory_of(root, iteration))
-        while self._records:
-            self._records.pop()
+        if self._records:  # on the worker that has a writer of W&B; failed saves have left some, too
+            self._records.clear()
             stock: Any = checkpointing
             stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
 

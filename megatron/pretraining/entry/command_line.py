@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,9 +51,16 @@ def read() -> CommandLine:
     return _read
 
 
-def prepared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Lets Megatron-LM's parser, which has our options, read files and presets, and collect problems; returns it."""
-    parser.__class__, parser.formatter_class = _Parser, _Formatter
+def prepared(parser: argparse.ArgumentParser, of_script: Collection[str]) -> argparse.ArgumentParser:
+    """Lets Megatron-LM's parser, which has our options, read files and presets, and collect problems; returns it.
+
+    Args:
+        parser: the parser, with the options of Megatron-LM, the script and this project.
+        of_script: the option strings that only the script has.
+    """
+    prepared: Any = parser
+    prepared.__class__, prepared.formatter_class = _Parser, _Formatter
+    prepared.of_script = of_script
     return parser
 
 
@@ -70,10 +77,13 @@ class _Formatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Megatron-LM's parser with our options; it collects problems instead of exiting at the first one."""
 
+    of_script: Collection[str] = ()
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads the words, and the files that they name; nothing is left over."""
         global _read
-        translation = translated(sys.argv[1:] if args is None else list(args), self._option_string_actions)
+        words = sys.argv[1:] if args is None else list(args)
+        translation = translated(words, self._option_string_actions, self.of_script)
         words, self.exit_on_error = [*translation.words], False
         values, problems = read_words(self, words, super().parse_known_args)
         problems.found += translation.problems

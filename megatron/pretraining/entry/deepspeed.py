@@ -41,6 +41,7 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
             "--grad-norm stock is megatron-core's norm, which --deepspeed cannot compute. Fix: drop it",
             code="grad-norm-unsupported",
         )
+        problems.check(_check_batch, config.zero.gradient_accumulation_steps, arguments, problems)
         for name, (only, reason) in _ONLY.items():
             value = getattr(arguments, name, only)
             problems.refuse(
@@ -49,6 +50,17 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
                 code="deepspeed-excludes-flag",
             )
     problems.raise_found()
+
+
+def _check_batch(steps: int | None, arguments: Any, problems: Problems) -> None:
+    """Refuses micro batches that contradict the global batch, unless its size is a schedule."""
+    wanted = (steps or 0) * arguments.micro_batch_size * arguments.data_parallel_size
+    problems.refuse(
+        steps and not arguments.step_batch_size_schedule and wanted != arguments.global_batch_size,
+        f"--gradient-accumulation-steps {steps} contradicts --global-batch-size {arguments.global_batch_size}. Fix: "
+        f"give --global-batch-size {wanted}, or drop --gradient-accumulation-steps",
+        code="batch-not-divisible",
+    )
 
 
 def set_up(

@@ -39,9 +39,11 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
     @functools.wraps(real)
     def parse(extra_args_provider=None, ignore_unknown_args=False):
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            options.remember(real.__code__.co_filename, parser._option_string_actions)
-            parser = add_own_flags(parser if extra_args_provider is None else extra_args_provider(parser))
-            return command_line.prepared(parser)
+            of_megatron = frozenset(parser._option_string_actions)
+            options.remember(real.__code__.co_filename, of_megatron)
+            parser = parser if extra_args_provider is None else extra_args_provider(parser)
+            of_script = parser._option_string_actions.keys() - of_megatron
+            return command_line.prepared(add_own_flags(parser), of_script)
 
         return real(provider, ignore_unknown_args)
 
@@ -84,7 +86,8 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
 def _limit_connections(args: argparse.Namespace) -> None:
     """Sets the environment variable that Megatron-LM requires for tensor and context parallelism, if it is not set."""
     parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
-    if parallel and not args.overlap_moe_expert_parallel_comm:  # which needs several connections
+    several = args.overlap_moe_expert_parallel_comm or args.use_megatron_fsdp or args.use_torch_fsdp2
+    if parallel and not several:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -46,7 +46,7 @@ _GENERAL: dict[str, dict[str, Any]] = {
     "dialect": {
         "metavar": "NAME",
         "help": "The program whose options the command line has: megatron-lm (older releases), megatron-deepspeed, "
-        "mindspeed, pai or flagscale. By default, an option that only one of them has tells it.",
+        "mindspeed, pai or flagscale. By default, options that only one of them has select it.",
     },
     "help-all": {"action": "store_true", "help": "Print Megatron-LM's options as well; exit."},
 }

@@ -33,6 +33,7 @@ from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTop
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_streams
 from megatron.pretraining.model.initial import EXACT, initialize_weights
+from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.cpu import device
 from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, world_of
 from megatron.pretraining.process.nodes import order_of_ranks
@@ -40,7 +41,6 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from megatron.pretraining.session import auto_policy
-from megatron.pretraining.setup import TrainingRun, WorkerParts
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Job
@@ -50,7 +50,7 @@ from moc.runtime.world import World
 
 @dataclass
 class StockProgram:
-    """A :class:`megatron.pretraining.setup.Program` of the arguments of ``megatron.training.pretrain``.
+    """A :class:`megatron.pretraining.parts.Program` of the arguments of ``megatron.training.pretrain``.
 
     Attributes:
         container: Megatron-LM's configuration.

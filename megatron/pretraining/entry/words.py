@@ -49,7 +49,7 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
     if not known or own is None:
         return  # the warm process refuses what the script does not have
     spellings = {word: word for word in (*known, *parser._option_string_actions, *own)}
-    translation = translated(arguments, spellings)
+    translation = translated(arguments, spellings, own - known - parser._option_string_actions.keys())
     words = [word for word in translation.words if word.startswith("--") and word.partition("=")[0] not in spellings]
     problems = Problems()
     problems.found += translation.problems

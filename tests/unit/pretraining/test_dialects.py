@@ -3,11 +3,16 @@
 import argparse
 
 import pytest
-from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron.pretraining.entry.dialects import DIALECTS, OLDER, translated
-from megatron.pretraining.entry.dialects.rules import Line
-from megatron.pretraining.entry.own_flags import add_own_flags
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator  # noqa: E402
+
+from megatron.pretraining.entry.dialects import DIALECTS, OLDER, translated  # noqa: E402
+from megatron.pretraining.entry.dialects.rules import Line  # noqa: E402
+from megatron.pretraining.entry.own_flags import add_own_flags  # noqa: E402
 
 MDS = "--deepspeed --no-pipeline-parallel --num-layers 4 --seq-length 8 --micro-batch-size 4 --global-batch-size 8"
 MOE = f"{MDS} --num-experts 4 --moe-min-capacity 4"
@@ -115,6 +120,13 @@ def test_a_dialect_is_named_or_found(known):
     assert [one.code for one in translated(both, known).problems] == ["dialect-ambiguous"]
     assert translated([*both, "--dialect", "mindspeed"], known).words == ("--tokenizer-model", "d")
     assert translated([*both, "--deepspeed"], known).words[:2] == ("--tokenizer-model", "d")
+
+
+def test_an_option_of_the_script_keeps_its_meaning(known):
+    words = ["--data-impl", "lazy", "--dialect", "x", "--rank", "3"]
+    of_script = {"--data-impl", "--dialect", "--rank"}
+    found = translated(words, known | of_script, of_script)
+    assert list(found.words) == words and not found.problems and not found.notices
 
 
 SAMPLE = """

@@ -37,16 +37,17 @@ class Translation:
     problems: tuple[ConfigError, ...] = field(default=())
 
 
-def translated(words: Sequence[str], known: Collection[str]) -> Translation:
+def translated(words: Sequence[str], known: Collection[str], of_script: Collection[str] = ()) -> Translation:
     """Translates a command line; pure.
 
     Args:
         words: of the command line; ``--dialect NAME`` among them selects a dialect, and is removed.
         known: the option strings of Megatron-LM, this project and the script.
+        of_script: the option strings that only the script has, which keep their meaning.
     """
     given = options_of(words)
-    named = [one.values for one in given if one.option == FLAG]
-    given = [one for one in given if one.option != FLAG]
+    named = [one.values for one in given if one.option == FLAG and FLAG not in of_script]
+    given = [one for one in given if one.option != FLAG or FLAG in of_script]
     plain = tuple(word for one in given for word in one.words)
     if named:
         dialect = DIALECTS.get(" ".join(named[-1]))
@@ -65,7 +66,7 @@ def translated(words: Sequence[str], known: Collection[str]) -> Translation:
             f"the command line has options of several programs. Fix: choose {names}", code="dialect-ambiguous"
         )
         return Translation(plain, problems=(problem,))
-    return _in(found[0], given)
+    return _in(found[0], given, of_script)
 
 
 def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
@@ -77,11 +78,11 @@ def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
     return [one for one in likely if one.marks.intersection(options)] or likely
 
 
-def _in(dialect: Dialect, given: Sequence[Given]) -> Translation:
+def _in(dialect: Dialect, given: Sequence[Given], of_script: Collection[str]) -> Translation:
     line, words, problems = Line((one.option, one.values) for one in given), list[str](), list[ConfigError]()
     notices = [f"options of {dialect.title}, translated for this release (--dialect {dialect.name}):"]
     for one in given:
-        rule = dialect.rules.get(one.option) or OLDER.rules.get(one.option)
+        rule = None if one.option in of_script else dialect.rules.get(one.option) or OLDER.rules.get(one.option)
         outcome = rule(line, one.values) if rule is not None else None
         if outcome is None or outcome.words == (one.option, *one.values):
             words += one.words

@@ -44,7 +44,7 @@ def _ramp(line: Line, values: Sequence[str]) -> Outcome:
             raise ValueError
     except (ValueError, ZeroDivisionError):
         return Outcome(
-            problem="the batch does not grow by whole steps from the first number to --global-batch-size",
+            problem="the batch does not grow in equal steps from the first number to --global-batch-size",
             fix="correct the numbers, or choose --step-batch-size-schedule",
         )
     # a step is made with the first iteration whose samples before it reach the threshold

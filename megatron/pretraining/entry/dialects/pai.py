@@ -10,7 +10,7 @@ _PACKED = ignored("samples of indexed data have --seq-length tokens")
 
 
 def _tokenizer(line: Line, values: Sequence[str]) -> Outcome:
-    """Pai's tokenizers are those of the model in ``--load``."""
+    """Uses the tokenizer of the model in ``--load``, as Pai does."""
     words = ("--tokenizer-type", "HuggingFaceTokenizer")
     if "--tokenizer-model" in line:
         return Outcome(words)

@@ -33,7 +33,7 @@ class Line:
             return default
 
     def count(self, option: str, default: int = 0) -> int:
-        """The value of an option as a whole number; the default if it is not given, or not one number."""
+        """The value of an option as an integer; the default if it is not given, or not one number."""
         number = self.number(option)
         return default if number is None else int(number)
 

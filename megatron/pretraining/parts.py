@@ -1,0 +1,208 @@
+"""A training program, the parts of a worker that it builds, and the run of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.checkpoint.dense import Checkpoints
+from megatron.pretraining.config import Config
+from megatron.pretraining.data.streams import Batch, BatchStream
+from megatron.pretraining.data.tokenizer import Vocabulary
+from megatron.pretraining.duties import Duties
+from megatron.pretraining.elastic.guests import Guests
+from megatron.pretraining.elastic.rebalancing import Rebalancer
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.shards import Shards
+from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.module_state import ModuleState
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.reset import drop_unfinished_iteration
+from megatron.pretraining.engine.schedule import Schedule
+from megatron.pretraining.engine.step import Stepper
+from megatron.pretraining.engine.upstream import LogMemory
+from megatron.pretraining.logging.records import Records
+from megatron.pretraining.process.initialize import world_of
+from megatron.pretraining.process.phases import Phases
+from megatron.pretraining.process.stopping import StopRequests
+from megatron.pretraining.process.topology import Topology
+from moc.runtime.job import Interruption, Job
+from moc.runtime.world import World
+from moc.session.auto import AutoPolicy
+from moc.session.resume.survivors import LocalRemains
+from moc.session.session import Session
+from moc.state.record import Position
+
+
+class Program(Protocol):
+    """What :func:`megatron.pretraining.loop.pretrain` requires of a training program.
+
+    A worker calls ``connect`` and ``build`` once, and the other methods in each generation.
+    """
+
+    def connect(self, config: Config, job: Job) -> World:
+        """Joins the job and builds all process groups.
+
+        Raises:
+            ConfigError: the flags do not fit the number of workers or the backend.
+        """
+        ...
+
+    def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
+        """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone."""
+        ...
+
+    def topology(self, config: Config, world: World) -> Topology:
+        """This worker's share of the global batch."""
+        ...
+
+    def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
+        """The forward and backward passes of an iteration."""
+        ...
+
+    def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
+        """The collector of further losses."""
+        ...
+
+    def checkpoints(self, parts: WorkerParts) -> Checkpoints:
+        """The checkpoints of ``--save`` and ``--load``."""
+        ...
+
+    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
+        """The engine of the session; a collective call."""
+        ...
+
+    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+        """Reports the loss of a split; returns False if a stop was requested meanwhile.
+
+        Args:
+            run: the run, after an iteration.
+            split: ``valid`` or ``test``.
+            earlier: evaluations whose samples precede this one's.
+            stop: requests to stop.
+            final: training has ended.
+        """
+        ...
+
+    def begin(self, run: TrainingRun) -> None:
+        """Does what is due before each iteration."""
+        ...
+
+    def completed(self, run: TrainingRun) -> None:
+        """Does what is due after each completed iteration."""
+        ...
+
+    def forget_iteration(self, parts: WorkerParts) -> None:
+        """Clears what an interrupted iteration or evaluation has left outside of :class:`WorkerParts`."""
+        ...
+
+
+@dataclass
+class WorkerParts:
+    """The parts of a worker that are built once and survive the loss of other workers.
+
+    Attributes:
+        world: this worker's place in the current generation.
+        streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
+        train_iters: iterations of the whole run.
+        vocabulary: tokens, and rows of the embedding.
+        session: of the current generation, once it has started.
+        checkpoints: dense checkpoints of ``--save``, once the generation has started.
+        remains: state that this worker keeps when another worker is lost.
+        log_memory: of its upstream logs, kept likewise.
+        replicas: with ``--elastic``, of experts.
+        shards: with ``--elastic``, of the dense optimizer state, if that is sharded.
+        rebalancer: of the current generation; None without ``--elastic``.
+        began: iterations completed before this worker began to train; None until then.
+    """
+
+    config: Config
+    world: World
+    chunks: list[DistributedDataParallel]
+    modules: ModuleState
+    optimizer: VotedOptimizer
+    scheduler: OptimizerParamScheduler
+    program: Program
+    streams: dict[str, BatchStream | None]
+    train_iters: int
+    vocabulary: Vocabulary
+    log: Records
+    auto: AutoPolicy | None
+    session: Session | None = None
+    checkpoints: Checkpoints | None = None
+    remains: LocalRemains = field(default_factory=LocalRemains)
+    log_memory: LogMemory = field(default_factory=LogMemory)
+    replicas: Replicas | None = None
+    shards: Shards | None = None
+    rebalancer: Rebalancer | None = None
+    began: int | None = None
+
+    def met(self, loss: Interruption | None) -> None:
+        """Takes the place of the generation in which all workers have met; logs it, if a worker was lost."""
+        self.world = world_of(self.world.job)
+        self.log.move(self.world)
+        if loss is not None:
+            self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
+            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+
+    def go_on_after(self, loss: Interruption | None) -> None:
+        """Closes the interrupted session and resets everything but the state to between iterations."""
+        self.met(loss)
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if self.session is not None:
+            self.session.interrupt()
+        if self.rebalancer is not None:
+            self.rebalancer.close()
+        self.session = self.checkpoints = self.rebalancer = None
+        drop_unfinished_iteration(self.chunks, self.modules)
+        self.program.forget_iteration(self)
+
+
+@dataclass
+class TrainingRun:
+    """A worker's parts with the session that tracks its progress.
+
+    Attributes:
+        auto: as in :class:`WorkerParts`.
+        streams: as in :class:`WorkerParts`.
+        splits: the splits with data, identical on all workers.
+        train_iters: iterations of the whole run.
+        vocabulary: tokens, and rows of the embedding.
+        rebalancer: as in :class:`WorkerParts`.
+        guests: nodes that come; None where their number does not vary, or workers are started anew.
+        stops: a worker was asked to stop in set-up, and there is state to save.
+        missed: duties of the last completed iteration that are not done.
+    """
+
+    config: Config
+    world: World
+    program: Program
+    stepper: Stepper
+    checkpoints: Checkpoints
+    session: Session
+    auto: AutoPolicy | None
+    log: Records
+    streams: dict[str, BatchStream | None]
+    splits: set[str]
+    train_iters: int
+    vocabulary: Vocabulary
+    rebalancer: Rebalancer | None = None
+    guests: Guests | None = None
+    stops: bool = False
+    missed: Duties = Duties()
+
+    @property
+    def position(self) -> Position:
+        """Iterations and samples completed."""
+        return self.session.position
+
+    def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
+        """This worker's micro batches of a split, from a sample on; None on stages that read no data."""
+        stream = self.streams[split]
+        return stream.iteration(self.stepper.topology, first_sample) if stream is not None else None
