@@ -18,6 +18,8 @@ def main() -> None:
     cpu.install()
     importlib.import_module("megatron.training")
     cpu.let_stock_loop_run()
+    saving = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    saving.get_write_results_queue("fork")  # the first save would spawn its server, which imports the script
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -22,7 +22,8 @@ _LATE = ("torch._dynamo", "torch._inductor.utils", "megatron.core.tokenizers.tex
 
 
 def warm_up() -> None:
-    """Imports what training imports late, for a launcher that forks its workers."""
+    """Imports what training imports late, and reads what it parses, for a launcher that forks its workers."""
+    describe_options()
     for module in _LATE:
         with contextlib.suppress(ImportError):  # a release may have other modules
             importlib.import_module(module)
@@ -32,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a job downloads nothing; read wh
 try:
     with refuse_import():
         cpu.install()
-        from megatron.pretraining.entry.install import install
+        from megatron.pretraining.entry.install import describe_options, install
 
         install()
 except (CoreError, UnknownReleaseError) as error:

@@ -387,6 +387,10 @@ _MEGATRON = (
             skip_model_parallel_init"""), only=True), "replaces", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:parse_args", Parameters(_words("extra_args_provider ignore_unknown_args"), only=True),
          "extends", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.argument_utils:ArgumentGroupFactory._get_field_docstrings",
+         Parameters(("src_cfg_class",), only=True), "extends", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.arguments:add_megatron_arguments", Parameters(("parser",), only=True), "calls",
+         f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:parse_and_validate_args", Refers(_words("""parse_args validate_args
             set_global_variables""")), "replaces functions inside", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:validate_args", Refers(("_print_args",)), "replaces a function inside",

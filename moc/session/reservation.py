@@ -39,8 +39,9 @@ from moc.store.slots import DIRECTORY, reserve_slots
 from moc.store.spare import NAME as SPARE_NAME
 from moc.store.spare import SpareRoom
 
-_SMALL = 8
-"""Spare memory for manifests and reports, relative to the headers of the files that they describe."""
+_SMALL, _ROUNDED = 4, 4 << 12
+"""Spare memory for the manifest and the report of a snapshot: relative to the header of the file that they describe,
+and bytes for pages that these small files do not fill."""
 
 
 class _Needed(NamedTuple):
@@ -178,7 +179,8 @@ class Reservation:
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        small, logs = _SMALL * full.header_bytes * rotation.keep, self._tap.bytes_for(_logged(window))
+        small = (_SMALL * full.header_bytes + _ROUNDED) * len(own) * rotation.keep
+        logs = self._tap.bytes_for(_logged(window))
         ranks = [RankMemory(*one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         return _Needed(window, ranks, nodes)

@@ -72,6 +72,16 @@ class Ended:
         """The iterations that the job has resumed from."""
         return [event["iteration"] for event in self.of("resume")]
 
+    def lost_snapshots(self) -> list[int]:
+        """The iterations of resumptions from nothing, or from something older than the newest published snapshot."""
+        newest, lost = 0, []
+        for event in self.events:
+            if event["type"] == "snapshot":
+                newest = event["iteration"]
+            elif event["type"] == "resume" and not event["iteration"] >= newest > 0:
+                lost.append(event["iteration"])
+        return lost
+
 
 def run(
     directory: Path,

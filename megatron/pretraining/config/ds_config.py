@@ -206,9 +206,8 @@ _ELSEWHERE = {
 }
 
 
-@functools.cache
 def settings_in(path: str) -> tuple[Setting, ...]:
-    """The flags that the ds_config in a file sets; it is read once.
+    """The flags that the ds_config in a file sets.
 
     Raises:
         ConfigError: the file cannot be read, or holds keys that no flag can express, and names all of them.
