@@ -11,6 +11,7 @@ import pytest
 from moc.store.leftovers import leftovers
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
+from tests.shared import ALL
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,8 +109,10 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("tier", ["memory", "peers"])
-@pytest.mark.parametrize("policy", AUTO)
+@pytest.mark.parametrize(
+    ("policy", "tier"),
+    [("sparse", "peers"), ("gradient", "memory"), *ALL * [("sparse", "memory"), ("gradient", "peers")]],
+)
 def test_windows_of_auto_length_are_as_long_as_memory_allows(policy, tier, data, tmp_path):
     flags = data | AUTO[policy] | dict(train_iters=40)
     with node_memory() as memory, job("DP2", flags, tmp_path / "a", tier, memory, program=SLOW_COPIES) as running:

@@ -8,6 +8,7 @@ from moc.store.dense_files import saved_iterations
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import SHALLOW
+from tests.shared import ALL
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
 DUE = dict(train_iters=20, eval_interval=3, eval_iters=2, save_interval=3, exit_interval=12, snapshot_interval=3)
@@ -53,6 +54,8 @@ def straight(layout, flags, tmp_path_factory):
 @pytest.mark.parametrize("when", FAULTS)
 def test_nothing_that_is_due_is_missed(when, layout, flags, straight, tmp_path):
     name, own = layout
+    if not ALL and ([*FAULTS].index(when) + [*LAYOUTS].index(name)) % 2:
+        pytest.skip("MOC_TESTS_ALL=1 brings about every fault in every layout")
     with node_memory() as memory:
         places = dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
         places |= dict(save=str(tmp_path / "s"), inject=FAULTS[when])

@@ -19,6 +19,7 @@ from megatron.pretraining.config import Workers
 from moc.errors import codes_in
 from tests import warm
 from tests.integration.mounts import mounted
+from tests.shared import ALL
 from tests.worlds import REPOSITORY
 
 PROGRAM = str(REPOSITORY / "pretrain_gpt_moe.py")
@@ -189,7 +190,7 @@ def test_arguments_of_other_programs_are_not_parsed(tmp_path):
     assert json.loads((tmp_path / "words").read_text()) == ["--hiden-size", "64", "--mock-data"]
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.4, 2.0])
+@pytest.mark.parametrize("after_s", [0.4, 2.0, *ALL * [0.0]])
 def test_control_c_at_any_moment(after_s, tmp_path):
     """From the first line of the launcher on: Python itself prints a traceback while it starts."""
     words = [

@@ -47,10 +47,10 @@ ROUTERS = {
     "expert bias": dict(moe_router_load_balancing_type="none") | EXPERT_BIAS,
     "z loss": dict(moe_router_load_balancing_type="none", moe_z_loss_coeff=0.1),
 }
-OF_USERS = POLICIES if ALL else ["full every third iteration", "gradient", "sparse, by stage"]
-PAIRS = (
-    list(itertools.product(ROUTERS, POLICIES)) if ALL else list(zip(ROUTERS, itertools.cycle(POLICIES), strict=False))
-)
+OF_USERS = POLICIES if ALL else ["gradient", "sparse, by stage"]
+WITH_STATE = {"global_aux_loss": "gradient", "quantile_balancing": "sparse, by stage", "expert bias": "selective"}
+"""Routers that keep values from one iteration to the next, each with a policy."""
+PAIRS = [*(itertools.product(ROUTERS, POLICIES) if ALL else WITH_STATE.items())]
 
 
 def end_of(directory, memory: str, layout: str, flags: dict, **options) -> tuple[dict, list]:

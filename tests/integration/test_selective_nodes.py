@@ -79,7 +79,7 @@ def newest(spot: Spot) -> Wanted:
 @pytest.mark.recovery
 @pytest.mark.parametrize(
     ("scene", "gradients", "turn"),
-    [(APART, "off", 0), (SHARED, "on", 1), *ALL * [(APART, "on", 0), (SHARED, "off", 2)]],
+    [(SHARED, "on", 1), *ALL * [(APART, "off", 0), (APART, "on", 0), (SHARED, "off", 2)]],
 )
 def test_every_subset_of_nodes_can_be_lost(scene, gradients, turn, data, tmp_path):
     flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)

@@ -43,7 +43,7 @@ PAIRS = list(itertools.product(POLICIES, STORAGE))
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize(("policy", "storage"), PAIRS if ALL else PAIRS[::2])
+@pytest.mark.parametrize(("policy", "storage"), PAIRS if ALL else PAIRS[::4])
 def test_what_is_left_without_memory(policy, storage, data, tmp_path):
     flags, settings = POLICIES[policy]
     with node_memory() as memory:
