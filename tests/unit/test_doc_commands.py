@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import runpy
 import shlex
@@ -23,6 +24,11 @@ OURS = re.compile(r"(?:[A-Z]+=\S+ )*(?:python\S* |torchrun |mocrun |deepspeed |s
 JOB = """--model micro --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 1
     --global-batch-size 1680 --train-iters 100 --lr 1e-3 --eval-iters 0""".split()
 """In place of the dots that stand for flags of a training."""
+
+OF_MEGATRON_DEEPSPEED = """--deepspeed --zero-stage 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-experts 8""".split()
+"""In place of FLAGS_OF_MEGATRON_DEEPSPEED."""
 
 LAUNCHERS = ("mocrun", "torchrun", "deepspeed")
 OF_THE_READER = {
@@ -78,7 +84,9 @@ def test_printed_commands_work(page, command, place, monkeypatch):
     if words[:3] == ["python", "-m", "moc.launch"]:
         words[:3] = ["mocrun"]
     program, *rest = words
-    if program in LAUNCHERS and not any(word.startswith(("benchmarks/", "examples/")) for word in rest):
+    if "FLAGS_OF_MEGATRON_DEEPSPEED" in words:
+        translated(words)
+    elif program in LAUNCHERS and not any(word.startswith(("benchmarks/", "examples/")) for word in rest):
         training(program, rest)
     elif program.startswith("./scripts/") or program == "sbatch":
         script(page, words)
@@ -110,6 +118,15 @@ def training(program: str, words: list[str]) -> None:
         check_world(config, most * per_node)
         if least == most == 1:
             check_world(config, per_node)
+
+
+def translated(words: list[str]) -> None:
+    """A command line of Megatron-DeepSpeed is configured."""
+    own = words.index("FLAGS_OF_MEGATRON_DEEPSPEED")
+    assert words[0] == "mocrun"
+    command = [sys.executable, "-m", "moc.launch", *words[1:own], *OF_MEGATRON_DEEPSPEED, "--print-config"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "zero_stage" in done.stdout, done.stdout + done.stderr
 
 
 def config_of(words: list[str]):

@@ -18,7 +18,7 @@ from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.dialects import translated
 from megatron.pretraining.entry.own_flags import PREFIX
 from megatron.pretraining.entry.presets import preset_options
-from megatron.pretraining.words import load_config, read_words, refuse_unknown
+from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
 from moc.files.text import short, shown
 
 
@@ -93,14 +93,14 @@ class _Parser(argparse.ArgumentParser):
         files = values.get(f"{PREFIX}config")
         if files and files is not UNKNOWN:
             words = [*_words_of_files(self, files, problems), *words]
-            values, _ = read_words(self, words, super().parse_known_args)
+            values = _read_again(self, words, super().parse_known_args, problems)
         if (path := values.get(f"{PREFIX}deepspeed_config")) and path is not UNKNOWN:
             words = [*_words_of_ds_config(self, path, words, values, problems), *words]
-            values, _ = read_words(self, words, super().parse_known_args)
+            values = _read_again(self, words, super().parse_known_args, problems)
         preset = values.get(f"{PREFIX}model")
         if preset and preset is not UNKNOWN:
             words = [*_words_of_options(self, preset_options(preset, values), f"--model {preset}", problems), *words]
-            values, _ = read_words(self, words, super().parse_known_args)
+            values = _read_again(self, words, super().parse_known_args, problems)
         concealed = frozenset(name for name, value in values.items() if value is UNKNOWN)
         defaults = {action.dest: action.default for action in self._actions}
         values |= {name: defaults[name] for name in concealed}
@@ -119,6 +119,14 @@ class _Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
         except KeyError:  # names of Megatron-LM's enumerations
             raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from None
+
+
+def _read_again(parser: argparse.ArgumentParser, words: list[str], parse: Parse, problems: Problems) -> dict[str, Any]:
+    """Reads the words including a file's; returns the values, and adds new problems."""
+    values, found = read_words(parser, words, parse)
+    known = {str(problem) for problem in problems.found}
+    problems.found += [problem for problem in found.found if str(problem) not in known]
+    return values
 
 
 def _notices_of_ds_config(path: object) -> list[str]:
@@ -199,7 +207,7 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
             problems.refuse(True, f"{named} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
     elif action.nargs is None:
         yield f"{action.option_strings[0]}={_without_spaces(value) if isinstance(value, list) else value}"
-    else:
+    elif value != []:
         yield action.option_strings[0]
         yield from map(str, value if isinstance(value, list) else [value])
 
