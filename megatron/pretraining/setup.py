@@ -16,7 +16,7 @@ from megatron.pretraining.duties import Done, Duties, missed
 from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.layer import elastic_layers
 from megatron.pretraining.elastic.members import is_settled, migrate, settle
-from megatron.pretraining.elastic.placing import first_plans, nodes_of
+from megatron.pretraining.elastic.placing import NodesOfStages, Plans, first_plans, nodes_of
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
@@ -32,6 +32,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.logging.log import Log
+from megatron.pretraining.logging.records import Records
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
@@ -79,8 +80,7 @@ class Providers:
     def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
         """See :class:`Program`."""
         sizes = topology.rounds, topology.micro_batch_size, parts.config.data.seq_length
-        alone = NoNeighbours(parts.chunks[0].config) if parts.world.helps else None
-        return Schedule(self.forward_step, parts.chunks, _turns(parts, topology), *sizes, alone)
+        return Schedule(self.forward_step, parts.chunks, turns_of(parts, topology), *sizes, alone_of(parts))
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
         """See :class:`Program`."""
@@ -145,17 +145,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     plans = first_plans(config, nodes) if config.elastic.elastic else None
     chunks = build_model(config, rows, providers.model, plans)
     modules = ModuleState(chunks)
-    if config.elastic.elastic and modules.of_users:
-        raise ConfigError(
-            f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot move "
-            "between nodes. Fix: drop --elastic, or keep the values in parameters",
-            code="elastic-excludes-module-state",
-        )
     optimizer = build_optimizer(config, chunks)
-    dispatch = config.elastic.elastic_dispatch
-    replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, nodes, dispatch)
-    sharded = sharded_part(optimizer.core)
-    shards = None if sharded is None else Shards(config, sharded, nodes[world.pipeline_rank])
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world, loses=stop.may_lose(world.job))
@@ -165,17 +155,41 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     for line in datasets.described:
         log.message(line)
-    why = why_anew(config, per_node())
-    if config.elastic.elastic and why and fewest_nodes() is not None:
-        log.message(f"{why}, all workers are started anew when nodes are lost or come: they {_goes_on_from(config)}")
+    announce_restarts(config, log)
     streams = _streams(config, datasets)
     stop.check_set_up(world, loses=stop.may_lose(world.job))
     phases.done("data")
     auto = auto_policy(config, log)
     state = chunks, modules, optimizer, scheduler
     parts = WorkerParts(config, world, *state, providers, streams, train_iters, vocabulary, log, auto)
-    parts.replicas, parts.shards = replicas, shards
+    if plans is not None:
+        track_moving_state(parts, plans, nodes)
     return parts
+
+
+def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -> None:
+    """With ``--elastic``, sets the state that moves between workers: replicas of experts, and shards of dense layers.
+
+    Raises:
+        ConfigError: modules of a user have state that cannot move.
+    """
+    if parts.modules.of_users:
+        raise ConfigError(
+            f"--elastic: user modules of {next(iter(parts.modules.of_users))} keep values of their own, which cannot "
+            "move between nodes. Fix: drop --elastic, or keep the values in parameters",
+            code="elastic-excludes-module-state",
+        )
+    core, layers, dispatch = parts.optimizer.core, elastic_layers(parts.chunks), parts.config.elastic.elastic_dispatch
+    parts.replicas = Replicas(layers, core, plans, nodes, dispatch)
+    if (sharded := sharded_part(core)) is not None:
+        parts.shards = Shards(parts.config, sharded, nodes[parts.world.pipeline_rank])
+
+
+def announce_restarts(config: Config, log: Records) -> None:
+    """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
+    why = why_anew(config, per_node())
+    if config.elastic.elastic and why and fewest_nodes() is not None:
+        log.message(f"{why}, all workers restart when nodes are lost or added: they {_goes_on_from(config)}")
 
 
 def _goes_on_from(config: Config) -> str:
@@ -291,7 +305,13 @@ def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
     return settled.under_way
 
 
-def _turns(parts: WorkerParts, topology: Topology) -> Turns:
+def alone_of(parts: WorkerParts) -> NoNeighbours | None:
+    """What takes the place of a communicator on a worker without neighbours in a pipeline."""
+    return NoNeighbours(parts.chunks[0].config) if parts.world.helps else None
+
+
+def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
+    """The turns of a worker's micro batches."""
     seed = parts.config.rng.seed
     if not parts.config.elastic.elastic:
         return Turns(seed, topology)

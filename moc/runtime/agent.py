@@ -193,12 +193,22 @@ class Agent:
         if self._link.asked is not None and (begins or worker.connection is not None):
             self._signal(worker, self._link.asked)
 
+    def _size(self) -> dict[str, str]:
+        """Variables with the number of workers, which the zygote needs to check the flags of a script."""
+        flags = self._flags
+        return {
+            environment.SIZE: str(flags.workers),
+            environment.PLACES: str(flags.nnodes),
+            environment.LEAST_PLACES: str(flags.least_nodes),
+            "LOCAL_WORLD_SIZE": str(flags.nproc_per_node),
+        }
+
     async def _start_zygote(self) -> asyncio.subprocess.Process:
         return await children.start_reporting(
             "moc.runtime.zygote",
             *self._flags.command,
             stdin=subprocess.PIPE,
-            env=environment.UNLESS_SET | os.environ | environment.SET | {environment.SIZE: str(self._flags.workers)},
+            env=environment.UNLESS_SET | os.environ | environment.SET | self._size(),
             pass_fds=(self._lease.descriptor,),
         )
 

@@ -11,7 +11,6 @@ from tests.codes import mistaken_calls
 from tests.codes.case import PROGRAM, Case, fault, writes
 from tests.codes.mistaken_loop import MISTAKES
 from tests.integration.entry_jobs import BASE as MEGATRON
-from tests.integration.entry_jobs import MOE
 from tests.worlds import REPOSITORY
 
 PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
@@ -194,7 +193,6 @@ CASES = {
         cold=True,
     ),
     # Megatron-LM's flags and scripts for its functions
-    "elastic-unsupported": front(f"{MOE} --elastic --elastic-slots 4 --calculate-per-token-loss", "--elastic"),
     "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
     "data-kind-unsupported": front("--sft", "--sft"),
     "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),

@@ -26,6 +26,10 @@ from tests.worlds import REPOSITORY
 
 PATIENCE_S = 500.0
 """Less than pytest's own limit, which ends a test without the console of its job."""
+FRONT = os.environ.get("MOC_TESTS_FRONT", "moc")
+"""The entry point of pretrain_gpt_moe.py in jobs that do not name one."""
+OF_MEGATRON = dict(max_position_embeddings=16, eval_interval=1000)
+"""Flags that Megatron-LM's parser demands, and ours does not."""
 PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
 
 
@@ -43,6 +47,7 @@ class Launched:
         candidates: nodes that may have the controller.
         launcher: module of the launcher.
         program: of the workers, in the repository.
+        front: the entry point of that program.
         cold: as a user starts it, by new Python processes; forks of the warm one cost a tenth (:mod:`tests.warm`).
     """
 
@@ -58,12 +63,14 @@ class Launched:
         candidates: int = 1,
         launcher: str = "moc.launch",
         program: str = PROGRAM,
+        front: str = FRONT,
         cold: bool = False,
     ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
         self.log, self._directory, self._may_end = directory / "log", directory, directory / "may end"
-        self._flags = FLAGS | parallel | flags | dict(log_dir=str(self.log))
+        self._flags = (OF_MEGATRON if front == "megatron" else {}) | FLAGS | parallel | flags
+        self._flags |= dict(log_dir=str(self.log))
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
@@ -71,7 +78,7 @@ class Launched:
             numbers += ["--spares", str(spares)] if spares else []
             addresses = [f"127.0.0.1:{port}" for port in free_ports(candidates)]
             self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
-        self._program = str(REPOSITORY / program)
+        self._program = [str(REPOSITORY / program), *(["--front", front] if front != "moc" else ())]
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers, self._lost = secrets.token_hex(32), [], set()
         self._start, self._events = contextlib.nullcontext if cold else warm.starts, Events(self.log / "events.jsonl")
@@ -80,7 +87,7 @@ class Launched:
 
     def start(self, node: int) -> None:
         """Starts the launcher of a node, the first time or again."""
-        command = [*self._command, "--node-rank", str(node), self._program]
+        command = [*self._command, "--node-rank", str(node), *self._program]
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
         environment = os.environ | ours | {"MOC_TOKEN": self._token, "TEST_MAY_END": str(self._may_end)}
         with open(self._directory / "console", "a") as console, self._start():

@@ -25,7 +25,7 @@ def test_without_a_policy_all_resume_from_the_newest_checkpoint_on_the_nodes_tha
         job.tells("training continues on 2 of 3 nodes")
         assert job.wait() == 0, job.console[-4000:]
         assert job.left() == []
-    assert "started anew when nodes are lost or come: they resume from --load" in job.console
+    assert "restart when nodes are lost or added: they resume from --load" in job.console
     assert all(job.pids[rank] != before[rank] for rank in (0, 1))
     assert [event["world_size"] for event in job.events("start")] == [3, 2]
     told = [event["iteration"] for event in job.events("iteration")]

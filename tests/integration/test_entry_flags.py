@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from moc.errors import codes_in
-from tests.integration.entry_jobs import BASE, USER_SCRIPT, run
+from tests.integration.entry_jobs import BASE, MOE, USER_SCRIPT, run
 
 OWN_FORWARD = """
 from options_of_a_user import add_options
@@ -60,6 +60,12 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
         ("--ckpt-policy full", ["snapshot-directory-missing"], "--ckpt-dir"),
         ("--deepspeed --gradient-accumulation-steps 3", ["batch-not-divisible"], "--global-batch-size 12"),
         ("--deepspeed --decoupled-lr 1e-3 --grad-norm stock", ["grad-norm-unsupported", "deepspeed-excludes-flag"], ""),
+        (
+            f"{MOE} --elastic --elastic-slots 1 --optimizer lion --calculate-per-token-loss --moe-permute-fusion",
+            ["elastic-excludes-flag", "elastic-excludes-flag"],
+            "lion",
+        ),
+        (f"{MOE} --elastic --elastic-slots 1 --calculate-per-token-loss", ["slots-too-few"], "--elastic-slots"),
         (
             "--ckpt-policy pec --ckpt-dir x --sparse-window 2 --log-straggler",
             ["policy-lacks-flag", "loop-argument-unsupported"],
@@ -131,10 +137,11 @@ def test_an_option_of_a_script_takes_the_place_of_ours(tmp_path):
 
 
 def test_problems_of_a_file_are_reported(tmp_path):
-    (tmp_path / "wrong.yaml").write_text("num_layer: 3\nbf16: 7\n")
-    ended = run(tmp_path, USER_SCRIPT, 1, "--config wrong.yaml --config /no/such.yaml --print-config")
+    (tmp_path / "wrong.yaml").write_text("num_layer: 3\nbf16: 7\ntrain_samples: many\ninject: []\n")
+    ended = run(tmp_path, USER_SCRIPT, 1, "--config wrong.yaml --config /no/such.yaml --lr fast --print-config")
     assert ended.code == 2
-    assert sorted(codes_in(ended.output)) == ["config-file-unreadable", "flag-unknown", "value-unreadable"]
+    assert sorted(codes_in(ended.output)) == ["config-file-unreadable", "flag-unknown", *["value-unreadable"] * 3]
+    assert "--train-samples" in ended.output and ended.output.count("--lr ") == 1
 
 
 def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):

@@ -74,8 +74,8 @@ def load(directory: Path, manifest: Mapping | None, chunks: Sequence[Any], optim
     names = [name for name in (manifest or {"files": ()})["files"] if name.startswith(f"{DIRECTORY}/")]
     if f"{DIRECTORY}/{_STATE}" not in names:
         raise CheckpointError(
-            f"{directory} holds no optimizer state that DeepSpeed's optimizer can load. Fix: pass --no-load-optim, or "
-            "--finetune to start at iteration 0",
+            f"{directory} holds no optimizer state that --deepspeed and --elastic can load. Fix: pass --no-load-optim, "
+            "or --finetune to start at iteration 0",
             code="optimizer-state-missing",
         )
     state = _State(**run_on_rank0(lambda: asdict(_read_state(directory)), "cannot read a checkpoint"))

@@ -232,12 +232,12 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Vo
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
     if config.shards_by_blocks:
-        _shard(core, chunks)
+        shard_by_blocks(core, chunks)
     chunk.config.grad_scale_func = core.scale_loss
     return VotedOptimizer(core, chunks, config.regularization.clip_grad, config.regularization.grad_norm)
 
 
-def _shard(core: Any, chunks: list[DistributedDataParallel]) -> None:
+def shard_by_blocks(core: Any, chunks: list[DistributedDataParallel]) -> None:
     """Puts a sharded optimizer in the place of megatron-core's one of dense parameters."""
     dense, group = members(core)[0], chunks[0].dp_cp_group
     sharded = ShardedOptimizer(dense, [*parameters_and_masters(dense)], group)

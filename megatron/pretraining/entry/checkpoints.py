@@ -42,7 +42,8 @@ class StockCheckpoints(Saves):
     def __init__(self, parts: WorkerParts):
         super().__init__(parts.config, parts.world, parts.log)
         self._parts, self._records = parts, []
-        self._fragmented = any(isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
+        fragmented = (isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
+        self._fragmented = parts.replicas is not None or any(fragmented)
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""

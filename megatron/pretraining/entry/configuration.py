@@ -20,7 +20,7 @@ from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
-from megatron.pretraining.entry.deepspeed import refuse_unsupported
+from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.entry.own_flags import OWN_GROUPS, own_names
 from megatron.pretraining.model.initial import EXACT
 
@@ -83,6 +83,8 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     problems.raise_found()
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
+    if given.get("elastic"):
+        stock.clear()  # results must not depend on the number of workers
     if given.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
         given.setdefault("zero_stage", 1)
@@ -129,17 +131,12 @@ def _plain(value: Any) -> Any:
 
 def _checked(config: MegatronConfig) -> MegatronConfig:
     refuse(
-        config.elastic.elastic,
-        "--elastic needs the model of pretrain_gpt_moe.py, whose experts have replicas. Fix: drop it, or run "
-        "pretrain_gpt_moe.py without --front megatron",
-        code="elastic-unsupported",
-    )
-    refuse(
         config.rng.initialization == EXACT and getattr(config.arguments, "init_model_with_meta_device", False),
         "--initialization exact needs weights in memory, and --init-model-with-meta-device builds them later. Fix: "
         "drop one of them",
         code="flags-exclude-each-other",
     )
     check_own_flags(config)
-    refuse_unsupported(config, config.arguments)
+    deepspeed.refuse_unsupported(config, config.arguments)
+    elastic.refuse_unsupported(config, config.arguments)
     return config

@@ -17,7 +17,7 @@ import collections
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,19 @@ def adapt(args: Any) -> None:
     """Sets the arguments of a run on a CPU; does nothing with CUDA."""
     if not torch.cuda.is_available():
         args.distributed_backend = "gloo"
+
+
+def leave_out_kernels(args: Any, given: Collection[str]) -> None:
+    """Turns off, on a CPU, the options of kernels that only CUDA has and that Megatron-LM turns on by default.
+
+    Args:
+        args: Megatron-LM's, before their check.
+        given: names of the arguments on the command line.
+    """
+    if not torch.cuda.is_available():
+        args.apply_rope_fusion = args.gradient_accumulation_fusion = False
+        if "transformer_impl" not in given:
+            args.transformer_impl = "local"
 
 
 def take_device(config: Config, local_rank: int) -> None:

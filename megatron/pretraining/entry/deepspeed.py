@@ -17,7 +17,7 @@ from megatron.pretraining.engine.zero.attach import load
 from megatron.pretraining.engine.zero.build import build_zero_optimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
-from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.entry.stock import bare_chunks, get_args
 from moc import private_interfaces
 
 _ONLY = {
@@ -80,13 +80,8 @@ def set_up(
     """
     load()
     private_interfaces.require("fragments", "deepspeed")
-    args, described = get_args(), getattr(container, "model", None)
-    if described is not None:
-        builder = described.get_builder_cls()(described)
-        bare = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
-    else:
-        bare = training.get_model(provider, model_type, wrap_with_ddp=False, pg_collection=groups)
-    (chunk,) = (ZeroChunk(get_model_config(one), one) for one in cast(list[Any], bare))  # no virtual stages
+    args, bare = get_args(), bare_chunks(container, model_type, provider, groups)
+    (chunk,) = (ZeroChunk(get_model_config(one), one) for one in bare)  # no virtual stages
     core_config, _ = cast(Any, training.get_megatron_optimizer_config(args))
     optimizer = build_zero_optimizer(config, chunk, core_config)
     args.iteration = args.num_floating_point_operations_so_far = 0

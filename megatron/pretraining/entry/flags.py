@@ -23,9 +23,10 @@ import yaml
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.entry import command_line, cpu, options
+from megatron.pretraining.entry import command_line, cpu, elastic, options
 from megatron.pretraining.entry.configuration import config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
+from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.rank0 import is_first_worker
@@ -61,13 +62,16 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         problems = Problems()
         problems.found += command_line.read().problems
         if not command_line.read().concealed:
+            read = command_line.read()
             _limit_connections(args)
+            cpu.leave_out_kernels(args, read.given)
             try:
-                real(args, defaults or {})
+                with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
+                    real(args, defaults or {})
             except (Exception, SystemExit) as error:
                 problems.found.append(_refusal_of(error))
             else:
-                problems.check(config_of, args, command_line.read().own)
+                problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
         problems.check(refuse_arguments, args)
         problems.check(cpu.refuse_models, args)
         with reported(Path(sys.argv[0]).name):
@@ -96,7 +100,8 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(real)
     def set_up(args, *more: Any, **options: Any) -> None:
-        with reported(Path(sys.argv[0]).name):
+        ranks = {"data_parallel_size": 1} if command_line.read().own.get("elastic") else {}
+        with reported(Path(sys.argv[0]).name), replaced(args, **ranks):  # they need not share a batch evenly
             try:
                 real(args, *more, **options)
             except Exception as error:

@@ -14,10 +14,18 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.entry.schedule import Reports
-from megatron.pretraining.entry.stock import get_args, get_timers
+from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.logging.records import Records
+from megatron.pretraining.process.topology import Topology
 from moc.runtime.world import World
 from moc.state.record import StepRecord
+
+
+class _Mean(float):
+    """Micro batches of each data-parallel rank, which divide sums; a product with it is an integer."""
+
+    def __rmul__(self, other: float) -> int:
+        return round(other * float(self))
 
 
 class StockLog(Records):
@@ -29,18 +37,19 @@ class StockLog(Records):
 
     def __init__(self, config: Config, world: World, optimizer: MegatronOptimizer):
         self.reports: Reports | None = None
+        self._topology: Topology | None = None
         self._optimizer = optimizer
         self._totals: dict[str, Any] = {}
         self._reports_memory, self._is_first = True, False
         super().__init__(config, world)
 
-    def begin(self, reports: Reports) -> None:
+    def begin(self, reports: Reports, topology: Topology) -> None:
         """Begins a generation: means cover its iterations only, since a replaced worker has no earlier values.
 
         ``training_log`` is collective in iterations that it prints, and prints the first iteration of a launch.
         Therefore all workers agree on the first iteration: the launch has one, and a recovery has none.
         """
-        self.reports, self._totals = reports, {}
+        self.reports, self._topology, self._totals = reports, topology, {}
         self._is_first = self._world.job.term[1] == 0
 
     def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
@@ -49,6 +58,18 @@ class StockLog(Records):
         args.consumed_train_samples = consumed_samples
         # by position, and not by sums, which a resumed run does not have
         args.num_floating_point_operations_so_far = training.num_floating_point_operations(args, consumed_samples)
+        with replaced(training, get_num_microbatches=self._mean_micro_batches):
+            self._print(record)
+        self._is_first = False
+        if gauges and record.iteration % args.tensorboard_log_interval == 0:
+            with self._harmless():
+                self._scalars(gauges, record.iteration)
+
+    def _mean_micro_batches(self) -> _Mean:
+        assert self._topology is not None  # the generation has begun
+        return _Mean(self._topology.mean_micro_batches)
+
+    def _print(self, record: StepRecord) -> None:
         self._reports_memory = training.training_log(
             self._losses(record),
             self._totals,
@@ -64,10 +85,6 @@ class StockLog(Records):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             is_first_iteration=self._is_first,
         )
-        self._is_first = False
-        if gauges and record.iteration % args.tensorboard_log_interval == 0:
-            with self._harmless():
-                self._scalars(gauges, record.iteration)
 
     def _losses(self, record: StepRecord) -> dict[str, torch.Tensor]:
         """The losses by name, on the stage that computes them."""

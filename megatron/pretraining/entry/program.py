@@ -17,12 +17,12 @@ from megatron.training import initialize_megatron, training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.duties import due
+from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
-from megatron.pretraining.entry import cpu, deepspeed
+from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.log import StockLog
@@ -31,16 +31,17 @@ from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_streams
+from megatron.pretraining.entry.streams import build_datasets, streams_of
 from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.cpu import device
-from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, world_of
+from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, let_regroup, take_parts, world_of
 from megatron.pretraining.process.nodes import order_of_ranks
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.process.topology import Topology
+from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
+from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Job
@@ -81,13 +82,17 @@ class StockProgram:
         args = get_args()
         cpu.take_device(config, args.local_rank)
         job.collectives_only = COLLECTIVES_ONLY
+        ranks = dict(
+            get_embedding_ranks=self.embedding_ranks, get_position_embedding_ranks=self.position_embedding_ranks
+        )
+        if config.elastic.elastic:
+            take_parts(config, job)
+            let_regroup(config, job, lambda: elastic.build_groups(config, job, ranks))
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
         with order_of_ranks(config, job.helpers):
-            initialize_megatron(
-                allow_no_cuda=True,
-                get_embedding_ranks=self.embedding_ranks,
-                get_position_embedding_ranks=self.position_embedding_ranks,
-            )
+            initialize_megatron(allow_no_cuda=True, **ranks)
+        if config.elastic.elastic:
+            elastic.build_domains_of(config, job)
         args.rank, args.world_size = job.rank, job.size
         return world_of(job)
 
@@ -100,7 +105,9 @@ class StockProgram:
         # the session chooses the state; a schedule in samples is one whose iterations are not counted yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            chunks, core, scheduler = self._set_up(config)
+            nodes = nodes_of(config, world.size, world.job.helpers)
+            plans = first_plans(config, nodes) if config.elastic.elastic else None
+            chunks, core, scheduler = self._set_up(config, plans)
         refuse_built(core, chunks)
         core_config = get_model_config(chunks[0])
         core_config.grad_scale_func, core_config.timers = core.scale_loss, get_timers()
@@ -110,24 +117,31 @@ class StockProgram:
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")
-        streams: Any = build_streams(self.datasets, len(chunks))
+        datasets = build_datasets(self.datasets, len(chunks))
+        streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
+        announce_restarts(config, log)
         phases.done("data")
         vocabulary = Vocabulary(args.padded_vocab_size or 0, args.padded_vocab_size or 0)
         state = chunks, ModuleState(chunks), optimizer, scheduler
         policy = auto_policy(config, log)
-        return WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, log, policy)
+        parts = WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, log, policy)
+        if plans is not None:
+            track_moving_state(parts, plans, nodes)
+        return parts
 
-    def topology(self, config: Config, world: World) -> StockTopology:
+    def topology(self, config: Config, world: World) -> Topology:
         """This worker's share of the global batch, whose size may change in the course of the run."""
-        return StockTopology(world)
+        args = get_args()
+        args.rank, args.world_size, args.data_parallel_size = world.rank, world.size, world.data_size
+        return topology_of(config, world) if config.elastic.elastic else StockTopology(world)
 
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """The schedule with Megatron-LM's forward step."""
         reports = Reports(parts.world)
-        _log_of(parts).begin(reports)
-        turns = Turns(parts.config.rng.seed, topology)
-        sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
-        return StockSchedule(reporting(self.forward_step, reports), parts.chunks, turns, *sizes)
+        _log_of(parts).begin(reports, topology)
+        return StockSchedule(
+            reporting(self.forward_step, reports), parts.chunks, turns_of(parts, topology), topology, alone_of(parts)
+        )
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:
         """What the schedule's loss function reports."""
@@ -142,13 +156,15 @@ class StockProgram:
     def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
         """The engine, which knows the model by its built chunks."""
         model = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
-        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, None, model)
+        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas, model)
 
     def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
         """Evaluates and reports by Megatron-LM's functions; the stop request is looked at afterwards."""
         args, iteration = get_args(), run.position.iteration
         if not args.eval_iters or split not in run.splits or not (final or self._evaluates_at(iteration)):
             return True
+        if run.config.elastic.elastic:
+            return elastic.evaluate(run, split, earlier, stop)
         stream: Any = run.streams[split]
         before = earlier if not final or split == "test" else self._evaluations_until(iteration)
         samples = args.eval_global_batch_size * args.eval_iters
@@ -210,11 +226,12 @@ class StockProgram:
                     code="replicas-differ",
                 )
 
-    def _set_up(self, config: Config) -> tuple[Any, Any, Any]:
+    def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
         """The model chunks, the optimizer and the schedule of learning rates."""
-        groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config)
-        if config.zero.deepspeed:
-            return deepspeed.set_up(config, self.container, self.model_type, provider, groups)
+        groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
+        for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
+            if wanted:
+                return engine.set_up(config, self.container, self.model_type, provider, groups)
         return training.setup_model_and_optimizer(
             self.model_type,
             model_provider_func=provider,
@@ -223,12 +240,17 @@ class StockProgram:
             pg_collection=groups,
         )
 
-    def _provider(self, config: Config) -> Callable[..., Any] | None:
-        """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights."""
+    def _provider(self, config: Config, plans: Plans | None) -> Callable[..., Any] | None:
+        """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights.
+
+        With ``--elastic``, ``plans`` determine the experts of this worker.
+        """
         model, provider = getattr(self.container, "model", None), self.model_provider
 
         def prepare(chunks: list[Any]) -> list[Any]:
             cpu.mend_experts(chunks)
+            if plans is not None:
+                elastic.place(config, chunks, plans)
             if config.rng.initialization == EXACT:
                 for chunk in chunks:
                     initialize_weights(chunk, config.rng.seed)

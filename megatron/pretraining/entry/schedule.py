@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
-from megatron.pretraining.engine.schedule import ForwardStep, Schedule
+from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.agreement import gather
@@ -96,13 +98,25 @@ class Reports(AuxiliaryLosses):
 
 
 class StockSchedule(Schedule):
-    """megatron-core's schedule with Megatron-LM's forward step, and as many micro batches as its calculator gives."""
+    """megatron-core's schedule with Megatron-LM's forward step, and as many micro batches as the topology has."""
+
+    def __init__(
+        self,
+        forward_step: ForwardStep,
+        chunks: list[DistributedDataParallel],
+        turns: Turns,
+        topology: Topology,
+        alone: P2PCommunicator | None = None,
+    ):
+        sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
+        super().__init__(forward_step, chunks, turns, *sizes, alone)
+        self._topology = topology
 
     def sizes(self) -> dict[str, Any]:
         """See :class:`Schedule`."""
         args = get_args()
         return dict(
-            num_microbatches=get_num_microbatches(),
+            num_microbatches=self._topology.rounds,
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
             decoder_seq_length=args.decoder_seq_length,

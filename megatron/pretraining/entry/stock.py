@@ -1,10 +1,10 @@
-"""Megatron-LM's global objects, which exist once its arguments are parsed."""
+"""Megatron-LM's global objects, which exist once its arguments are parsed, and its models."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from megatron import training
 
@@ -30,3 +30,20 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def bare_chunks(container: Any, model_type: Any, provider: Callable[..., Any] | None, groups: Any) -> list[Any]:
+    """Builds this worker's model chunks by Megatron-LM's functions, not wrapped for data parallelism.
+
+    Args:
+        container: Megatron-LM's configuration; it describes the model, unless ``provider`` builds it.
+        model_type: Megatron-LM's kind of model.
+        provider: builds a model chunk.
+        groups: Megatron-LM's collection of process groups.
+    """
+    described = getattr(container, "model", None)
+    if described is not None:
+        builder = described.get_builder_cls()(described)
+        return builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
+    bare = training.training.get_model(provider, model_type, wrap_with_ddp=False, pg_collection=groups)
+    return cast(list[Any], bare)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,13 @@ class StockStream:
         self._readers[stage] = iter(_loader(self._datasets[stage], consumed_samples))
 
 
-def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockStream]:
+def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
+    """Readers of the splits."""
+    interleaved = get_args().virtual_pipeline_model_parallel_size is not None
+    return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
+
+
+def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple[Any, ...]]:
     """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.
 
     Raises:
@@ -117,7 +123,7 @@ def build_streams(provider: Callable[..., Any], chunks: int) -> dict[str, StockS
     of_split = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
     for split, datasets in of_split.items():
         _check_readable(split, datasets)
-    return {split: StockStream(datasets, interleaved, split != "train") for split, datasets in of_split.items()}
+    return of_split
 
 
 def _check_readable(split: str, datasets: Sequence[Any]) -> None:

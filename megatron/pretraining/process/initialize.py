@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import numpy
 import torch
@@ -56,26 +58,46 @@ def initialize(config: Config, job: Job | None = None) -> World:
         ConfigError: the flags do not fit the number of workers or the backend.
     """
     job = job or Job()
-    goes_on, job.parts = goes_on_in_process(config), parts_of_model(config)
-    at_once = job.parts * per_node()  # workers are as many as make whole copies of the model, once they are connected
-    workers = job.size - len(job.helpers) * per_node()
-    workers = workers // at_once * at_once if job.parts > 1 else workers
-    check_world(config, workers)
-    check_placement(config, workers, workers_of_job())
-    if (fewest := fewest_nodes()) is not None:
-        check_fewest(config, fewest, per_node())
+    take_parts(config, job)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend, torch.cuda.is_available())
     _choose_device(config)
     job.collectives_only = COLLECTIVES_ONLY
     job.unbatched = ["PIPELINE_MODEL_PARALLEL_GROUP"] if config.overlaps_p2p else []
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
-    _build_groups(config, job)
-    if goes_on:
-        job.regroup = lambda: _build_groups_anew(config, job)
+    build = partial(_build_groups, config, job)
+    build()
+    let_regroup(config, job, build)
     world = world_of(job)
     seed_streams(config.rng.seed, 0, world)
     return world
+
+
+def take_parts(config: Config, job: Job) -> None:
+    """Sets the number of nodes that a copy of the model takes, before the job connects its workers.
+
+    Raises:
+        ConfigError: the flags do not fit the number of workers.
+    """
+    job.parts = parts_of_model(config)
+    at_once = job.parts * per_node()  # the job connects a multiple of the workers of one copy of the model
+    workers = job.size - len(job.helpers) * per_node()
+    workers = workers // at_once * at_once if job.parts > 1 else workers
+    check_world(config, workers)
+    check_placement(config, workers, workers_of_job())
+    if (fewest := fewest_nodes()) is not None:
+        check_fewest(config, fewest, per_node())
+
+
+def let_regroup(config: Config, job: Job, build: Callable[[], None]) -> None:
+    """Lets the job rebuild all process groups, if workers continue in the same processes with other members."""
+
+    def regroup() -> None:
+        parallel_state.destroy_model_parallel()
+        build()
+
+    if goes_on_in_process(config):
+        job.regroup = regroup
 
 
 def world_of(job: Job) -> World:
@@ -147,11 +169,6 @@ def be_deterministic(config: Config) -> None:
     torch.compiler.set_stance("force_eager")
 
 
-def _build_groups_anew(config: Config, job: Job) -> None:
-    parallel_state.destroy_model_parallel()
-    _build_groups(config, job)
-
-
 def _build_groups(config: Config, job: Job) -> None:
     parallel = config.parallel
     with order_of_ranks(config, job.helpers):
@@ -165,5 +182,4 @@ def _build_groups(config: Config, job: Job) -> None:
             distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
             create_gloo_process_groups=False,
         )
-        varies = fewest_nodes() is not None
-        build_domains(config, numbers_of_nodes()[1] * per_node() if varies else job.size)
+        build_domains(config, numbers_of_nodes()[1] * per_node() if fewest_nodes() is not None else job.size)

@@ -1,0 +1,227 @@
+"""Elastic training of the models of Megatron-LM's scripts: ``--elastic``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import moe_module_specs
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.utils import get_model_config
+from megatron.training import initialize, training
+
+from megatron.pretraining import evaluation
+from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config.elastic_together import check_elastic
+from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.world import check_start
+from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.elastic.domains import build_domains
+from megatron.pretraining.elastic.gradients import ElasticDataParallel
+from megatron.pretraining.elastic.groups import gradient_groups
+from megatron.pretraining.elastic.layer import ElasticLayer, elastic_layers
+from megatron.pretraining.elastic.placing import Plans, adopt
+from megatron.pretraining.engine.optimizer import shard_by_blocks
+from megatron.pretraining.entry.stock import bare_chunks, get_args, replaced
+from megatron.pretraining.logging.records import perplexity_of
+from megatron.pretraining.parts import TrainingRun
+from megatron.pretraining.process.nodes import order_of_ranks, per_node, workers_of_job
+from megatron.pretraining.process.stopping import StopRequests
+from moc.runtime.environment import fewest_nodes, numbers_of_nodes
+from moc.runtime.job import Job
+
+_ONLY = {
+    "rampup_batch_size": (None, "the global batch has a constant size"),
+    "step_batch_size_schedule": (None, "the global batch has a constant size"),
+    "mtp_num_layers": (None, "multi-token prediction was not tried with --elastic"),
+    "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
+    "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
+    "init_model_with_meta_device": (False, "weights depend on the numbers of experts, and are set before the update"),
+}
+"""By argument of Megatron-LM, the value that elastic training works with, and why no other."""
+
+
+def refuse_unsupported(config: Config, arguments: Any) -> None:
+    """Raises ``ConfigError`` with all flags that cannot be combined with ``--elastic``, if that is given; pure."""
+    if not config.elastic.elastic:
+        return
+    problems = Problems()
+    problems.check(check_elastic, config, problems)
+    for name, (only, reason) in _ONLY.items():
+        value = getattr(arguments, name, only)
+        problems.refuse(
+            value not in (only, None),
+            f"--{name.replace('_', '-')} {value}: {reason}. Fix: drop one of the two",
+            code="elastic-excludes-flag",
+        )
+    kinds = arguments.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        problems.refuse(
+            kind in ("global_aux_loss", "quantile_balancing"),
+            f"--moe-router-load-balancing-type {kind} depends on the number of workers, which --elastic changes. Fix: "
+            "choose aux_loss or seq_aux_loss",
+            code="elastic-excludes-flag",
+        )
+    problems.refuse(
+        config.regularization.optimizer not in ("adam", "sgd"),
+        f"--elastic can move only the state of Adam and SGD. Fix: drop --optimizer {config.regularization.optimizer}",
+        code="elastic-excludes-flag",
+    )
+    problems.raise_found()
+
+
+def set_up(
+    config: Config, container: Any, model_type: Any, provider: Callable[..., Any] | None, groups: Any
+) -> tuple[list[Any], Any, Any]:
+    """Builds model, optimizer and schedule, in the place of Megatron-LM's ``setup_model_and_optimizer``.
+
+    Every mixture-of-experts layer has as many experts as this worker has slots; the hook of the model's builder decides
+    which ones (:meth:`megatron.pretraining.entry.program.StockProgram.build`).
+
+    Args:
+        config: the flags in force.
+        container: Megatron-LM's configuration; it describes the model, unless ``provider`` builds it.
+        model_type: Megatron-LM's kind of model.
+        provider: builds a model chunk.
+        groups: Megatron-LM's collection of process groups.
+    """
+    args, slots = get_args(), min(config.elastic.elastic_slots or 0, config.moe.num_experts or 0)
+    with replaced(moe_module_specs, MoELayer=functools.partial(ElasticLayer, slots=slots)):
+        bare = bare_chunks(container, model_type, provider, groups)
+    core_config, reduced_over = get_model_config(bare[0]), gradient_groups(config)
+    ddp_config = dataclasses.replace(
+        container.ddp, use_distributed_optimizer=args.use_distributed_optimizer and not config.shards_by_blocks
+    )
+    chunks = [ElasticDataParallel(core_config, ddp_config, one, pg_collection=reduced_over) for one in bare]
+    optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+    optimizer_config.use_distributed_optimizer = ddp_config.use_distributed_optimizer
+    core = get_megatron_optimizer(
+        optimizer_config,
+        [*chunks],
+        config_overrides=overrides,
+        use_gloo_process_groups=False,
+        pg_collection=reduced_over,
+    )
+    if config.shards_by_blocks:
+        shard_by_blocks(core, chunks)
+    args.iteration = args.num_floating_point_operations_so_far = 0
+    return chunks, core, training.get_optimizer_param_scheduler(core)
+
+
+def build_groups(config: Config, job: Job, ranks: dict[str, Any]) -> None:
+    """Lets Megatron-LM build its process groups for the members of a generation.
+
+    Args:
+        config: the flags in force.
+        job: of this worker.
+        ranks: functions that choose the ranks with embeddings, as Megatron-LM's parameters.
+    """
+    with order_of_ranks(config, job.helpers):
+        initialize._initialize_distributed(**ranks, store=None)
+    build_domains_of(config, job)
+
+
+def build_domains_of(config: Config, job: Job) -> None:
+    """Creates the process groups of the dispatch of tokens, after Megatron-LM's groups."""
+    with order_of_ranks(config, job.helpers):
+        build_domains(config, numbers_of_nodes()[1] * per_node() if fewest_nodes() is not None else job.size)
+
+
+def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> None:
+    """Gives this worker's slots their experts, before weights are initialised by the numbers of experts.
+
+    Raises:
+        ConfigError: megatron-core's specification did not build the layers with experts.
+    """
+    plan, layers = plans.get(parallel_state.get_pipeline_model_parallel_rank()), elastic_layers(chunks)
+    refuse(
+        sorted(layer.layer for layer in layers) != sorted(plan.tables if plan is not None else ()),
+        "--elastic places the experts of GPT's layers, and this model has others. Fix: drop it, or build the layers by "
+        "megatron-core's specification",
+        code="elastic-unsupported",
+    )
+    if plan is not None:
+        adopt(layers, plan, config.elastic.elastic_dispatch)
+
+
+@contextlib.contextmanager
+def uneven_batch(args: Any, elastic: bool) -> Iterator[None]:
+    """Lets Megatron-LM's check of arguments accept a global batch that data-parallel ranks cannot share evenly."""
+    if elastic and args.global_batch_size and args.eval_global_batch_size is None:
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+        ranks = max(args.world_size // model, 1)
+        args.eval_global_batch_size = args.global_batch_size * (args.eval_micro_batch_size or 1) * ranks
+        yield
+        args.eval_global_batch_size = args.global_batch_size
+    else:
+        yield
+
+
+def check_workers(config: Config, given: Collection[str]) -> None:
+    """Raises ``ConfigError`` if experts cannot be placed on the workers of this job.
+
+    Args:
+        config: the flags in force.
+        given: names of Megatron-LM's arguments on the command line.
+    """
+    if not config.elastic.elastic:
+        return
+    refuse(
+        "global_batch_size" not in given,
+        "--elastic needs --global-batch-size, which does not change with the number of workers. Fix: add it",
+        code="elastic-needs-flag",
+    )
+    problems = Problems()
+    for name in ("eval_global_batch_size", "eval_micro_batch_size"):
+        problems.refuse(
+            name in given,
+            f"--elastic evaluates with the batches of training. Fix: drop --{name.replace('_', '-')}",
+            code="elastic-excludes-flag",
+        )
+    problems.raise_found()
+    check_start(config, workers_of_job())
+
+
+def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> bool:
+    """Reports the loss of a split, which does not depend on the number of workers; False if a stop was requested."""
+    args, topology = get_args(), run.stepper.topology
+    size = topology.global_batch_size
+    batches = (run.batches(split, (earlier * args.eval_iters + number) * size) for number in range(args.eval_iters))
+    loss = evaluation.evaluate(run.stepper, batches, stop)
+    run.stepper.auxiliary.drop()
+    if loss is not None:
+        run.log.evaluation(run.position.iteration, split, loss)
+        name = {"valid": "validation"}.get(split, split)
+        run.log.message(
+            f"{name} loss at iteration {run.position.iteration}: {loss:.6E}, PPL: {perplexity_of(loss):.6E}"
+        )
+    return loss is not None
+
+
+def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream | None]:
+    """Readers of the splits, from any position and in the topology of any generation.
+
+    Raises:
+        ConfigError: the samples are not dictionaries with a ``loss_mask``, which a ghost needs.
+    """
+    workers, streams = get_args().num_workers, {}
+    for split, (dataset,) in datasets.items():  # no virtual stages
+        if dataset is not None and not _masks(dataset[0]):
+            raise ConfigError(
+                f"the samples of the {split} split have no loss_mask, and --elastic deals micro batches without tokens "
+                "that count. Fix: add a loss_mask to the samples, or drop --elastic",
+                code="datasets-unsupported",
+            )
+        reader = functools.partial(BatchStream, dataset)
+        train = split == "train"
+        streams[split] = None if dataset is None else reader(num_workers=workers * train, wrap=not train)
+    return streams
+
+
+def _masks(sample: Any) -> bool:
+    return isinstance(sample, dict) and torch.is_tensor(sample.get("loss_mask"))
