@@ -9,7 +9,7 @@ of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -237,7 +237,7 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Vo
     return VotedOptimizer(core, chunks, config.regularization.clip_grad, config.regularization.grad_norm)
 
 
-def shard_by_blocks(core: Any, chunks: list[DistributedDataParallel]) -> None:
+def shard_by_blocks(core: Any, chunks: Sequence[DistributedDataParallel]) -> None:
     """Puts a sharded optimizer in the place of megatron-core's one of dense parameters."""
     dense, group = members(core)[0], chunks[0].dp_cp_group
     sharded = ShardedOptimizer(dense, [*parameters_and_masters(dense)], group)

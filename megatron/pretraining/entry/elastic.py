@@ -94,11 +94,12 @@ def set_up(
     with replaced(moe_module_specs, MoELayer=functools.partial(ElasticLayer, slots=slots)):
         bare = bare_chunks(container, model_type, provider, groups)
     core_config, reduced_over = get_model_config(bare[0]), gradient_groups(config)
-    ddp_config = dataclasses.replace(
+    ddp_config: Any = dataclasses.replace(
         container.ddp, use_distributed_optimizer=args.use_distributed_optimizer and not config.shards_by_blocks
     )
     chunks = [ElasticDataParallel(core_config, ddp_config, one, pg_collection=reduced_over) for one in bare]
-    optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+    described: Any = training.get_megatron_optimizer_config(args)
+    optimizer_config, overrides = described
     optimizer_config.use_distributed_optimizer = ddp_config.use_distributed_optimizer
     core = get_megatron_optimizer(
         optimizer_config,
@@ -217,9 +218,8 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream |
                 "that count. Fix: add a loss_mask to the samples, or drop --elastic",
                 code="datasets-unsupported",
             )
-        reader = functools.partial(BatchStream, dataset)
         train = split == "train"
-        streams[split] = None if dataset is None else reader(num_workers=workers * train, wrap=not train)
+        streams[split] = None if dataset is None else BatchStream(dataset, workers * train, wrap=not train)
     return streams
 
 

@@ -82,7 +82,7 @@ class StockProgram:
         args = get_args()
         cpu.take_device(config, args.local_rank)
         job.collectives_only = COLLECTIVES_ONLY
-        ranks = dict(
+        ranks: dict[str, Any] = dict(
             get_embedding_ranks=self.embedding_ranks, get_position_embedding_ranks=self.position_embedding_ranks
         )
         if config.elastic.elastic:

@@ -120,7 +120,7 @@ def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple
         if interleaved:
             one.is_distributed = distributed
         by_stage.append(build_train_valid_test_datasets(one) if reads else (None, None, None))
-    of_split = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
+    of_split: dict[str, tuple[Any, ...]] = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
     for split, datasets in of_split.items():
         _check_readable(split, datasets)
     return of_split
