@@ -15,7 +15,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.ds_config import Setting, agree, ignored_in, settings_in
 from megatron.pretraining.config.flag import UNKNOWN, Problems, flags_of
 from megatron.pretraining.config.groups import group_classes
-from megatron.pretraining.entry.dialects import translated
+from megatron.pretraining.entry.dialects import nested, translated
 from megatron.pretraining.entry.own_flags import PREFIX
 from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
@@ -85,8 +85,10 @@ class _Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         translation = translated(words, self._option_string_actions, self.of_script)
         words, self.exit_on_error = [*translation.words], False
+        foreign = nested.refusal(nested.content_of(words), _options_with_values(self), "the command line")
+        words = [word for word in words if foreign is None or not nested.is_key(word)]
         values, problems = read_words(self, words, super().parse_known_args)
-        problems.found += translation.problems
+        problems.found += [*translation.problems, *([] if foreign is None else [foreign])]
         if values.get(f"{PREFIX}help_all"):
             self.print_help(sys.__stdout__)
             self.exit(0)
@@ -151,7 +153,15 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
     for file in files:
         content: dict[str, Any] = {}
         problems.check(lambda file=file, content=content: content.update(load_config(file)))
-        yield from _words_of_options(parser, content, file, problems)
+        if (foreign := nested.refusal(content, _options_with_values(parser), f"--config {file}")) is not None:
+            problems.found.append(foreign)
+        else:
+            yield from _words_of_options(parser, content, file, problems)
+
+
+def _options_with_values(parser: argparse.ArgumentParser) -> dict[str, bool]:
+    """Whether an option takes a value, by option."""
+    return {spelling: action.nargs != 0 for spelling, action in parser._option_string_actions.items()}
 
 
 def _words_of_ds_config(

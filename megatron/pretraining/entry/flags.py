@@ -61,6 +61,9 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
     def validate(args, defaults=None):
         problems = Problems()
         problems.found += command_line.read().problems
+        if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
+            with reported(Path(sys.argv[0]).name):
+                problems.raise_found()
         if not command_line.read().concealed:
             read = command_line.read()
             _limit_connections(args)
