@@ -144,6 +144,13 @@ def test_problems_of_a_file_are_reported(tmp_path):
     assert "--train-samples" in ended.output and ended.output.count("--lr ") == 1
 
 
+def test_options_of_a_dialect_in_a_file_are_translated(tmp_path):
+    (tmp_path / "older.yaml").write_text("checkpoint_activations: true\nDDP_impl: local\nlog_interval: 3\n")
+    ended = run(tmp_path, USER_SCRIPT, 1, "--config older.yaml --print-config")
+    assert ended.code == 0, ended.output[-2000:]
+    assert "# --DDP-impl local: ignored" in ended.output and "recompute_method: uniform" in ended.output
+
+
 def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
     ours, both = (run(tmp_path, USER_SCRIPT, 1, flag) for flag in ("--help", "--help-all"))
     assert ours.code == both.code == 0

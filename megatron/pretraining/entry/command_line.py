@@ -82,20 +82,20 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads the words, and the files that they name; nothing is left over."""
         global _read
-        words = sys.argv[1:] if args is None else list(args)
-        translation = translated(words, self._option_string_actions, self.of_script)
-        words, self.exit_on_error = [*translation.words], False
+        words, self.exit_on_error = sys.argv[1:] if args is None else list(args), False
+        problems = Problems()
+        named, _ = read_words(self, words, super().parse_known_args)
+        if (files := named.get(f"{PREFIX}config")) and files is not UNKNOWN:
+            words = [*_words_of_files(self, files, problems), *words]
         foreign = nested.refusal(nested.content_of(words), _options_with_values(self), "the command line")
-        words = [word for word in words if foreign is None or not nested.is_key(word)]
-        values, problems = read_words(self, words, super().parse_known_args)
-        problems.found += [*translation.problems, *([] if foreign is None else [foreign])]
+        if foreign is not None:
+            words, problems.found = [word for word in words if not nested.is_key(word)], [*problems.found, foreign]
+        translation = translated(words, self._option_string_actions, self.of_script)
+        words, problems.found = [*translation.words], [*problems.found, *translation.problems]
+        values = _read_again(self, words, super().parse_known_args, problems)
         if values.get(f"{PREFIX}help_all"):
             self.print_help(sys.__stdout__)
             self.exit(0)
-        files = values.get(f"{PREFIX}config")
-        if files and files is not UNKNOWN:
-            words = [*_words_of_files(self, files, problems), *words]
-            values = _read_again(self, words, super().parse_known_args, problems)
         if (path := values.get(f"{PREFIX}deepspeed_config")) and path is not UNKNOWN:
             words = [*_words_of_ds_config(self, path, words, values, problems), *words]
             values = _read_again(self, words, super().parse_known_args, problems)
@@ -156,7 +156,7 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
         if (foreign := nested.refusal(content, _options_with_values(parser), f"--config {file}")) is not None:
             problems.found.append(foreign)
         else:
-            yield from _words_of_options(parser, content, file, problems)
+            yield from _words_of_options(parser, content, file, problems, others=True)
 
 
 def _options_with_values(parser: argparse.ArgumentParser) -> dict[str, bool]:
@@ -188,16 +188,23 @@ def _mean_the_same(name: str, one: object, other: object) -> bool:
 
 
 def _words_of_options(
-    parser: argparse.ArgumentParser, options: Mapping[Any, Any], source: str, problems: Problems
+    parser: argparse.ArgumentParser,
+    options: Mapping[Any, Any],
+    source: str,
+    problems: Problems,
+    others: bool = False,
 ) -> Iterator[str]:
-    """Options by name as words of a command line."""
+    """Options by name as words of a command line; with ``others``, also options that the parser does not have."""
     by_name: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         for name in {action.dest.removeprefix(PREFIX), *map(_underscored, action.option_strings)}:
             by_name.setdefault(name, []).append(action)
     for key, value in options.items():
         actions = by_name.get(_underscored(key))
-        if actions is None:
+        if actions is None and others:
+            yield f"--{_underscored(key).replace('_', '-')}"
+            yield from () if value in (True, None) else map(str, value if isinstance(value, list) else [value])
+        elif actions is None:
             refuse_unknown([f"--{key}"], {f"--{name}": name for name in by_name}, problems)
         elif value is not None:
             yield from _words_of(actions, value, f"{short(key)} in {source}", problems)
