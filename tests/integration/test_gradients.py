@@ -30,7 +30,7 @@ if ALL:
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("way", WAYS if ALL else ["fp32 replicated"])
+@pytest.mark.parametrize("way", WAYS if ALL else ["fp16 EP2"])
 def test_a_run_whose_chains_cover_everything_ends_as_without_a_fault(way, data, tmp_path):
     layout, precision = WAYS[way]
     flags = data | CLIPPED | precision | dict(train_iters=18)
