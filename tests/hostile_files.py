@@ -608,7 +608,7 @@ TYPES: dict[str, FileType] = {
     "--config": FileType(
         "flags.yaml", lambda path: compose(arguments.read_config_file(path)), _json_changed(FLAGS), _flags
     ),
-    "--deepspeed-config": _json_type("ds.json", lambda path: ds_config.settings_in.__wrapped__(str(path)), DS_CONFIG),
+    "--deepspeed-config": _json_type("ds.json", lambda path: ds_config.settings_in(str(path)), DS_CONFIG),
     "--trace": FileType("trace.csv", read_trace, _changed_trace, _trace),
     "--routing": FileType(
         "routing.npz",
