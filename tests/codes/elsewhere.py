@@ -7,6 +7,7 @@ TESTS = {
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",
     "elastic-plans-differ": "integration/test_elastic.py",
     "folding-unsupported": "unit/session/test_folds.py",
+    "elastic-unsupported": "unit/pretraining/test_elastic_entry.py",
     "fp8-unsupported": "integration/test_masters.py",
     "helper-lost": "unit/session/test_carriers.py",
     "index-cache-unusable": "unit/pretraining/data/test_index_cache.py",

@@ -196,7 +196,7 @@ CASES = {
     "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
     "data-kind-unsupported": front("--sft", "--sft"),
     "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
-    "config-of-another-program": front("trainer.max_steps=8 model.num_layers=2", "--train-iters 8 --num-layers 2"),
+    "config-of-another-program": front("model.num_layers=2 model.hidden_size=64", "--num-layers 2 --hidden-size 64"),
     "dialect-ambiguous": front("--tokenizer-name-or-path x", "--dialect"),
     "device-unsupported": front("--hybrid-layer-pattern *-*-", "*-*-"),
     "model-missing": user_script("model-missing", status=2),

@@ -87,7 +87,8 @@ class _Parser(argparse.ArgumentParser):
         named, _ = read_words(self, words, super().parse_known_args)
         if (files := named.get(f"{PREFIX}config")) and files is not UNKNOWN:
             words = [*_words_of_files(self, files, problems), *words]
-        foreign = nested.refusal(nested.content_of(words), _options_with_values(self), "the command line")
+        keys = nested.content_of(words)
+        foreign = nested.refusal(keys, _options_with_values(self), "the command line", "NeMo" if keys else None)
         if foreign is not None:
             words, problems.found = [word for word in words if not nested.is_key(word)], [*problems.found, foreign]
         translation = translated(words, self._option_string_actions, self.of_script)

@@ -17,7 +17,7 @@ from megatron.pretraining.engine.zero.attach import load
 from megatron.pretraining.engine.zero.build import build_zero_optimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
-from megatron.pretraining.entry.stock import bare_chunks, get_args
+from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values
 from moc import private_interfaces
 
 _ONLY = {
@@ -42,12 +42,9 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
             code="grad-norm-unsupported",
         )
         problems.check(_check_batch, config.zero.gradient_accumulation_steps, arguments, problems)
-        for name, (only, reason) in _ONLY.items():
-            value = getattr(arguments, name, only)
+        for option, reason in other_values(arguments, _ONLY):
             problems.refuse(
-                value not in (only, None),
-                f"--{name.replace('_', '-')} {value}: {reason}. Fix: drop one of the two",
-                code="deepspeed-excludes-flag",
+                True, f"{option}: {reason}. Fix: drop it, or drop --deepspeed", code="deepspeed-excludes-flag"
             )
     problems.raise_found()
 

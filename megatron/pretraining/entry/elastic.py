@@ -27,7 +27,7 @@ from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.elastic.layer import ElasticLayer, elastic_layers
 from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.engine.optimizer import shard_by_blocks
-from megatron.pretraining.entry.stock import bare_chunks, get_args, replaced
+from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values, replaced
 from megatron.pretraining.logging.records import perplexity_of
 from megatron.pretraining.parts import TrainingRun
 from megatron.pretraining.process.nodes import order_of_ranks, per_node, workers_of_job
@@ -41,7 +41,7 @@ _ONLY = {
     "mtp_num_layers": (None, "multi-token prediction was not tried with --elastic"),
     "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
     "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
-    "init_model_with_meta_device": (False, "weights depend on the numbers of experts, and are set before the update"),
+    "init_model_with_meta_device": (False, "weights are initialised by the numbers of experts when the model is built"),
 }
 """By argument of Megatron-LM, the value that elastic training works with, and why no other."""
 
@@ -52,13 +52,8 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
         return
     problems = Problems()
     problems.check(check_elastic, config, problems)
-    for name, (only, reason) in _ONLY.items():
-        value = getattr(arguments, name, only)
-        problems.refuse(
-            value not in (only, None),
-            f"--{name.replace('_', '-')} {value}: {reason}. Fix: drop one of the two",
-            code="elastic-excludes-flag",
-        )
+    for option, reason in other_values(arguments, _ONLY):
+        problems.refuse(True, f"{option}: {reason}. Fix: drop it, or drop --elastic", code="elastic-excludes-flag")
     kinds = arguments.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         problems.refuse(

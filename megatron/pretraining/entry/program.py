@@ -130,7 +130,10 @@ class StockProgram:
         return parts
 
     def topology(self, config: Config, world: World) -> Topology:
-        """This worker's share of the global batch, whose size may change in the course of the run."""
+        """This worker's share of the global batch, whose size may change in the course of the run.
+
+        Also sets Megatron-LM's arguments of rank and sizes, which change with the members of the job.
+        """
         args = get_args()
         args.rank, args.world_size, args.data_parallel_size = world.rank, world.size, world.data_size
         return topology_of(config, world) if config.elastic.elastic else StockTopology(world)

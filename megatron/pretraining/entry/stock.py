@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from megatron import training
@@ -30,6 +30,19 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def other_values(arguments: Any, only: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:
+    """Yields the options that have other values than a table permits, with the reasons.
+
+    Args:
+        arguments: Megatron-LM's.
+        only: by name of an argument, its permitted value, and why no other; None is always permitted.
+    """
+    for name, (permitted, reason) in only.items():
+        value = getattr(arguments, name, permitted)
+        if value not in (permitted, None):
+            yield f"--{name.replace('_', '-')} {value}", reason
 
 
 def bare_chunks(container: Any, model_type: Any, provider: Callable[..., Any] | None, groups: Any) -> list[Any]:

@@ -56,19 +56,23 @@ _MEANINGS = {
 _PAIRS = {"model.optim.betas": ("--adam-beta1", "--adam-beta2")}
 
 
-def refusal(content: Mapping[Any, Any], known: Mapping[str, bool], named: str) -> ConfigError | None:
+def refusal(
+    content: Mapping[Any, Any], known: Mapping[str, bool], named: str, otherwise: str | None = None
+) -> ConfigError | None:
     """Names the options that mean the same as the nested keys of another program; pure.
 
     Args:
         content: keys and values.
         known: by option, whether it takes a value.
         named: the file or the words, as the subject of the sentence.
+        otherwise: the program, if no sections show which one it is.
 
     Returns:
         None if the content is not a configuration of such a program.
     """
     sections = {key for key, value in content.items() if isinstance(value, Mapping)}
-    program = next((name for name, sets in _SECTIONS.items() if any(needed <= sections for needed in sets)), None)
+    shown = (name for name, sets in _SECTIONS.items() if any(needed <= sections for needed in sets))
+    program = next(shown, otherwise)
     if program is None:
         return None
     found: dict[str, str] = {}

@@ -1,0 +1,26 @@
+"""Elastic training of the models of Megatron-LM's scripts: models that it cannot place."""
+
+import types
+
+import pytest
+import torch
+
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+
+from megatron.pretraining.config import ConfigError  # noqa: E402
+from megatron.pretraining.entry import elastic  # noqa: E402
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_model_with_other_layers_than_the_plan_is_refused(stage, monkeypatch):
+    monkeypatch.setattr(elastic.parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
+    plans = {0: types.SimpleNamespace(tables={0: None})}
+    config = types.SimpleNamespace(elastic=types.SimpleNamespace(elastic_dispatch="level"))
+    if stage == 1:  # without experts in the plan and in the model
+        elastic.place(config, [torch.nn.Linear(1, 1)], plans)
+        return
+    with pytest.raises(ConfigError) as refused:
+        elastic.place(config, [torch.nn.Linear(1, 1)], plans)
+    assert refused.value.code == "elastic-unsupported"
