@@ -123,9 +123,9 @@ def workers_here() -> Workers | None:
 
 
 def asks_for_megatron(words: list[str]) -> tuple[bool, list[str]]:
-    """Whether ``--front megatron`` is given, and the other words of the command line."""
+    """Whether Megatron-LM's flags are used, which is the default, and the other words of the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--front", choices=("moc", "megatron"), default="moc")
+    parser.add_argument("--front", choices=("moc", "megatron"), default=os.environ.get("MOC_FRONT", "megatron"))
     known, others = parser.parse_known_args(words)
     return known.front == "megatron", others
 

@@ -28,8 +28,6 @@ PATIENCE_S = 500.0
 """Less than pytest's own limit, which ends a test without the console of its job."""
 FRONT = os.environ.get("MOC_TESTS_FRONT", "moc")
 """The entry point of pretrain_gpt_moe.py in jobs that do not name one."""
-OF_MEGATRON = dict(max_position_embeddings=16, eval_interval=1000)
-"""Flags that Megatron-LM's parser demands, and ours does not."""
 PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
 
 
@@ -69,7 +67,7 @@ class Launched:
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
         self.log, self._directory, self._may_end = directory / "log", directory, directory / "may end"
-        self._flags = (OF_MEGATRON if front == "megatron" else {}) | FLAGS | parallel | flags
+        self._flags = FLAGS | parallel | flags
         self._flags |= dict(log_dir=str(self.log))
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
@@ -78,7 +76,7 @@ class Launched:
             numbers += ["--spares", str(spares)] if spares else []
             addresses = [f"127.0.0.1:{port}" for port in free_ports(candidates)]
             self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
-        self._program = [str(REPOSITORY / program), *(["--front", front] if front != "moc" else ())]
+        self._program = [str(REPOSITORY / program), "--front", front]
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers, self._lost = secrets.token_hex(32), [], set()
         self._start, self._events = contextlib.nullcontext if cold else warm.starts, Events(self.log / "events.jsonl")

@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import yaml
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry import command_line, cpu, elastic, options
-from megatron.pretraining.entry.configuration import config_of
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -59,35 +59,47 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def validate(args, defaults=None):
-        problems = Problems()
-        problems.found += command_line.read().problems
-        if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
-            with reported(Path(sys.argv[0]).name):
-                problems.raise_found()
-        if not command_line.read().concealed:
-            read = command_line.read()
-            _limit_connections(args)
-            cpu.leave_out_kernels(args, read.given)
-            try:
-                with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                    real(args, defaults or {})
-            except (Exception, SystemExit) as error:
-                problems.found.append(_refusal_of(error))
-            else:
-                problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
-        problems.check(refuse_arguments, args)
-        problems.check(cpu.refuse_models, args)
+        problems, read = problems_of(real, args, defaults or {}), command_line.read()
         with reported(Path(sys.argv[0]).name):
             problems.raise_found()
-        if command_line.read().prints:
+        if read.prints:
             if is_first_worker():
                 with contextlib.redirect_stdout(sys.__stdout__):
-                    print_lines(*(f"# {line}" for line in command_line.read().notices), *described())
+                    print_lines(*(f"# {line}" for line in read.notices), *described())
             sys.exit(0)
         script_check.checked()
         return args
 
     return validate
+
+
+def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: Mapping[str, Any]) -> Problems:
+    """Completes Megatron-LM's arguments, and returns everything that is wrong with the command line that was read last.
+
+    Args:
+        check: Megatron-LM's ``validate_args``.
+        args: the parsed arguments, which change.
+        defaults: of the program, by name.
+    """
+    problems, read = Problems(), command_line.read()
+    problems.found += read.problems
+    if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
+        return problems
+    if not read.concealed:
+        _limit_connections(args)
+        cpu.leave_out_kernels(args, read.given)
+        if defaults.get(OWN_PROGRAM) and args.max_position_embeddings is None:
+            args.max_position_embeddings = args.seq_length
+        try:
+            with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
+                check(args, defaults)
+        except (Exception, SystemExit) as error:
+            problems.found.append(_refusal_of(error))
+        else:
+            problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
+    problems.check(refuse_arguments, args)
+    problems.check(cpu.refuse_models, args)
+    return problems
 
 
 def _limit_connections(args: argparse.Namespace) -> None:

@@ -30,7 +30,8 @@ from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
-_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
+"""Defaults of this program, where Megatron-LM's options have none."""
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 def configured() -> Any:
     """Megatron-LM's arguments, parsed and validated; ends the process with a message if they do not work."""
-    args: Any = parse_and_validate_args(args_defaults=_DEFAULTS)
+    args: Any = parse_and_validate_args(args_defaults=DEFAULTS)
     with reported(os.path.basename(sys.argv[0])):
         _refuse_other_data(args)
     return args

@@ -1,0 +1,46 @@
+"""The configuration that a command line describes, without workers: for planners and converters."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from megatron.pretraining.config import Config
+
+PROGRAM = "pretrain_gpt_moe.py"
+
+
+def config_of_words(words: Sequence[str], workers: int = 1) -> Config:
+    """Parses and checks a command line of ``pretrain_gpt_moe.py``, and builds nothing.
+
+    Args:
+        words: options of Megatron-LM, of this project, or of a dialect.
+        workers: number of workers, which the layout has to divide.
+
+    Returns:
+        The configuration; its attribute ``arguments`` holds Megatron-LM's arguments.
+
+    Raises:
+        ConfigError: the command line cannot work; it has all problems that can be found together.
+    """
+    import_module("moc.megatron")  # before others import megatron-core; adds our options to the parser
+    entry = "megatron.pretraining.entry"
+    flags, stock = import_module(f"{entry}.flags"), import_module(f"{entry}.stock")
+    arguments: Any = import_module("megatron.training.arguments")
+    before = os.environ.copy()
+    os.environ |= {"WORLD_SIZE": str(workers), "RANK": "0", "LOCAL_RANK": "0"}
+    try:
+        with stock.replaced(sys, argv=[PROGRAM, *words]), contextlib.redirect_stdout(io.StringIO()):
+            args = arguments.parse_args()
+            check = arguments.validate_args.__wrapped__
+            flags.problems_of(check, args, import_module(f"{entry}.gpt").DEFAULTS).raise_found()
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    own = import_module(f"{entry}.command_line").read().own
+    return import_module(f"{entry}.configuration").config_of(args, own)
