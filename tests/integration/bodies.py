@@ -21,20 +21,19 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-import pretrain_gpt_moe as program
-from megatron.pretraining import errors, loop, setup
-from megatron.pretraining.checkpoint import writer as checkpoint_writer
-from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import compose
+from megatron.pretraining import errors, loop
 from megatron.pretraining.engine.step import NonFiniteError
-from megatron.pretraining.logging.log import Log
+from megatron.pretraining.entry import gpt
+from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process.phases import Phases
+from moc.runtime.job import Job
 from moc.session import snapshots
 from moc.store.errors import CheckpointError
 from tests.integration import plain
+from tests.integration.own_program import changed, program_of
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 loop.LAST_TRIES_S = snapshots.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
@@ -60,12 +59,11 @@ def train(flags: dict) -> dict:
         iteration = str((told["start"] or 0) + len(told["records"]))
         watching = model.training and batches is not None
         seen = told["samples"].setdefault(iteration, []) if watching else []
-        return program.forward_step(_noting(batches, seen), model)
+        return gpt.forward_step(_noting(batches, seen), model)
 
     with errors.reported():
-        told["code"] = loop.pretrain(
-            compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step)
-        )
+        config, program = program_of(flags)
+        told["code"] = loop.pretrain(config, dataclasses.replace(program, forward_step=forward_step))
     return told
 
 
@@ -77,12 +75,13 @@ def train_unchecked(flags: dict) -> dict:
 
 def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
     """Runs the loop in several generations of one worker, each with further flags; the step records."""
-    config, told = compose(flags | each[0]), {"start": 0, "records": []}
+    told = {"start": 0, "records": []}
     _watch(told)
+    config, program = program_of(flags)
     stop, phases = stopping.StopRequests(config), Phases()
-    parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
+    parts = program.build(config, program.connect(config, Job()), stop, phases)
     for more in each:
-        parts.config = compose(flags | more)
+        parts.config = changed(config, more)
         loop.train(setup.start(parts, stop, phases), stop)
         parts.go_on_after(None)
     initialize.shut_down()
@@ -90,7 +89,7 @@ def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
 
 
 def _watch(told: dict) -> None:
-    run_loop, tell = loop.train, Log.iteration
+    run_loop, tell = loop.train, StockLog.iteration
 
     def watched_loop(run, stop):
         told["start"] = run.position.iteration
@@ -104,7 +103,7 @@ def _watch(told: dict) -> None:
             told["records"].append(dataclasses.asdict(record))
         tell(log, record, consumed_samples, gauges)
 
-    loop.train, Log.iteration = watched_loop, watched_log
+    loop.train, StockLog.iteration = watched_loop, watched_log
 
 
 def _noting(batches, seen: list):
@@ -145,7 +144,7 @@ def with_run(flags: dict, use):
     """Sets up what the flags say, and gives it to ``use`` in place of the training loop; its answer."""
     answers = []
     loop.train = lambda run, stop: answers.append(use(run)) or 0
-    loop.pretrain(compose(flags), program.providers())
+    loop.pretrain(*program_of(flags))
     return answers[0]
 
 
@@ -224,7 +223,7 @@ def _poisoned(stepper, poison: str | None):
 
 
 def _forward_to_nan(batches, model):
-    output, loss = program.forward_step(batches, model)
+    output, loss = gpt.forward_step(batches, model)
     return output * float("nan"), loss
 
 
