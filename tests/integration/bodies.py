@@ -21,10 +21,13 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-from megatron.pretraining import errors, loop
+from megatron.pretraining import errors, loop, setup
+from megatron.pretraining.checkpoint import writer
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.entry import gpt
 from megatron.pretraining.entry.log import StockLog
+from megatron.pretraining.entry.program import StockProgram
+from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process import rank0 as first_worker
@@ -269,12 +272,11 @@ def _gradients(run) -> dict[str, str]:
     return {f"{i} {name}": digest(p.main_grad) for i, (name, p) in enumerate(named)}
 
 
-def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list[str | None]:
-    """What loading says about each change of the flags, then about each damage to a file.
+def refusals(flags: dict, damages: list[dict]) -> list[str | None]:
+    """What loading raises without damage to a file, then with each.
 
     Args:
         flags: with ``load``; fitting the checkpoint.
-        changes: flags that make another model, each by itself.
         damages: ``{"path", "kind"}``; kind is ``missing``, ``truncated`` or ``flipped``.
 
     Returns:
@@ -282,47 +284,25 @@ def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list
     """
 
     def use(run) -> list:
-        flags["load"] = load
-        said = [_load(run, flags)]
-        said += [_load(run, {**flags, **change}) for change in changes]
+        found = [_load(run, load)]
         for damage in damages:
             with _damaged(run.world, **damage):
-                said.append(_load(run, flags))
-        return said
+                found.append(_load(run, load))
+        return found
 
     load = flags.pop("load")  # not while setting up
     return with_run(flags, use)
 
 
-def _load(run, flags: dict) -> str | None:
-    stepper = run.stepper
-    parts = run.world, stepper.chunks, stepper.modules, stepper.optimizer, stepper.scheduler, run.vocabulary, run.log
-    checkpoints = Checkpoints(compose(flags), *parts)
+def _load(run, load: str) -> str | None:
     before = weights_of(run.stepper.chunks)
     try:
-        checkpoints.load()
+        with replaced(get_args(), load=load):
+            run.checkpoints.load()
     except CheckpointError as error:
         assert weights_of(run.stepper.chunks) == before, f"weights changed, although: {error}"
         return str(error)
     return None
-
-
-def norms_under_another_name(flags: dict) -> list[bool]:
-    """Loads a checkpoint into layers whose norms before experts are named as Transformer Engine's; which are right."""
-
-    def use(run) -> list[bool]:
-        norms = []
-        for layer in (layer for chunk in run.stepper.chunks for layer in unwrap(chunk).decoder.layers):
-            its = layer.submodules_config
-            its.sharded_state_dict_keys_map = {
-                name: other for name, other in its.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
-            }
-            norms.append((layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.weight.detach().clone()))
-            layer.pre_mlp_layernorm.weight.data.fill_(7)
-        assert _load(run, flags | dict(finetune=True)) is None
-        return [torch.equal(now, before) for now, before in norms]
-
-    return with_run(flags, use)
 
 
 @contextlib.contextmanager
@@ -349,18 +329,17 @@ def train_with_small_files(flags: dict, limit: int) -> dict:
 
 
 def die_while_writing(flags: dict) -> None:
-    """Is killed when the forked writer has been at work for a moment: it would go on for ten."""
+    """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
 
     def die(run):
-        real = checkpoint_writer.write_regions
-        checkpoint_writer.write_regions = lambda *args: (time.sleep(600), real(*args))
-        run.checkpoints._config = run.config.replace("checkpoint", async_save=True)
+        real = writer.write_files
+        writer.write_files = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
-        while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
+        while not any(Path(flags["save"]).glob(".iter_*")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with_run(flags, die)
+    with_run(flags | dict(async_save=True), die)
 
 
 def leave_a_process() -> None:
@@ -389,14 +368,14 @@ def train_when_time_flies(flags: dict, calls: int) -> dict:
 
 def train_signalled_in_set_up(flags: dict) -> dict:
     """As :func:`train`; the last worker gets SIGTERM while the model is built."""
-    build = setup.build_model
+    build = StockProgram._set_up
 
     def signalled(*args):
         if dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return build(*args)
 
-    setup.build_model = signalled
+    StockProgram._set_up = signalled
     return train(flags)
 
 

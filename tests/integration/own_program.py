@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -22,9 +22,13 @@ def program_of(flags: Mapping[str, Any]) -> tuple[MegatronConfig, StockProgram]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(dict(flags), file)
         file.flush()
-        sys.argv = ["pretrain_gpt_moe.py", "--config", file.name]
-        args = gpt.configured()
-    return prepared(gpt.program_of(args))
+        return program_of_words(["--config", file.name])
+
+
+def program_of_words(words: Sequence[str]) -> tuple[MegatronConfig, StockProgram]:
+    """As :func:`program_of`, of a command line."""
+    sys.argv = ["pretrain_gpt_moe.py", *words]
+    return prepared(gpt.program_of(gpt.configured()))
 
 
 def changed(config: MegatronConfig, flags: Mapping[str, Any]) -> MegatronConfig:
