@@ -88,8 +88,8 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     if not read.concealed:
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
-        if defaults.get(OWN_PROGRAM) and args.max_position_embeddings is None:
-            args.max_position_embeddings = args.seq_length
+        if defaults.get(OWN_PROGRAM):
+            _complete(args)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, defaults)
@@ -100,6 +100,14 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Sets what Megatron-LM demands and this program derives: the length of positions, and saving at the end only."""
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.save and args.save_interval is None:
+        args.save_interval = sys.maxsize
 
 
 def _limit_connections(args: argparse.Namespace) -> None:
