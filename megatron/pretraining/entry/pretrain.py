@@ -67,7 +67,7 @@ def pretrain(
 
 
 def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
-    """The configuration of Megatron-LM's parsed arguments, adapted to this loop, and the program; for ``loop.pretrain``.
+    """The configuration of Megatron-LM's parsed arguments, adapted to this loop, and the program.
 
     Raises:
         ConfigError: the arguments cannot work.
