@@ -14,7 +14,8 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import yaml
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.entry import command_line, cpu, elastic, options
+from megatron.pretraining.entry import command_line, cpu, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import replaced
@@ -92,7 +93,8 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
         if defaults.get(OWN_PROGRAM):
-            _complete(args)
+            _complete(args, read.given)
+        problems.check(formats.take_formats, args)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, {})
@@ -105,14 +107,24 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     return problems
 
 
-def _complete(args: argparse.Namespace) -> None:
-    """Sets what Megatron-LM demands and this program derives; without ``--save-interval``, it saves at the end only."""
+def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
+    """Sets what Megatron-LM demands and this program derives.
+
+    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves at the end only.
+    """
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.save and args.save_interval is None:
         args.save_interval = sys.maxsize
     if args.num_experts and not args.swiglu:
         args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
+    engine = find_spec("transformer_engine") is not None
+    if not engine and "transformer_impl" not in given:
+        args.transformer_impl = "local"
+    if not engine and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        args.gradient_accumulation_fusion = False
+    if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
+        args.masked_softmax_fusion = False
 
 
 def _limit_connections(args: argparse.Namespace) -> None:

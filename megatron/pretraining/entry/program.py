@@ -26,6 +26,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
+from megatron.pretraining.entry.formats import multiply_in_format, store_in_formats
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
@@ -236,14 +237,18 @@ class StockProgram:
         with replaced(training, OptimizerParamScheduler=RateSchedule):
             for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
                 if wanted:
-                    return engine.set_up(config, self.container, self.model_type, provider, groups)
-            return training.setup_model_and_optimizer(
-                self.model_type,
-                model_provider_func=provider,
-                checkpointing_context={},
-                cfg_container=self.container,
-                pg_collection=groups,
-            )
+                    built: Any = engine.set_up(config, self.container, self.model_type, provider, groups)
+                    break
+            else:
+                built = training.setup_model_and_optimizer(
+                    self.model_type,
+                    model_provider_func=provider,
+                    checkpointing_context={},
+                    cfg_container=self.container,
+                    pg_collection=groups,
+                )
+        store_in_formats(get_args(), built[1])
+        return built
 
     def _provider(self, config: Config, plans: Plans | None) -> Callable[..., Any] | None:
         """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights.
@@ -256,6 +261,7 @@ class StockProgram:
             cpu.mend_experts(chunks)
             if plans is not None:
                 elastic.place(config, chunks, plans)
+            multiply_in_format(get_args(), chunks)
             if config.rng.initialization == EXACT:
                 for chunk in chunks:
                     initialize_weights(chunk, config.rng.seed)
