@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.training import initialize as stock
 from torch.distributed import distributed_c10d as c10d
 
 import moc.runtime.generation
 from megatron.pretraining import loop
-from megatron.pretraining.entry import program as entry
 from moc.runtime.groups import Groups
 from moc.runtime.job import Job
 from tests.integration import bodies
@@ -342,9 +342,9 @@ def replace(flags: dict, port: int, rank: int, of: int) -> list:
 def _joined_by_training(port: int, generation: int = 0) -> Groups:
     """Makes the program start with our groups in place of torch's."""
     groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "gloo", TIMEOUT, torch.device("cpu"))
-    build = entry.initialize_megatron
+    build = stock._initialize_distributed
     Job.connect = lambda *_: groups.install()
-    entry.initialize_megatron = lambda **given: (build(**given), groups.begin(store_at(port), generation))
+    stock._initialize_distributed = lambda *a, **given: (build(*a, **given), groups.begin(store_at(port), generation))
     return groups
 
 

@@ -71,7 +71,7 @@ class StockCheckpoints(Saves):
         verified = {place: self._verify(place) for place in places}
         fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
-            # with the optimizer's state elsewhere, Megatron-LM need not refuse other sizes of tensor and pipeline parallelism
+            # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
             shards = args.use_distributed_optimizer and not fragmented
             with nothing_runs(), replaced(args, use_distributed_optimizer=shards):
                 loaded: Any = training.load_checkpoint(
