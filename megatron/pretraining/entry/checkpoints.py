@@ -19,6 +19,8 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.entry import previous
+from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -65,6 +67,11 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
+        for directory, manifest in verified.values():
+            if manifest is not None:
+                if manifest["format"] == dense_files.FORMAT:
+                    return self._load_previous(directory, manifest)
+                break
         try:
             with nothing_runs():
                 loaded: Any = training.load_checkpoint(
@@ -88,6 +95,17 @@ class StockCheckpoints(Saves):
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
+
+    def _load_previous(self, directory: Path, manifest: dict) -> Position | None:
+        """Loads a checkpoint of the previous release."""
+        args, parts = get_args(), self._parts
+        anew = args.finetune or directory.parent != Path(args.load or "")
+        position = previous.load(parts, directory, manifest, described(args), not (anew or args.no_load_optim))
+        if anew:
+            return None
+        args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
+        self.last_saved = args.iteration if args.load == args.save else None
+        return position
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""

@@ -88,8 +88,9 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     if not read.concealed:
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
-        if defaults.get(OWN_PROGRAM) and args.max_position_embeddings is None:
-            args.max_position_embeddings = args.seq_length
+        if defaults.get(OWN_PROGRAM):
+            args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+            args.bias_gelu_fusion &= args.num_experts is None  # megatron-core has no such kernel for experts
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, defaults)
