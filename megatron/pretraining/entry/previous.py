@@ -10,7 +10,7 @@ A checkpoint is a directory ``iter_0000100`` with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ from moc.files.text import shown
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
+
+_ROUTING = """
+    moe_router_topk moe_router_pre_softmax moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff
+    moe_expert_capacity_factor moe_token_drop_policy
+    """.split()
 
 
 def described_by_flags(shape: Mapping) -> bool:
@@ -97,8 +102,20 @@ def load(parts: WorkerParts, directory: Path, manifest: Mapping, arguments: Mapp
         contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
     else:
         parts.optimizer.core.reload_model_params()
+    _warn_of_other_routing(arguments, state["model"], parts.log.message)
     contents.warn_of_other_samples(parts.config, parts.world, state["sample_order"], parts.log.message)
     return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
+
+
+def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[str], None]) -> None:
+    """Warns of flags that have another value, perhaps since the command line is read as another program's."""
+    for name in _ROUTING:
+        here, there = arguments.get(name), saved.get(name)
+        if here not in (there, [there]):
+            say(
+                f"WARNING: {dashed(name)} was {shown(there)} and is {shown(here)}: the model differs from here on; "
+                "--dialect moc reads command lines of the previous release"
+            )
 
 
 def _load_weights(parts: WorkerParts, directory: Path) -> None:
