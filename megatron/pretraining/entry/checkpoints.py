@@ -20,7 +20,8 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
-from megatron.pretraining.entry.configuration import OWN_PROGRAM
+from megatron.pretraining.entry import previous
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -69,6 +70,11 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
+        for directory, manifest in verified.values():
+            if manifest is not None:
+                if manifest["format"] == dense_files.FORMAT:
+                    return self._load_previous(directory, manifest)
+                break
         fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
             # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
@@ -95,6 +101,17 @@ class StockCheckpoints(Saves):
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
+
+    def _load_previous(self, directory: Path, manifest: dict) -> Position | None:
+        """Loads a checkpoint of the previous release."""
+        args, parts = get_args(), self._parts
+        anew = args.finetune or directory.parent != Path(args.load or "")
+        position = previous.load(parts, directory, manifest, described(args), not (anew or args.no_load_optim))
+        if anew:
+            return None
+        args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
+        self.last_saved = args.iteration if args.load == args.save else None
+        return position
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""

@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import MASTER, owned_slices
+from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import parameter_pieces
 from moc.files.text import shown
 from moc.runtime.agreement import gather
@@ -77,11 +78,18 @@ def model_of_chunks(
     }
     operators = operators_of(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
+
+    def check(saved: Mapping, where: object) -> None:
+        if described_by_flags(saved):
+            check_flags(described, saved, where)
+        else:
+            check_shape(shape, saved, where)
+
     return Model(
         operators=operators,
         stages=stages_of(tensors.values()),
         described={"shape": shape, "model": dict(described), "tokenizer": {"type": described.get("tokenizer_type")}},
-        check=lambda saved, where: check_shape(shape, saved, where),
+        check=check,
     )
 
 
