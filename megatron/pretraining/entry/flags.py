@@ -14,24 +14,26 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config import Config, ConfigError, Workers
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.world import check_start
 from megatron.pretraining.entry import command_line, cpu, elastic, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
+from megatron.pretraining.process.nodes import workers_of_job
 from megatron.pretraining.process.rank0 import is_first_worker
 from moc.output import print_lines
-from moc.runtime import script_check
+from moc.runtime import environment, script_check
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -96,7 +98,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(_refusal_of(error))
         else:
-            problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
+            problems.check(lambda: _check_workers(config_of(args, read.own), args.world_size, read.given))
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
@@ -108,6 +110,12 @@ def _complete(args: argparse.Namespace) -> None:
         args.max_position_embeddings = args.seq_length
     if args.save and args.save_interval is None:
         args.save_interval = sys.maxsize
+
+
+def _check_workers(config: Config, size: int, given: Collection[str]) -> None:
+    """Raises ``ConfigError`` if the flags do not fit ``size`` workers, or those that a launcher names."""
+    elastic.check_batches(config, given)
+    check_start(config, workers_of_job() if environment.PLACES in os.environ else Workers(1, 1, size))
 
 
 def _limit_connections(args: argparse.Namespace) -> None:
