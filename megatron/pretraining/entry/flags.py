@@ -87,6 +87,9 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     problems.found += read.problems
     if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
         return problems
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     if not read.concealed:
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
@@ -94,7 +97,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             _complete(args)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                check(args, defaults)
+                check(args, {})
         except (Exception, SystemExit) as error:
             problems.found.append(_refusal_of(error))
         else:
@@ -105,11 +108,13 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Sets what Megatron-LM demands and this program derives: the length of positions, and saving at the end only."""
+    """Sets what Megatron-LM demands and this program derives; without ``--save-interval``, it saves at the end only."""
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.save and args.save_interval is None:
         args.save_interval = sys.maxsize
+    if args.num_experts and not args.swiglu:
+        args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
 
 
 def _check_workers(config: Config, size: int, given: Collection[str]) -> None:
