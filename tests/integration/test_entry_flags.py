@@ -57,7 +57,6 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
     ("flags", "codes", "named"),
     [
         ("--tensor-model-parallel-size 3", ["megatron-options-refused"], "world size"),
-        ("--global-batch-size 6", ["batch-not-divisible"], "--global-batch-size 6"),
         ("--ckpt-policy full", ["snapshot-directory-missing"], "--ckpt-dir"),
         ("--deepspeed --gradient-accumulation-steps 3", ["batch-not-divisible"], "--global-batch-size 12"),
         ("--deepspeed --decoupled-lr 1e-3 --grad-norm stock", ["grad-norm-unsupported", "deepspeed-excludes-flag"], ""),
