@@ -14,7 +14,8 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,22 @@ from typing import Any
 import torch
 import yaml
 
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.world import check_fewest, check_start
 from megatron.pretraining.entry import command_line, cpu, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
+from megatron.pretraining.logging.board import Board
+from megatron.pretraining.process.nodes import per_node, workers_of_job
 from megatron.pretraining.process.rank0 import is_first_worker
+from moc.events import EventLog
 from moc.output import print_lines
 from moc.runtime import script_check
+from moc.runtime.environment import fewest_nodes
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -101,7 +107,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(_refusal_of(error))
         else:
-            problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
+            problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
@@ -127,6 +133,18 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.masked_softmax_fusion = False
 
 
+def _check_workers(config: Config, given: Collection[str]) -> None:
+    """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
+
+    Megatron-LM has checked the workers at the start, unless the number of workers is free (``--elastic``).
+    """
+    elastic.check_batches(config, given)
+    if config.elastic.elastic:
+        check_start(config, workers_of_job())
+    elif (fewest := fewest_nodes()) is not None:
+        check_fewest(config, fewest, per_node())
+
+
 def _limit_connections(args: argparse.Namespace) -> None:
     """Sets the environment variable that Megatron-LM requires for tensor and context parallelism, if it is not set."""
     parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
@@ -143,7 +161,8 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
         ranks = {"data_parallel_size": 1} if command_line.read().own.get("elastic") else {}
         with reported(Path(sys.argv[0]).name), replaced(args, **ranks):  # they need not share a batch evenly
             try:
-                real(args, *more, **options)
+                with _harmless_board(args.tensorboard_dir):
+                    real(args, *more, **options)
             except Exception as error:
                 raise ConfigError(
                     f"Megatron-LM cannot set up the tokenizer {args.tokenizer_type} or the writers of logs "
@@ -152,6 +171,27 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
                 ) from error
 
     return set_up
+
+
+@contextlib.contextmanager
+def _harmless_board(directory: str | None) -> Iterator[None]:
+    """Gives Megatron-LM a writer of TensorBoard's files that loses values where it cannot write, and ends nothing."""
+    if directory is None or find_spec("tensorboard") is None:
+        yield
+        return
+
+    def board(log_dir: str, max_queue: int) -> Board:
+        return Board(log_dir, max_queue, functools.partial(print_lines, flush=True), lost)
+
+    def lost(values: int, seconds: float) -> None:
+        log_dir: Any = command_line.read().own.get("log_dir")
+        events = EventLog(log_dir)
+        events.write("log_failed", what="tensorboard", lasted_s=round(seconds, 3), lost=values)
+        events.close()
+        print_lines(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
+
+    with replaced(import_module("torch.utils.tensorboard"), SummaryWriter=board):
+        yield
 
 
 def print_args(title: str, args: argparse.Namespace) -> None:

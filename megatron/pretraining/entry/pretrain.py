@@ -15,6 +15,7 @@ from megatron.pretraining.entry.configuration import MegatronConfig, config_of
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
+from megatron.pretraining.process.releases import check_releases
 from moc.runtime import hook, script_check
 
 
@@ -71,11 +72,13 @@ def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
 
     Raises:
         ConfigError: the arguments cannot work.
+        UnknownReleaseError: a library lacks a private interface that they need.
     """
     args = get_args()
     cpu.adapt(args)
     training.update_train_iters(args)
     config = config_of(args, command_line.read().own)
+    check_releases(config)
     _leave_to_vote(args, program.container)
     return config, program
 

@@ -142,7 +142,7 @@ class StockProgram:
 
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """The schedule with Megatron-LM's forward step."""
-        reports = Reports(parts.world)
+        reports = Reports(parts, topology)
         _log_of(parts).begin(reports, topology)
         return StockSchedule(
             reporting(self.forward_step, reports), parts.chunks, turns_of(parts, topology), topology, alone_of(parts)
