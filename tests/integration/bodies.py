@@ -21,8 +21,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-import pretrain_gpt_moe as program
 from megatron.pretraining import errors, loop, setup
+from megatron.pretraining import pretrain_gpt_moe as program
 from megatron.pretraining.checkpoint import writer as checkpoint_writer
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import compose

@@ -69,7 +69,7 @@ def train_by_recipe(words: list[str]) -> dict:
     """Trains by flags as a user gives them; its exit code, losses and bytes of snapshots."""
     from megatron.pretraining import errors, loop
     from megatron.pretraining.arguments import parse_config
-    from pretrain_gpt_moe import providers
+    from megatron.pretraining.pretrain_gpt_moe import providers
 
     told: dict = {"start": None, "records": []}
     _watch(told)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt_moe as program
+from megatron.pretraining import pretrain_gpt_moe as program
 from megatron.pretraining import setup
 from megatron.pretraining.config import compose
 from megatron.pretraining.elastic import members

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-import pretrain_gpt_moe as program
 from examples.pure_torch import Engine, Log
 from megatron.pretraining import loop, setup
+from megatron.pretraining import pretrain_gpt_moe as program
 from megatron.pretraining.config import compose
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process.phases import Phases
