@@ -13,12 +13,14 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -30,7 +32,7 @@ from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
-_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError)
+_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError, CheckpointException)
 """What Megatron-LM raises for a checkpoint that it cannot read or write."""
 
 
@@ -43,7 +45,9 @@ class StockCheckpoints(Saves):
         super().__init__(parts.config, parts.world, parts.log)
         self._parts, self._records = parts, []
         fragmented = (isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
-        self._fragmented = parts.replicas is not None or any(fragmented)
+        self._needs_fragments = parts.replicas is not None or any(fragmented)
+        # this program's checkpoints load in any layout, and Megatron-LM's optimizer state does not
+        self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -65,10 +69,11 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
+        fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
             with nothing_runs():
                 loaded: Any = training.load_checkpoint(
-                    *self._parts_of_megatron(), parts.scheduler, checkpointing_context={}
+                    *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
                 )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
@@ -79,7 +84,7 @@ class StockCheckpoints(Saves):
             ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
-        if self._fragmented:
+        if fragmented:
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
@@ -103,7 +108,7 @@ class StockCheckpoints(Saves):
         def save() -> None:
             training.save_checkpoint(
                 position.iteration,
-                *self._parts_of_megatron(),
+                *self._parts_of_megatron(self._saves_fragments),
                 parts.scheduler,
                 args.num_floating_point_operations_so_far,
                 {},
@@ -115,7 +120,7 @@ class StockCheckpoints(Saves):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
-        if self._fragmented and not args.no_save_optim:
+        if self._saves_fragments and not args.no_save_optim:
             common = functools.partial(fragments.write_common, staging, parts.optimizer)
             run_on_rank0(common, "cannot write a checkpoint")
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
@@ -161,10 +166,10 @@ class StockCheckpoints(Saves):
         ):
             yield
 
-    def _parts_of_megatron(self) -> tuple[list[Any], Any]:
-        """The chunks and the optimizer that Megatron-LM's format can hold."""
+    def _parts_of_megatron(self, fragmented: bool) -> tuple[list[Any], Any]:
+        """The chunks, and the optimizer unless its state is in fragments beside Megatron-LM's files."""
         chunks: list[Any] = self._parts.chunks
-        return ([chunk.module for chunk in chunks], None) if self._fragmented else (chunks, self._parts.optimizer.core)
+        return ([chunk.module for chunk in chunks], None) if fragmented else (chunks, self._parts.optimizer.core)
 
     def _verify(self, root: Path) -> tuple[Path, dict | None]:
         """Compares the files of the checkpoint to load with its manifest; one of Megatron-LM's own has none.

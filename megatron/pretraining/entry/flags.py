@@ -85,14 +85,17 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     problems.found += read.problems
     if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
         return problems
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     if not read.concealed:
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
-        if defaults.get(OWN_PROGRAM) and args.max_position_embeddings is None:
-            args.max_position_embeddings = args.seq_length
+        if defaults.get(OWN_PROGRAM):
+            _complete(args)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                check(args, defaults)
+                check(args, {})
         except (Exception, SystemExit) as error:
             problems.found.append(_refusal_of(error))
         else:
@@ -100,6 +103,16 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Sets what Megatron-LM demands and this program derives; without ``--save-interval``, it saves at the end only."""
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.save and args.save_interval is None:
+        args.save_interval = sys.maxsize
+    if args.num_experts and not args.swiglu:
+        args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
 
 
 def _limit_connections(args: argparse.Namespace) -> None:

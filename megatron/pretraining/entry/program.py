@@ -21,6 +21,7 @@ from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.rates import RateSchedule
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
@@ -232,16 +233,17 @@ class StockProgram:
     def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
         """The model chunks, the optimizer and the schedule of learning rates."""
         groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
-        for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
-            if wanted:
-                return engine.set_up(config, self.container, self.model_type, provider, groups)
-        return training.setup_model_and_optimizer(
-            self.model_type,
-            model_provider_func=provider,
-            checkpointing_context={},
-            cfg_container=self.container,
-            pg_collection=groups,
-        )
+        with replaced(training, OptimizerParamScheduler=RateSchedule):
+            for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
+                if wanted:
+                    return engine.set_up(config, self.container, self.model_type, provider, groups)
+            return training.setup_model_and_optimizer(
+                self.model_type,
+                model_provider_func=provider,
+                checkpointing_context={},
+                cfg_container=self.container,
+                pg_collection=groups,
+            )
 
     def _provider(self, config: Config, plans: Plans | None) -> Callable[..., Any] | None:
         """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights.
