@@ -104,7 +104,6 @@ DATA_ARGS=(
 )
 LOGGING_ARGS=(
     --save "$out/checkpoints"
-    --save-interval "$stop"
     --load "$out/checkpoints"
     --eval-interval "$stop"
     --eval-iters 5
