@@ -31,8 +31,9 @@ from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
-PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
-_SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
+PROGRAM = "megatron.pretraining.pretrain_gpt_moe"
+_NAME = "pretrain_gpt_moe.py"
+_SENTENCE = re.compile(rf"{re.escape(_NAME)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """Relative difference allowed to a loss in another layout, which sums in another order."""
 _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
@@ -115,8 +116,9 @@ def compute_again(
         for name in (MANIFEST, *manifest.files):
             _link_or_copy(there / name, here / name)
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
-    _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")], snapshots, window.root)
+    launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
+    program = children.command_of(PROGRAM, "--config", str(scratch / "flags.yaml"))
+    _run([*children.command_of(*launch), *program], snapshots, window.root)
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
@@ -149,7 +151,7 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
         return
     if reason is None:
         raise CheckpointError(
-            f"the window cannot be replayed: {PROGRAM.name} ended with exit code {process.returncode}. Fix: correct "
+            f"the window cannot be replayed: {_NAME} ended with exit code {process.returncode}. Fix: correct "
             "what it printed above",
             code="replay-failed",
         )
