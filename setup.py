@@ -8,6 +8,6 @@ setup(
     # Naming the root makes `pip install -e .` a plain path entry, under which both halves of the
     # namespace are found; setuptools' import hooks for editable installs stay out of the way.
     package_dir={"": "."},
-    package_data={"moc": ["py.typed"], "megatron.pretraining": ["py.typed"]},
+    package_data={"moc": ["py.typed"], "megatron.pretraining": ["py.typed", "presets/*.yaml"]},
     py_modules=["pretrain_gpt_moe"],  # moc-pretrain; and convert_checkpoint runs it
 )
