@@ -12,7 +12,7 @@ setup(
     package_dir={"": "."},
     package_data={
         "moc": ["py.typed"],
-        "megatron.pretraining": ["py.typed"],
+        "megatron.pretraining": ["py.typed", "presets/*.yaml"],
         # Links to files of the repository, which moc-examples copies.
         "megatron.pretraining.examples": [
             *("files/pretrain_gpt_moe.py", "files/examples/*.*", "files/scripts/recipes/*", "files/scripts/slurm/*"),

@@ -105,7 +105,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, {})
         except (Exception, SystemExit) as error:
-            problems.found.append(_refusal_of(error))
+            problems.found.append(refusal_of(error))
         else:
             problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
     problems.check(refuse_arguments, args)
@@ -217,8 +217,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _refusal_of(error: BaseException) -> ConfigError:
-    """What Megatron-LM refuses; of an assertion without a sentence, the condition."""
+def refusal_of(error: BaseException) -> ConfigError:
+    """An error of Megatron-LM about its options; of an assertion without a message, it names the condition."""
     return ConfigError(
         f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
         code="megatron-options-refused",
