@@ -16,9 +16,13 @@ from megatron.training import checkpointing, training
 
 from megatron.pretraining.checkpoint import fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.checkpoint.contents import warn_of_other_samples
+from megatron.pretraining.checkpoint.loading import CheckpointLoader
+from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -65,6 +69,10 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
+        place = next((one for one in places if verified[one][1] is not None), places[0])
+        directory, manifest = verified[place]
+        if manifest is not None and manifest["format"] == dense_files.FORMAT:
+            return self._load_converted(directory, manifest, args.finetune or str(place) != args.load)
         try:
             with nothing_runs():
                 loaded: Any = training.load_checkpoint(
@@ -83,11 +91,31 @@ class StockCheckpoints(Saves):
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
-                fragments.load(*verified[places[0]], parts.chunks, parts.optimizer)
+                fragments.load(directory, manifest, parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
+
+    def _load_converted(self, directory: Path, manifest: dict, finetune: bool) -> Position | None:
+        """Loads a checkpoint that a converter or the previous release wrote, in any layout."""
+        args, parts = get_args(), self._parts
+        state = run_on_rank0(lambda: read_state(directory, resumes=not finetune), "cannot read a checkpoint")
+        self._log.message(f"loading checkpoint {directory}")
+        model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).check(state["shape"], str(directory))
+        of_worker = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
+        loader = CheckpointLoader(self._config, self._world, *of_worker, self._log.message)
+        loader.load_weights(directory)
+        if finetune or args.no_load_optim:
+            parts.optimizer.core.reload_model_params()
+        else:
+            loader.load_optimizer(directory, manifest, state)
+        if finetune or state["iteration"] == 0:
+            return None
+        args.iteration, args.consumed_train_samples = state["iteration"], state["consumed_samples"]
+        warn_of_other_samples(self._config, self._world, state["sample_order"], self._log.message)
+        self.last_saved = args.iteration if args.load == args.save else None
+        return Position(args.iteration, args.consumed_train_samples, state["skipped_iterations"])
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""

@@ -44,3 +44,8 @@ def config_of_words(words: Sequence[str], workers: int = 1) -> Config:
         os.environ |= before
     own = import_module(f"{entry}.command_line").read().own
     return import_module(f"{entry}.configuration").config_of(args, own)
+
+
+def given_options() -> dict[str, Any]:
+    """The options of the last command line that differ from Megatron-LM's defaults, as a file for ``--config``."""
+    return import_module("megatron.pretraining.entry.flags").plain_options()
