@@ -30,7 +30,6 @@ from megatron.pretraining.convert.names import StockPlace  # noqa: E402
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.runtime.agreement import first_line  # noqa: E402
-from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 OPTIMIZER_KEYS = ("optimizer.", "chained_")

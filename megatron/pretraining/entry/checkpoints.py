@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
-from megatron.pretraining.entry.model import model_of_chunks
+from megatron.pretraining.entry.model import check_shape, model_of_chunks
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -102,7 +102,7 @@ class StockCheckpoints(Saves):
         args, parts = get_args(), self._parts
         state = run_on_rank0(lambda: read_state(directory, resumes=not finetune), "cannot read a checkpoint")
         self._log.message(f"loading checkpoint {directory}")
-        model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).check(state["shape"], str(directory))
+        self._check_layers(state["shape"], directory)
         of_worker = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
         loader = CheckpointLoader(self._config, self._world, *of_worker, self._log.message)
         loader.load_weights(directory)
@@ -116,6 +116,14 @@ class StockCheckpoints(Saves):
         warn_of_other_samples(self._config, self._world, state["sample_order"], self._log.message)
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples, state["skipped_iterations"])
+
+    def _check_layers(self, saved: Mapping, directory: Path) -> None:
+        """Rejects other layers; the vocabulary may have another padding, and earlier releases list no parameters."""
+        parts = self._parts
+        here = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).described["shape"]
+        mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
+        if theirs:
+            check_shape(mine, theirs, directory)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""
