@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
+from megatron.pretraining.entry.model import check_shape, model_of_chunks
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -70,11 +72,10 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
-        for directory, manifest in verified.values():
-            if manifest is not None:
-                if manifest["format"] == dense_files.FORMAT:
-                    return self._load_previous(directory, manifest)
-                break
+        place = next((one for one in places if verified[one][1] is not None), places[0])
+        directory, manifest = verified[place]
+        if manifest is not None and manifest["format"] == dense_files.FORMAT:
+            return self._load_boxes(directory, manifest)
         fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
             # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
@@ -96,22 +97,36 @@ class StockCheckpoints(Saves):
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
-                fragments.load(*verified[places[0]], parts.chunks, parts.optimizer)
+                fragments.load(directory, manifest, parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
-    def _load_previous(self, directory: Path, manifest: dict) -> Position | None:
-        """Loads a checkpoint of the previous release."""
+    def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
+        """Loads a checkpoint of a converter or of the previous release, in any layout."""
         args, parts = get_args(), self._parts
         anew = args.finetune or directory.parent != Path(args.load or "")
-        position = previous.load(parts, directory, manifest, described(args), not (anew or args.no_load_optim))
-        if anew:
+        state = run_on_rank0(lambda: read_state(directory, resumes=not anew), "cannot read a checkpoint")
+        self._log.message(f"loading checkpoint {directory}")
+        if previous.described_by_flags(state["shape"]):
+            previous.check_flags(described(args), state["shape"], directory)
+        else:
+            self._check_layers(state["shape"], directory)
+        position = previous.load(parts, directory, manifest, state, described(args), not (anew or args.no_load_optim))
+        if anew or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         self.last_saved = args.iteration if args.load == args.save else None
         return position
+
+    def _check_layers(self, saved: Mapping, directory: Path) -> None:
+        """Rejects other layers; the vocabulary may have another padding."""
+        parts = self._parts
+        here = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).described["shape"]
+        mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
+        if theirs:
+            check_shape(mine, theirs, directory)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""

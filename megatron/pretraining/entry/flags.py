@@ -203,8 +203,12 @@ def print_args(title: str, args: argparse.Namespace) -> None:
 
 def described() -> list[str]:
     """The values that differ from the defaults, as lines of a file for ``--config``."""
-    plain = {name: _plain(value) for name, value in sorted(command_line.read().given.items())}
-    return yaml.safe_dump(plain, sort_keys=False).rstrip("\n").split("\n")
+    return yaml.safe_dump(plain_options(), sort_keys=False).rstrip("\n").split("\n")
+
+
+def plain_options() -> dict[str, Any]:
+    """The values that differ from the defaults on the command line that was read last, as YAML has them."""
+    return {name: _plain(value) for name, value in sorted(command_line.read().given.items())}
 
 
 def _plain(value: Any) -> Any:

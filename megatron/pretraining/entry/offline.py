@@ -49,6 +49,11 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
     return import_module(f"{entry}.configuration").config_of(args, own)
 
 
+def given_options() -> dict[str, Any]:
+    """The options of the last command line that differ from Megatron-LM's defaults, as a file for ``--config``."""
+    return import_module("megatron.pretraining.entry.flags").plain_options()
+
+
 def _fewest_workers(args: Any) -> int:
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
