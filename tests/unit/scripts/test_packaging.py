@@ -53,7 +53,9 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     packages = [ROOT / "megatron" / "pretraining", ROOT / "moc"]
     ours = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.py")}
-    assert files == ours | {"pretrain_gpt_moe.py", "moc/py.typed", "megatron/pretraining/py.typed"}
+    presets = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron/pretraining/presets").glob("*.yaml")}
+    assert "megatron/pretraining/presets/tiny.yaml" in presets
+    assert files == ours | presets | {"pretrain_gpt_moe.py", "moc/py.typed", "megatron/pretraining/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
