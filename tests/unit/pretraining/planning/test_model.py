@@ -23,8 +23,12 @@ def total(words="", *names):
 def test_a_dense_model_counted_by_hand():
     attention = (16 + 8 * 24 + 24 + 8 * 8 + 8, 16 + 8)  # norm, queries with keys and values, projection
     feed_forward = (16 + 8 * 32 + 32 + 32 * 8 + 8, 16 + 8)
-    layers = {f"layers.{n}.{name}": of for n in (0, 1) for name, of in (("attention", attention), ("mlp", feed_forward))}
-    assert operators() == {"embedding": (10 * 8 + 4 * 8, 4 * 8), "output": (16, 16)} | layers
+    assert operators() == {
+        "embedding": (10 * 8 + 4 * 8, 4 * 8),
+        **{f"layers.{number}.attention": attention for number in (0, 1)},
+        **{f"layers.{number}.mlp": feed_forward for number in (0, 1)},
+        "output": (16, 16),
+    }
 
 
 def test_experts_counted_by_hand():
@@ -60,8 +64,8 @@ def test_grouped_queries_need_fewer_parameters():
 
 def test_latent_attention_counted_by_hand():
     words = (
-        "--multi-latent-attention --kv-lora-rank 4 --q-lora-rank 3 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 4 "
-        "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+        "--multi-latent-attention --kv-lora-rank 4 --q-lora-rank 3 --qk-head-dim 4 --qk-pos-emb-head-dim 2 "
+        "--v-head-dim 4 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
     )
     queries, keys_and_values = 8 * 3 + 3 * 2 * (4 + 2), 8 * (4 + 2) + 4 * 2 * (4 + 4)
     assert operators(words)["layers.0.attention"][0] == 8 + queries + keys_and_values + 2 * 4 * 8
