@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -41,6 +42,7 @@ def config_of(
     """
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # without a GPU, every machine builds the same layers
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)")  # of kernels, which no tool runs
     options = list(_RUN)
     for flag, value in (
         ("--model", model),
