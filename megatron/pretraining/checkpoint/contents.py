@@ -147,13 +147,13 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
             f"{where} holds masters in {there}, not in {masters}. Fix: pass --main-params-dtype {there}",
             code="optimizer-format-differs",
         )
-    there, here = saved.get("moments"), config.mixed_precision.moments
-    if (there and tuple(there)) != here:
+    there, here = (tuple(of or 2 * (masters,)) for of in (saved.get("moments"), config.mixed_precision.moments))
+    if there != here:
         flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
-        remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
-        formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
+        stored = saved.get("moments")
+        remedy = f"pass {flags.format(*there)}" if stored else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
         raise CheckpointError(
-            f"{where} holds moments in {formats[0]}, not in {formats[1]}. Fix: {remedy}",
+            f"{where} holds moments in {' and '.join(there)}, not in {' and '.join(here)}. Fix: {remedy}",
             code="optimizer-format-differs",
         )
 

@@ -25,6 +25,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.stock import get_args
@@ -107,6 +108,8 @@ def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) ->
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
+    drop_unread(config, counts)
+    refuse_empty(splits_of(config, counts), config)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     sizes: Any = [*counts]  # None for a split of unlimited size
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
