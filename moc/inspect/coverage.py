@@ -25,6 +25,10 @@ PARAM = "param"
 """The slot of compute weights, and of module state, which no optimizer updates."""
 MOST_OPERATORS = 1 << 18
 """Largest number of operators of a model that is read from a file."""
+_NUMBER = r"(?:0|[1-9]\d{0,8})"
+_NAMES = rf"^(?:embedding|output|layers\.{_NUMBER}\.(?:attention|mlp|router|expert\.{_NUMBER}))\Z"
+_Parameters = Annotated[dict[Annotated[str, Meta(pattern=_NAMES)], decode.Count], Meta(max_length=MOST_OPERATORS)]
+"""The number of parameters of each operator: a model that Megatron-LM has built."""
 _MOST_COMPARED = 100_000  # numbers of a box and a hole
 _MOST_SWEPT, _LEAST = 3_000_000, 200  # numbers of two boxes, and as many as a step of the sweep takes for itself
 _PRIME = (1 << 61) - 1
@@ -93,7 +97,7 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     """
     there = {operator_or_other(name) for name in names}
     try:
-        wanted = _operators(decode.convert(shape, _Shape))
+        wanted = _operators(shape)
     except ValueError as error:
         raise ValueError(f"does not describe the shape of a model ({error})") from None
     return [operator for operator in wanted if operator not in there]
@@ -141,8 +145,19 @@ class _Shape:
         return [bool(one) for one in frequency[: self.num_layers]]
 
 
-def _operators(shape: _Shape) -> list[str]:
-    """The operators of a model of this shape; raises ValueError if they are too many."""
+def _operators(shape: Any) -> list[str]:
+    """The operators of a model of this shape: the names of all, or sizes; raises ValueError if they are too many."""
+    if is_by_operator(shape):
+        return [*decode.convert(shape, _Parameters)]
+    return _operators_of_sizes(decode.convert(shape, _Shape))
+
+
+def is_by_operator(shape: Any) -> bool:
+    """Whether a shape counts the parameters of each operator, and does not list sizes of a GPT model."""
+    return isinstance(shape, dict) and bool(shape) and "num_layers" not in shape
+
+
+def _operators_of_sizes(shape: _Shape) -> list[str]:
     experts, found = shape.num_experts or 0, ["embedding"]
     with_experts = shape.expert_layers()
     if len(with_experts) * 2 + sum(with_experts) * (experts + 1) > MOST_OPERATORS:

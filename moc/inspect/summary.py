@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moc.inspect.chains import Age, ages, bases, chain_problems
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
-from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
+from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, is_by_operator, operator_or_other
 from moc.inspect.older import sentence
 from moc.output import Parser, console, escapes_output, human, print_json, print_lines, refused
 from moc.store.errors import CheckpointError
@@ -225,6 +225,8 @@ def _sentences(about: dict) -> dict[str, str]:
     position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**about)
     scale, shape = about["loss_scale"], about["shape"] or {}
     sizes = [f"{name} {value}" for name, value in shape.items() if value not in (None, False)]
+    if is_by_operator(shape):
+        sizes = [f"{len(shape):,} operators"]
     held = _sentences_of_snapshot(about) if about["format"] == SNAPSHOT else _sentences_of_dense(about)
     count = len(about["problems"])
     return {

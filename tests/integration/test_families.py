@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.process import cpu
+from megatron.pretraining.entry import cpu
 
 cpu.install()  # comes before megatron.core
 import torch  # noqa: E402
@@ -17,12 +17,13 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron.pretraining.arguments import parse_config  # noqa: E402
-from megatron.pretraining.config import compose  # noqa: E402
 from megatron.pretraining.config.derive import installed  # noqa: E402
+from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH, described  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import FAMILIES, family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.family import Family  # noqa: E402
-from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
+from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
+from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, recipe  # noqa: E402
+from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 
 # not importorskip: transformers is imported by a process of its own
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.skipif(
     not installed("transformers"), reason="transformers is not installed; see the extra [hf]"
 )
 
-RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=199,
-           seq_length=32, transformer_impl="local")  # fmt: skip
+RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200,
+           seq_length=32)  # fmt: skip
 SIZES = dict(num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_heads=4, group_query_attention=True,
              num_query_groups=2, max_position_embeddings=48, position_embedding_type="rope", normalization="RMSNorm",
              norm_epsilon=1e-6, swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
@@ -39,7 +40,6 @@ SIZES = dict(num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_he
 SHARED = dict(moe_shared_expert_intermediate_size=96)
 GATED = SHARED | dict(moe_shared_expert_gate=True)
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
-QUANTITIES = ("vocab_size", "attention_dropout", "hidden_dropout")
 CASES = {  # family, flags, and weights that are zeros since only the family has them
     "mixtral": ("mixtral", dict(ffn_hidden_size=48, rotary_base=1000000), ()),
     "tied": ("mixtral", dict(ffn_hidden_size=48, kv_channels=32, untie_embeddings_and_output_weights=False), ()),
@@ -51,7 +51,7 @@ CASES = {  # family, flags, and weights that are zeros since only the family has
     "qwen3_moe": ("qwen3_moe", dict(qk_layernorm=True, kv_channels=32, moe_layer_freq=[1, 0, 1]), ()),
     "olmoe": (
         "olmoe",
-        dict(ffn_hidden_size=48, qk_layernorm=True, qk_layernorm_full_width=True, moe_router_pre_softmax=True),
+        dict(ffn_hidden_size=48, qk_layernorm=True, spec=FULL_WIDTH, moe_router_pre_softmax=True),
         (),
     ),
     "glm4_moe": (
@@ -69,13 +69,8 @@ CASES = {  # family, flags, and weights that are zeros since only the family has
 }  # fmt: skip
 
 
-def configured(name: str):
-    return compose(RUN | SIZES | CASES[name][1])
-
-
-def model_in(config) -> dict:
-    values = config.to_dict()
-    return json.loads(json.dumps(values["network"] | values["moe"] | {"vocab_size": 200}))
+def model_of(name: str) -> dict:
+    return SIZES | {"vocab_size": 200} | CASES[name][1]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +80,7 @@ def theirs(tmp_path_factory) -> Path:
     torch.save(torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(3)), root / "tokens.pt")
     for name, (family, _, zeros) in CASES.items():
         (root / name).mkdir()
-        config = FAMILIES[family].config_of(model_in(configured(name)))
+        config = FAMILIES[family].config_of(model_of(name))
         (root / name / "config.json").write_text(json.dumps(config))
         (root / name / "zeros.json").write_text(json.dumps(zeros))
     program = Path(__file__).with_name("models_of_transformers.py")
@@ -117,22 +112,23 @@ def test_a_small_model_with_nothing_chosen(name, theirs, tmp_path):
     config = json.loads((theirs / name / "default/config.json").read_text())
     flags = FAMILIES[name].flags_of(config)
     file = tmp_path / "model.yaml"
-    file.write_text(json.dumps({key: value for key, value in flags.items() if key != "vocab_size"}))
-    run = [f"--{key.replace('_', '-')}{'' if value is True else f'={value}'}" for key, value in RUN.items()]
-    read = parse_config(["--config", str(file), *run])
-    assert (read.network.num_layers, read.moe.moe_router_topk, read.regularization.attention_dropout) == (2, 2, 0)
-    assert FAMILIES[name].flags_of(FAMILIES[name].config_of(model_in(read))) == flags
+    options = recipe(flags, "fp32", dict(tokenizer_type="NullTokenizer", vocab_size=flags["vocab_size"]))
+    file.write_text(json.dumps(RUN | options))
+    args = config_of_words(["--config", str(file)]).arguments
+    assert (args.num_layers, args.moe_router_topk, args.attention_dropout) == (2, 2, 0)
+    assert as_options(vars(args)) == as_options(flags)
+    assert FAMILIES[name].flags_of(FAMILIES[name].config_of(vars(args))) == flags
 
 
 @pytest.fixture
 def build():
     """Builds a real model as its only worker would."""
 
-    def build(config):
+    def build(model):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return build_gpt(config, transformer_config(config), 256, None).eval()
+        return built(configured(model, 32), 256).eval()
 
     yield build
     parallel_state.destroy_model_parallel()
@@ -141,8 +137,8 @@ def build():
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_theirs(name, theirs, build):
-    config, family = configured(name), FAMILIES[CASES[name][0]]
-    model, there = build(config), _Taken(load_file(theirs / name / "saved/model.safetensors"))
+    config, family = described(model_of(name)), FAMILIES[CASES[name][0]]
+    model, there = build(model_of(name)), _Taken(load_file(theirs / name / "saved/model.safetensors"))
     with torch.no_grad():
         for pieces in (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values():
             for piece in pieces:
@@ -205,13 +201,13 @@ def weight(name: str, there: _Taken, family: Family, config) -> torch.Tensor:
     ):
         if found := re.fullmatch(pattern, rest):
             values = there[f"{layer}.{found.expand(into).format(**halves)}"]
-            ungated = "shared_experts.linear_fc2" in rest and not config.moe.moe_shared_expert_gate
+            ungated = "shared_experts.linear_fc2" in rest and not config.moe_shared_expert_gate
             return values / family.ungated_down if ungated else values
     raise AssertionError(name)
 
 
 def _together(there: _Taken, attention: str, kind: str, config) -> torch.Tensor:
     """Queries, keys and values, by group of heads."""
-    groups, width = config.network.num_query_groups, config.network.kv_channels
+    groups, width = config.num_query_groups, config.kv_channels
     parts = [there[f"{attention}.{one}_proj.{kind}"] for one in "qkv"]
     return torch.cat([part.view(groups, -1, width, *part.shape[1:]) for part in parts], 1).flatten(0, 2)

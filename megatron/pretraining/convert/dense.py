@@ -23,6 +23,7 @@ from megatron.pretraining.convert.contents import (
     iteration_of,
     whole_of,
 )
+from megatron.pretraining.convert.megatron_lm import OPTIMIZER_KEYS, optimizer_places, read_common, training_state
 from megatron.pretraining.convert.names import (
     StockPlace,
     extra_states,
@@ -33,6 +34,7 @@ from megatron.pretraining.convert.names import (
 from megatron.pretraining.convert.regions import (
     Advance,
     cut,
+    in_model_order,
     read_region,
     refuse_to_replace,
     whole_tensors,
@@ -48,7 +50,6 @@ from moc.store.errors import CheckpointError
 from moc.store.regions import Entry, RegionReader
 from moc.store.store import file_of
 
-_OPTIMIZER_KEYS = ("optimizer.", "chained_")  # optimizer state in stock checkpoints, which is not converted
 _COUNTING = ("adam",)  # optimizers that count updates
 
 
@@ -62,9 +63,10 @@ class DenseContents(ConvertedState):
     """
 
     def __init__(self, directory: Path, trust: bool = False, advance: Advance = lambda count: None):
-        listed = _verified_files(directory, trust, advance)
+        manifest = _verified_manifest(directory, trust, advance)
         self._weights = WeightsReader(directory)
-        stock = {k: found for k, found in self._weights.tensors().items() if not k.startswith(_OPTIMIZER_KEYS)}
+        everything = self._weights.tensors()
+        stock = {k: found for k, found in everything.items() if not k.startswith(OPTIMIZER_KEYS)}
         self._places = unpartitioned_places({key: shape for key, (shape, _) in stock.items()})
         if strangers := [name for name in self._places if operator_or_other(name) == "other"]:
             raise CheckpointError(
@@ -73,10 +75,20 @@ class DenseContents(ConvertedState):
                 code="checkpoint-of-another-program",
             )
         self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
-        regions = sorted(name for name in listed if name.startswith(f"{OPTIMIZER}/"))
+        listed = manifest["files"] if manifest else {}
+        regions = sorted(name for name in listed if name.startswith(f"{OPTIMIZER}/") and name.endswith(".safetensors"))
         self._regions = RegionReader((directory / name for name in regions), verify=True)
-        self.facts = self._facts(directory, bool(listed), len(regions))
-        owned = whole_tensors(self._regions)
+        self.facts = self._facts(directory, manifest, len(regions))
+        shapes = {key: shape for key, (shape, _) in everything.items()}
+        self._slots = {} if regions else optimizer_places(shapes, self._places)
+        if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
+            self._slots[MASTER] = {name: self._places[name] for name in next(iter(self._slots.values()))}
+        of_megatron = [
+            Entry(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
+            for slot, places in self._slots.items()
+            for name, place in places.items()
+        ]
+        owned = whole_tensors(self._regions) + in_model_order(of_megatron)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
         step = self.facts.state.get("optimizer_step")
         self.operators = _operators(self.tensors, step if self.facts.state.get("optimizer") in _COUNTING else None)
@@ -90,6 +102,8 @@ class DenseContents(ConvertedState):
         """A box of any slot."""
         if slot == PARAM:
             return self.weight(name, region)
+        if (place := self._slots.get(slot, {}).get(name)) is not None:
+            return self._weights.read(place.key, place.box(region)).view(region.shape)
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
@@ -134,8 +148,10 @@ class DenseContents(ConvertedState):
             if name not in owned:
                 yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
 
-    def _facts(self, directory: Path, ours: bool, writers: int) -> Facts:
-        if ours:
+    def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
+        if manifest and manifest["format"] == dense_files.OF_MEGATRON:
+            state = training_state(directory, read_common(directory), self._places, writers > 0)
+        elif manifest:
             state = read_state(directory)
         else:
             state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
@@ -144,8 +160,8 @@ class DenseContents(ConvertedState):
         return Facts(state["iteration"], "full", {}, state, writers or 1)
 
 
-def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[str, dict]:
-    """The manifest's files, empty without a manifest; verifies their hashes before anything is unpickled."""
+def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mapping | None:
+    """The manifest, None without one; verifies the hashes of its files before anything is unpickled."""
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
@@ -153,15 +169,14 @@ def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[s
             "verified. Fix: pass --trust if you know where it is from",
             code="manifest-missing",
         )
-    listed = manifest["files"] if manifest else {}
-    for name, entry in listed.items():
+    for name, entry in (manifest["files"] if manifest else {}).items():
         if damage := dense_files.damage_in(directory, {name: entry}):
             raise CheckpointError(
                 f"{damage}. Fix: convert another checkpoint with --iteration",
                 code="checkpoint-damaged",
             )
         advance(entry["bytes"])
-    return listed
+    return manifest
 
 
 def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[str, int | None]]:
@@ -206,7 +221,7 @@ def write_dense(
     state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
-    places = stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
+    places = stock_places(shapes, stacks_layers(weights.facts.state))
     refuse_to_replace(dense_files.directory_of(root, iteration))
     _refuse_to_disturb(root, iteration)
     staging = dense_files.start(root, iteration)

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
@@ -64,9 +65,11 @@ class StockPlace:
         return Region((0,) * self.stacked + region.offset, ones + region.shape).shifted(self.region.offset)
 
 
-def stacks_layers(shape: Mapping[str, object]) -> bool:
-    """Whether all layers of a model (by its shape in ``training_state.json``) are alike, so that they are stacked."""
-    return shape["moe_layer_freq"] == 1
+def stacks_layers(state: Mapping[str, Any]) -> bool:
+    """Whether megatron-core stacks the layers of a model, which it assumes to be alike; by its training state."""
+    sizes = state["shape"] if "moe_layer_freq" in state["shape"] else state.get("model") or {}
+    several = sizes.get("linear_attention_freq") or sizes.get("heterogeneous_layers_config_path")
+    return sizes.get("moe_layer_freq", 1) == 1 and not several
 
 
 def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:

@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.pretraining.arguments import parse_config
-from megatron.pretraining.config import Config, compose, layout_sizes
-from megatron.pretraining.config.composed import group_classes
+import yaml
+
+from megatron.pretraining.config import ConfigError, layout_sizes
 from megatron.pretraining.config.flag import flags_of
+from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.entry.offline import config_of_words, given_options
+from moc.errors import code_of
 from moc.files.events import read_events
 from moc.inspect.coverage import operators_of
 from moc.output import print_lines
@@ -31,12 +34,21 @@ from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
-PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
-_SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
+PROGRAM = "megatron.pretraining.pretrain_gpt_moe"
+_NAME = "pretrain_gpt_moe.py"
+_SENTENCE = re.compile(rf"{re.escape(_NAME)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """Relative difference allowed to a loss in another layout, which sums in another order."""
-_PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
-"""Groups of flags that do not affect what an iteration computes."""
+_PASSED_OVER = frozenset(
+    """
+    ckpt_step exit_on_missing_checkpoint finetune load no_load_optim no_load_rng no_save_optim no_save_rng
+    pretrained_checkpoint save async_save override_ckpt_iteration override_opt_param_scheduler skip_train
+    start_eval_at_iter full_validation tensorboard_dir
+    """.split()
+)
+_PASSED_OVER_KINDS = ("save_", "log_", "eval_", "non_persistent_", "wandb_", "tensorboard_", "timing_", "profile")
+"""Options that do not affect what an iteration computes, by name and by beginning of the name; and those of snapshots
+and faults."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +117,35 @@ def compute_again(
         CheckpointError: the program failed, or a replayed loss differs from the run's.
     """
     workers = workers or window.end.layout.get("world", 1)
-    config = _config(parse_config(list(flags)), window, scratch)
-    directory, save, log_dir = config.snapshot.ckpt_dir, config.checkpoint.save, config.logging.log_dir
-    assert directory is not None and save is not None and log_dir is not None  # set by _config()
-    snapshots = Path(directory)
+    try:
+        elsewhere = layout_sizes(config_of_words(flags, workers), workers) != window.end.layout
+    except ConfigError as error:
+        raise CheckpointError(str(error), code=code_of(error)) from None
+    snapshots, save, log_dir = (scratch / name for name in ("window", "dense", "log"))
     for iteration, manifest in window.manifests.items():
         there, here = window.root / directory_of(iteration), snapshots / directory_of(iteration)
         here.mkdir(parents=True)
         for name in (MANIFEST, *manifest.files):
             _link_or_copy(there / name, here / name)
-    (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
-    _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")], snapshots, window.root)
-    elsewhere = layout_sizes(config, workers) != window.end.layout
+    its_own: dict[str, object] = dict(
+        skip_train=True,
+        ckpt_policy="full",
+        ckpt_dir=str(snapshots),
+        ckpt_step=window.end.iteration,
+        save=str(save),
+        log_dir=str(log_dir),
+        eval_iters=0,
+        use_checkpoint_opt_param_scheduler=True,  # the schedule by which the window was trained
+    )
+    options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
+    (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
+    program = children.command_of(PROGRAM, "--front", "megatron", "--config", str(scratch / "flags.yaml"))
+    _run([*children.command_of(*launch), *program], snapshots, window.root)
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
-    return dense_files.directory_of(Path(save), window.end.iteration), not elsewhere
+    return dense_files.directory_of(save, window.end.iteration), not elsewhere
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -149,7 +173,7 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
         return
     if reason is None:
         raise CheckpointError(
-            f"the window cannot be replayed: {PROGRAM.name} ended with exit code {process.returncode}. Fix: correct "
+            f"the window cannot be replayed: {_NAME} ended with exit code {process.returncode}. Fix: correct "
             "what it printed above",
             code="replay-failed",
         )
@@ -157,20 +181,9 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
     raise CheckpointError(sentence)  # with the code of the program
 
 
-def _config(run: Config, window: ConvertedWindow, scratch: Path) -> Config:
-    passed_over = {flag.name for group in _PASSED_OVER for flag in flags_of(group_classes()[group])}
-    its_own = dict(
-        skip_train=True,
-        ckpt_policy="full",
-        ckpt_dir=str(scratch / "window"),
-        ckpt_step=window.end.iteration,
-        save=str(scratch / "dense"),
-        log_dir=str(scratch / "log"),
-        eval_iters=0,
-        override_opt_param_scheduler=False,
-        use_checkpoint_opt_param_scheduler=True,  # the schedule by which the window was trained
-    )
-    return compose({name: value for name, value in run.given.items() if name not in passed_over} | its_own, run.model)
+def _is_passed_over(name: str) -> bool:
+    of_groups = (flag.name for group in ("snapshot", "faults") for flag in flags_of(group_classes()[group]))
+    return name in _PASSED_OVER or name.startswith(_PASSED_OVER_KINDS) or name in of_groups
 
 
 def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None:

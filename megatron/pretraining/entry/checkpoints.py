@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.entry import previous
-from megatron.pretraining.entry.configuration import described
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
+from megatron.pretraining.entry.model import check_shape, model_of_chunks
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
@@ -32,7 +35,7 @@ from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
-_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError)
+_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError, CheckpointException)
 """What Megatron-LM raises for a checkpoint that it cannot read or write."""
 
 
@@ -45,7 +48,9 @@ class StockCheckpoints(Saves):
         super().__init__(parts.config, parts.world, parts.log)
         self._parts, self._records = parts, []
         fragmented = (isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
-        self._fragmented = parts.replicas is not None or any(fragmented)
+        self._needs_fragments = parts.replicas is not None or any(fragmented)
+        # this program's checkpoints load in any layout, and Megatron-LM's optimizer state does not
+        self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -67,15 +72,17 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
-        for directory, manifest in verified.values():
-            if manifest is not None:
-                if manifest["format"] == dense_files.FORMAT:
-                    return self._load_previous(directory, manifest)
-                break
+        place = next((one for one in places if verified[one][1] is not None), places[0])
+        directory, manifest = verified[place]
+        if manifest is not None and manifest["format"] == dense_files.FORMAT:
+            return self._load_boxes(directory, manifest)
+        fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
-            with nothing_runs():
+            # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
+            shards = args.use_distributed_optimizer and not fragmented
+            with nothing_runs(), replaced(args, use_distributed_optimizer=shards):
                 loaded: Any = training.load_checkpoint(
-                    *self._parts_of_megatron(), parts.scheduler, checkpointing_context={}
+                    *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
                 )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
@@ -86,26 +93,40 @@ class StockCheckpoints(Saves):
             ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
-        if self._fragmented:
+        if fragmented:
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
-                fragments.load(*verified[places[0]], parts.chunks, parts.optimizer)
+                fragments.load(directory, manifest, parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
-    def _load_previous(self, directory: Path, manifest: dict) -> Position | None:
-        """Loads a checkpoint of the previous release."""
+    def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
+        """Loads a checkpoint of a converter or of the previous release, in any layout."""
         args, parts = get_args(), self._parts
         anew = args.finetune or directory.parent != Path(args.load or "")
-        position = previous.load(parts, directory, manifest, described(args), not (anew or args.no_load_optim))
-        if anew:
+        state = run_on_rank0(lambda: read_state(directory, resumes=not anew), "cannot read a checkpoint")
+        self._log.message(f"loading checkpoint {directory}")
+        if previous.described_by_flags(state["shape"]):
+            previous.check_flags(described(args), state["shape"], directory)
+        else:
+            self._check_layers(state["shape"], directory)
+        position = previous.load(parts, directory, manifest, state, described(args), not (anew or args.no_load_optim))
+        if anew or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         self.last_saved = args.iteration if args.load == args.save else None
         return position
+
+    def _check_layers(self, saved: Mapping, directory: Path) -> None:
+        """Rejects other layers; the vocabulary may have another padding."""
+        parts = self._parts
+        here = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).described["shape"]
+        mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
+        if theirs:
+            check_shape(mine, theirs, directory)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """See :class:`Saves`."""
@@ -121,7 +142,7 @@ class StockCheckpoints(Saves):
         def save() -> None:
             training.save_checkpoint(
                 position.iteration,
-                *self._parts_of_megatron(),
+                *self._parts_of_megatron(self._saves_fragments),
                 parts.scheduler,
                 args.num_floating_point_operations_so_far,
                 {},
@@ -133,7 +154,7 @@ class StockCheckpoints(Saves):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
-        if self._fragmented and not args.no_save_optim:
+        if self._saves_fragments and not args.no_save_optim:
             common = functools.partial(fragments.write_common, staging, parts.optimizer)
             run_on_rank0(common, "cannot write a checkpoint")
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
@@ -179,10 +200,10 @@ class StockCheckpoints(Saves):
         ):
             yield
 
-    def _parts_of_megatron(self) -> tuple[list[Any], Any]:
-        """The chunks and the optimizer that Megatron-LM's format can hold."""
+    def _parts_of_megatron(self, fragmented: bool) -> tuple[list[Any], Any]:
+        """The chunks, and the optimizer unless its state is in fragments beside Megatron-LM's files."""
         chunks: list[Any] = self._parts.chunks
-        return ([chunk.module for chunk in chunks], None) if self._fragmented else (chunks, self._parts.optimizer.core)
+        return ([chunk.module for chunk in chunks], None) if fragmented else (chunks, self._parts.optimizer.core)
 
     def _verify(self, root: Path) -> tuple[Path, dict | None]:
         """Compares the files of the checkpoint to load with its manifest; one of Megatron-LM's own has none.

@@ -28,7 +28,7 @@ OWN_PROGRAM = "moc_own_program"
 """Name, in the arguments, of whether this project's program is running, and no script of a user."""
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
 """Defaults for a user's script, where they differ from our program's: the same bits as Megatron-LM's loop."""
-_RENAMED = {"fp8_format": "fp8"}
+_RENAMED = {"fp8_format": "fp8", "norm_epsilon": "layernorm_epsilon"}
 """Megatron-LM's name of a value, by ours."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -90,7 +90,7 @@ def leave_out_kernels(args: Any, given: Collection[str]) -> None:
         given: names of the arguments on the command line.
     """
     if not torch.cuda.is_available():
-        args.apply_rope_fusion = args.gradient_accumulation_fusion = False
+        args.apply_rope_fusion = args.gradient_accumulation_fusion = args.masked_softmax_fusion = False
         if "transformer_impl" not in given:
             args.transformer_impl = "local"
 

@@ -28,6 +28,7 @@ from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.pretrain import pretrain
+from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
@@ -38,15 +39,21 @@ _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 def main() -> None:
     """Parses Megatron-LM's flags and ours, then trains."""
-    args = configured()
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    program = program_of(configured())
     pretrain(
-        container,
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=embedding_ranks,
+        program.container,
+        program.datasets,
+        program.model_type,
+        program.forward_step,
+        get_embedding_ranks=program.embedding_ranks,
     )
+
+
+def program_of(args: Any) -> StockProgram:
+    """The program of Megatron-LM's arguments."""
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    kind = ModelType.encoder_or_decoder
+    return StockProgram(container, build_datasets, kind, forward_step, embedding_ranks=embedding_ranks)
 
 
 def configured() -> Any:

@@ -1,4 +1,4 @@
-"""State of the previous release, whose program had its own flags and its own format of ``--save``.
+"""Checkpoints of the previous release, whose program had its own flags and format of ``--save``, and of converters.
 
 A checkpoint is a directory ``iter_0000100`` with
 
@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, fragments
-from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
@@ -73,13 +72,16 @@ def _plain(flags: Mapping) -> dict[str, Any]:
     return plain
 
 
-def load(parts: WorkerParts, directory: Path, manifest: Mapping, arguments: Mapping, optimizer: bool) -> Position:
+def load(
+    parts: WorkerParts, directory: Path, manifest: Mapping, state: dict, arguments: Mapping, optimizer: bool
+) -> Position:
     """Loads a worker's part of a checkpoint; a collective call.
 
     Args:
         parts: receive the state.
         directory: of the checkpoint, whose files are verified.
         manifest: of the checkpoint.
+        state: of the checkpoint, for this model.
         arguments: Megatron-LM's, as values of JSON.
         optimizer: loads optimizer, schedule and loss scale as well.
 
@@ -87,10 +89,8 @@ def load(parts: WorkerParts, directory: Path, manifest: Mapping, arguments: Mapp
         The position of the checkpoint.
 
     Raises:
-        CheckpointError: on all workers: the checkpoint is incomplete, or of another model, optimizer or schedule.
+        CheckpointError: on all workers: the checkpoint is incomplete, or of another optimizer or schedule.
     """
-    state = read_state(directory, resumes=True)
-    check_flags(arguments, state["shape"], directory)
     _load_weights(parts, directory)
     if optimizer:
         contents.check_optimizer(parts.config, state, directory)
@@ -102,7 +102,8 @@ def load(parts: WorkerParts, directory: Path, manifest: Mapping, arguments: Mapp
         contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
     else:
         parts.optimizer.core.reload_model_params()
-    _warn_of_other_routing(arguments, state["model"], parts.log.message)
+    if described_by_flags(state["shape"]):
+        _warn_of_other_routing(arguments, state["model"], parts.log.message)
     contents.warn_of_other_samples(parts.config, parts.world, state["sample_order"], parts.log.message)
     return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
 

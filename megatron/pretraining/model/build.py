@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.pretraining.config import Config, NetworkFlags
+from megatron.pretraining.config import Config
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
@@ -26,6 +26,7 @@ from megatron.pretraining.elastic.layer import elastic_layers, with_slots
 from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model import fp8
+from megatron.pretraining.model.full_width import normalize_full_width
 from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.process import cpu
 
@@ -105,7 +106,7 @@ def layer_specs(config: Config, core_config: TransformerConfig, stage: int | Non
     if core_config.transformer_impl == "local":
         _replace_torch_norm(spec)
     if config.network.qk_layernorm_full_width:
-        _normalize_full_width(spec, config.network)
+        normalize_full_width(spec.layer_specs, core_config)
     if slots := config.elastic.elastic_slots:
         with_slots(spec, min(slots, config.moe.num_experts or slots))
     return spec
@@ -120,37 +121,11 @@ class Norm:
         return _marked(kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype), config)
 
 
-class FullWidthNorm:
-    """Builds a norm of all heads of a token together, as in OLMoE (Muennighoff et al., 2024), section 4.2.5."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **ignored):
-        """Returns the torch module, for tensors of shape [token, sample, head, channel of it]."""
-        kinds = {"LayerNorm": _FullWidthLayerNorm, "RMSNorm": _FullWidthRMSNorm}
-        return _marked(kinds[config.normalization](heads * hidden_size, eps=eps, dtype=config.params_dtype), config)
-
-
-class _FullWidthLayerNorm(torch.nn.LayerNorm):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input.flatten(-2)).view(input.shape)
-
-
-class _FullWidthRMSNorm(torch.nn.RMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.flatten(-2)).view(x.shape)
-
-
 def _marked(norm: torch.nn.Module, config: TransformerConfig) -> torch.nn.Module:
     for parameter in norm.parameters():
         marked: Any = parameter
         marked.sequence_parallel = config.sequence_parallel
     return norm
-
-
-def _normalize_full_width(spec: Any, network: NetworkFlags) -> None:
-    for layer in spec.layer_specs:
-        parts = layer.submodules.self_attention.submodules
-        parts.q_layernorm = ModuleSpec(FullWidthNorm, params=dict(heads=network.num_attention_heads))
-        parts.k_layernorm = ModuleSpec(FullWidthNorm, params=dict(heads=network.num_query_groups))
 
 
 def _replace_torch_norm(spec: Any) -> None:

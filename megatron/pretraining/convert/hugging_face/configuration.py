@@ -121,8 +121,7 @@ def read(
 
 def write(name: str, architecture: str, model: Described, experts: str, **own: Any) -> dict[str, Any]:
     """The configuration of a model: the keys that all families spell alike, and the family's ``own``."""
-    network, moe = model.network, model.moe
-    base = float(network.rotary_base)
+    base = float(model.rotary_base)
     rope = {"rope_theta": base, "rope_type": "default"}
     if "partial_rotary_factor" in own:
         rope["partial_rotary_factor"] = own["partial_rotary_factor"]
@@ -130,23 +129,23 @@ def write(name: str, architecture: str, model: Described, experts: str, **own: A
         "architectures": [architecture],
         "model_type": name,
         "vocab_size": model.vocab_size,
-        "hidden_size": network.hidden_size,
-        "num_hidden_layers": network.num_layers,
-        "num_attention_heads": network.num_attention_heads,
-        "num_key_value_heads": network.num_query_groups,
-        "head_dim": network.kv_channels,
-        "max_position_embeddings": network.max_position_embeddings,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "max_position_embeddings": model.max_position_embeddings,
         "hidden_act": "silu",
-        "rms_norm_eps": network.norm_epsilon,
+        "rms_norm_eps": model.norm_epsilon,
         "rope_theta": base,
         "rope_parameters": rope,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": not network.untie_embeddings_and_output_weights,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        experts: moe.num_experts,
-        "num_experts_per_tok": moe.moe_router_topk,
+        experts: model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
         **own,
     }
 
@@ -174,12 +173,12 @@ def dense_and_sparse(config: Config) -> dict[str, Any]:
 def sparse_keys(model: Described) -> dict[str, Any]:
     """The inverse, with the keys of the router."""
     return dict(
-        intermediate_size=model.network.ffn_hidden_size,
-        moe_intermediate_size=model.moe.moe_ffn_hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        moe_intermediate_size=model.moe_ffn_hidden_size,
         decoder_sparse_step=1,
         mlp_only_layers=[layer for layer, experts in enumerate(model.expert_layers) if not experts],
-        norm_topk_prob=not model.moe.moe_router_pre_softmax,
-        router_aux_loss_coef=model.moe.moe_aux_loss_coeff,
+        norm_topk_prob=not model.moe_router_pre_softmax,
+        router_aux_loss_coef=model.aux_loss_coeff,
     )
 
 

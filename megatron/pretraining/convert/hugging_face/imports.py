@@ -19,7 +19,7 @@ from megatron.pretraining.convert.hugging_face.families import family_of
 from megatron.pretraining.convert.hugging_face.files import Advance, read_directory, read_json
 from megatron.pretraining.convert.hugging_face.logits import Asked, compare_logits
 from megatron.pretraining.convert.hugging_face.names import name_map
-from megatron.pretraining.convert.hugging_face.recorded import first_state, recipe
+from megatron.pretraining.convert.hugging_face.recorded import configured, first_state, recipe
 from megatron.pretraining.convert.hugging_face.tensors import Imported
 from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer
 from moc.files import decode, tree
@@ -63,7 +63,8 @@ def import_directory(args: argparse.Namespace) -> Path:
             code="dtype-missing",
         )
     tokenizer = _tokenizer(source, model["vocab_size"])
-    contents = imported.with_state(first_state(model, dtype, tokenizer))
+    configured(model, model["max_position_embeddings"])  # raises if it cannot be trained
+    contents = imported.with_state(first_state(model, dtype, tokenizer, imported.tensors))
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
     with progress(nbytes * (2 if args.verify else 1), "converting") as advance:
         written = write_dense(
@@ -83,7 +84,7 @@ def _tokenizer(source: Path, rows: int) -> dict[str, Any]:
     """The flags of the tokenizer in a directory, or of one that has as many tokens as the model."""
     if has_tokenizer(source):
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(source.resolve()))
-    return dict(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
+    return dict(tokenizer_type="NullTokenizer", vocab_size=rows)
 
 
 def _compare(contents: Imported, written: DenseContents, advance: Advance) -> None:
@@ -102,5 +103,5 @@ def _told(root: Path, recipe_file: Path, rows: int) -> list[str]:
     return [
         f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...",
         "          (data, batch, learning rate and iterations; to resume, --load NEW_DIRECTORY without --finetune)",
-        f"the embedding has {rows:,} rows, none of padding: --make-vocab-size-divisible-by 1 in {RECIPE} keeps that",
+        f"the embedding has {rows:,} rows, none of padding: --padded-vocab-size in {RECIPE} keeps that",
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.pretraining.convert.hugging_face.described import Described, described
+from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH, Described, described
 from megatron.pretraining.convert.hugging_face.family import Family
 from moc.store.errors import CheckpointError
 
@@ -121,7 +121,7 @@ def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
 
 
 def _pairs(model: Described, family: Family) -> Iterator[Pair]:
-    words = (model.vocab_size, model.network.hidden_size)
+    words = (model.vocab_size, model.hidden_size)
     yield _same(_EMBEDDING, "model.embed_tokens.weight", words)
     for layer, experts in enumerate(model.expert_layers):
         for pair in (*_attention(model), *(_experts(model, family) if experts else _dense(model))):
@@ -129,20 +129,19 @@ def _pairs(model: Described, family: Family) -> Iterator[Pair]:
                 pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}"
             )
     yield _same("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
-    if model.network.untie_embeddings_and_output_weights:
+    if model.untie_embeddings_and_output_weights:
         yield _same(_OUTPUT, "lm_head.weight", words)
 
 
 def _attention(model: Described) -> Iterator[Pair]:
-    network, hidden = model.network, model.network.hidden_size
-    heads, groups, width = network.num_attention_heads, network.num_query_groups, model.head_dim
-    assert groups is not None  # derived
+    hidden, width = model.hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads, model.num_query_groups
     yield _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
     yield from _queries_keys_values("weight", heads, groups, width, (hidden,))
-    if network.add_qkv_bias:
+    if model.add_qkv_bias:
         yield from _queries_keys_values("bias", heads, groups, width, ())
-    if network.qk_layernorm:
-        full = network.qk_layernorm_full_width
+    if model.qk_layernorm:
+        full = model.spec == FULL_WIDTH
         for kind, number in (("q", heads), ("k", groups)):
             shape = (number * width if full else width,)
             yield _same(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
@@ -161,25 +160,25 @@ def _queries_keys_values(kind: str, heads: int, groups: int, width: int, rest: S
 
 
 def _dense(model: Described) -> Iterator[Pair]:
-    yield from _gated("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"), model, model.network.ffn_hidden_size)
+    yield from _gated("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"), model, model.ffn_hidden_size)
 
 
 def _experts(model: Described, family: Family) -> Iterator[Pair]:
-    moe, hidden, experts = model.moe, model.network.hidden_size, model.moe.num_experts
+    hidden, experts = model.hidden_size, model.num_experts
     assert experts is not None  # some layers have experts
     yield _same("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
-    if moe.moe_router_enable_expert_bias:
+    if model.moe_router_enable_expert_bias:
         yield _same("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
     names = (family.gate, family.up, family.down)
     for expert in range(experts):
         ours, theirs = f"mlp.experts.experts.{expert}", f"{family.moe}.experts.{expert}"
-        yield from _gated(ours, theirs, names, model, moe.moe_ffn_hidden_size or model.network.ffn_hidden_size)
+        yield from _gated(ours, theirs, names, model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
     if model.shared and family.shared:
-        doubled = family.shared_gate and not moe.moe_shared_expert_gate
+        doubled = family.shared_gate and not model.moe_shared_expert_gate
         shared = f"{family.moe}.{family.shared}"
         factor = family.ungated_down if doubled else 1.0
         yield from _gated("mlp.shared_experts", shared, _shared_names(family), model, model.shared, factor)
-        if moe.moe_shared_expert_gate:
+        if model.moe_shared_expert_gate:
             yield _same("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
 
 
@@ -190,7 +189,7 @@ def _shared_names(family: Family) -> tuple[str, str, str]:
 def _gated(
     ours: str, theirs: str, names: tuple[str, str, str], model: Described, width: int | None, factor: float = 1.0
 ) -> Iterator[Pair]:
-    hidden = model.network.hidden_size
+    hidden = model.hidden_size
     assert width is not None
     gate, up, down = (f"{theirs}.{name}.weight" for name in names)
     yield _same(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
@@ -200,9 +199,9 @@ def _gated(
 
 def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[tuple[str, Shape]]:
     """What the family has in a layer with experts, and our model has not."""
-    hidden = model.network.hidden_size
-    if family.expert_bias and not model.moe.moe_router_enable_expert_bias:
-        yield f"{moe}.gate.e_score_correction_bias", (model.moe.num_experts or 0,)
+    hidden = model.hidden_size
+    if family.expert_bias and not model.moe_router_enable_expert_bias:
+        yield f"{moe}.gate.e_score_correction_bias", (model.num_experts or 0,)
     if not shared:
         return
     if not model.shared:
@@ -210,7 +209,7 @@ def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[
             _shared_names(family), ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True
         ):
             yield f"{moe}.{family.shared}.{name}.weight", shape
-    if family.shared_gate and not (model.shared and model.moe.moe_shared_expert_gate):
+    if family.shared_gate and not (model.shared and model.moe_shared_expert_gate):
         yield f"{moe}.{family.shared}_gate.weight", (1, hidden)
 
 

@@ -9,19 +9,29 @@ from typing import Any
 
 import numpy
 
-from megatron.pretraining.process import cpu
+from megatron.pretraining.entry import cpu
 
 cpu.install()  # comes before megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  # not in __all__
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import composed  # noqa: E402
+from megatron.pretraining.convert.hugging_face.recorded import configured  # noqa: E402
 from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
-from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
-from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
+from megatron.pretraining.entry.stock import bare_chunks  # noqa: E402
+from megatron.pretraining.model.parameters import (  # noqa: E402
+    unpartitioned_buffers,
+    unpartitioned_parameters,
+    unwrap,
+)
 from moc.files.decode import parse  # noqa: E402
 from moc.files.tree import SMALL, Tree  # noqa: E402
 from moc.state.operators import is_module_state  # noqa: E402
@@ -44,8 +54,8 @@ def main(asked: str) -> int:
 def _logits(
     values: Mapping[str, Any], weights: ConvertedState, tokens: torch.Tensor, rounded: torch.dtype | None
 ) -> numpy.ndarray:
-    config, length = composed(values, transformer_impl="local", seq_length=tokens.shape[1]), tokens.shape[1]
-    model = build_gpt(config, transformer_config(config), values["vocab_size"], None).eval()
+    length = tokens.shape[1]
+    model = built(configured(values, length), values["vocab_size"]).eval()
     pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
     there = {entry.name: entry for entry in weights.tensors}
     with torch.no_grad():
@@ -57,6 +67,21 @@ def _logits(
         positions = torch.arange(length)[None].expand(len(tokens), -1)
         later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
         return model(tokens, positions, later).float().numpy()
+
+
+def built(config: Any, rows: int) -> torch.nn.Module:
+    """The model of a configuration by Megatron-LM's builder; process groups of one worker exist.
+
+    Args:
+        config: of :func:`megatron.pretraining.entry.offline.config_of_words`.
+        rows: of the embedding.
+    """
+    args = config.arguments
+    args.padded_vocab_size, args.transformer_impl = rows, "local"
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (chunk,) = bare_chunks(container, ModelType.encoder_or_decoder, None, groups)
+    return unwrap(chunk)
 
 
 if __name__ == "__main__":

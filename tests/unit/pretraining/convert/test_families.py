@@ -5,9 +5,7 @@ import math
 
 import pytest
 
-from megatron.pretraining.arguments import parse_config
-from megatron.pretraining.config import MoeFlags, NetworkFlags, compose
-from megatron.pretraining.config.flag import flags_of
+from megatron.pretraining.convert.hugging_face import described
 from megatron.pretraining.convert.hugging_face.families import (
     FAMILIES,
     families_for,
@@ -15,17 +13,19 @@ from megatron.pretraining.convert.hugging_face.families import (
     family_named,
     family_of,
 )
-from megatron.pretraining.presets import PRESETS
+from megatron.pretraining.convert.hugging_face.recorded import as_options, recipe, recorded
+from megatron.pretraining.entry.configuration import described as arguments_of
+from megatron.pretraining.entry.offline import config_of_words
 from moc.store.errors import CheckpointError
 from tests.errors import raises
 
-RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=199,
+RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200,
            seq_length=32, transformer_impl="local")  # fmt: skip
 SIZES = dict(num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_heads=4, group_query_attention=True,
              num_query_groups=2, max_position_embeddings=48, position_embedding_type="rope", normalization="RMSNorm",
              norm_epsilon=1e-6, swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
              num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=4, moe_aux_loss_coeff=0.01)  # fmt: skip
-QK_NORM, FULL_WIDTH = dict(qk_layernorm=True), dict(qk_layernorm=True, qk_layernorm_full_width=True)
+QK_NORM, FULL_WIDTH = dict(qk_layernorm=True), dict(qk_layernorm=True, spec=list(described.FULL_WIDTH))
 SHARED = dict(moe_shared_expert_intermediate_size=80)
 GATED = SHARED | dict(moe_shared_expert_gate=True)
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32",
@@ -56,39 +56,65 @@ MODELS = {  # name: family and flags, which come back as they are
 
 
 def model_of(**flags) -> dict:
-    """A model as a checkpoint records it."""
-    config = compose(RUN | SIZES | flags).to_dict()
-    return json.loads(json.dumps(config["network"] | config["moe"] | {"vocab_size": 200}))
+    """A model by its options."""
+    return {name: value for name, value in (SIZES | {"vocab_size": 200} | flags).items() if value is not None}
+
+
+def arguments(options: dict, file) -> dict:
+    """Megatron-LM's arguments of a run with these options, as a checkpoint records them."""
+    file.write_text(json.dumps(options))  # which is YAML, too
+    return arguments_of(config_of_words(["--config", str(file)]).arguments)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_it_is_the_same_model(name, tmp_path):
     family, flags = MODELS[name]
-    model = model_of(**flags)
+    model = arguments(RUN | SIZES | flags, tmp_path / "run.yaml")
+    assert as_options(model) == as_options(model_of(**flags))
     assert family_for(model).name == family
     config = json.loads(json.dumps(family_for(model).config_of(model)))
     assert (config["model_type"], config["vocab_size"]) == (family, 200)
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == model["rotary_base"]
     back = family_of(config).flags_of(config)
-    assert back.pop("vocab_size") == 200
-    file = tmp_path / "model.yaml"
-    file.write_text(json.dumps(back))  # which is YAML, too
-    run = [f"--{key.replace('_', '-')}{'' if value is True else f'={value}'}" for key, value in RUN.items()]
-    assert model_in(parse_config(["--config", str(file), *run])) == model
+    options = recipe(back, "fp32", dict(tokenizer_type="NullTokenizer", vocab_size=back["vocab_size"]))
+    again = arguments(RUN | options, tmp_path / "model.yaml")
+    assert as_options(again) == as_options(model)
+    assert (again["attention_dropout"], again["hidden_dropout"], again["padded_vocab_size"]) == (0, 0, 200)
 
 
-def model_in(config) -> dict:
-    return json.loads(json.dumps(config.to_dict()["network"] | config.to_dict()["moe"] | {"vocab_size": 200}))
+def test_an_earlier_release_had_another_option_for_norms_of_all_heads():
+    model = model_of(ffn_hidden_size=40, qk_layernorm=True, qk_layernorm_full_width=True)
+    assert family_for(model).name == "olmoe"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_flags_are_those_of_the_network(name):
-    model = model_of(**next(flags for family, flags in MODELS.values() if family == name))
-    ours = {flag.name for group in (NetworkFlags, MoeFlags) for flag in flags_of(group)}
-    found = FAMILIES[name].flags_of(FAMILIES[name].config_of(model))
-    assert found.keys() - ours == {"vocab_size", "attention_dropout", "hidden_dropout"}
-    assert found["attention_dropout"] == found["hidden_dropout"] == 0
-    assert not any(isinstance(value, float) and not math.isfinite(value) for value in found.values())
+def test_a_vocabulary_that_is_not_known_has_its_padding():
+    model, _ = recorded({"model": {"vocab_size": None, "padded_vocab_size": 256}}, (), "it")
+    assert model["vocab_size"] == 256
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("multi_latent_attention", True), ("window_size", [16, 0]), ("mtp_num_layers", 1), ("softmax_type", "learnable")],
+)
+def test_what_no_family_computes_is_refused_by_name(option, value):
+    assert family_for(model_of(ffn_hidden_size=40, softmax_type="vanilla", window_size=None)).name == "mixtral"
+    with raises("family-cannot-express", f"--{option.replace('_', '-')}"):
+        family_for(model_of(ffn_hidden_size=40, **{option: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_layers=-1),
+        dict(hidden_size="64"),
+        dict(moe_layer_freq=[0, 1]),
+        dict(ffn_hidden_size=None),
+        dict(swiglu=3),
+    ],
+)
+def test_a_description_that_makes_no_sense(changes):
+    with raises("model-description-invalid"):
+        described.described(model_of(**changes))
 
 
 def test_shared_experts_without_a_gate_are_said_with_one():
@@ -97,11 +123,7 @@ def test_shared_experts_without_a_gate_are_said_with_one():
     assert (family.name, family.ungated_down, family.shared_width(model)) == ("qwen2_moe", 2.0, 80)
     config = family.config_of(model)
     assert config["shared_expert_intermediate_size"] == 80
-    assert model_in(compose(RUN | without_vocabulary(family.flags_of(config)))) == model_of(**GATED)
-
-
-def without_vocabulary(flags: dict) -> dict:
-    return {name: value for name, value in flags.items() if name != "vocab_size"}
+    assert as_options(family.flags_of(config)) == as_options(model_of(**GATED) | dict(moe_aux_loss_coeff=0.01))
 
 
 def test_shared_experts_that_a_family_always_has_are_made_up():
@@ -114,9 +136,8 @@ def test_shared_experts_that_a_family_always_has_are_made_up():
 
 
 @pytest.mark.parametrize("name", ["qwen-moe-14b", "deepseek-moe-16b"])
-def test_presets_that_a_family_can_say(name):
-    config = compose({**RUN, **PRESETS[name].values})
-    model = model_in(config)
+def test_presets_that_a_family_can_say(name, tmp_path):
+    model = arguments({key: RUN[key] for key in RUN if key != "seq_length"} | dict(model=name), tmp_path / "run.yaml")
     assert [family.name for family in families_for(model)] == ["qwen2_moe"]
 
 
@@ -130,12 +151,6 @@ def test_what_no_family_can_say_is_told_for_each():
     with raises("family-cannot-express") as error:
         family_for(model_of(normalization="LayerNorm"))
     assert all(name in str(error.value) for name in FAMILIES)
-
-
-def test_older_checkpoints_have_fewer_flags():
-    model = model_of(ffn_hidden_size=40)
-    old = {name: value for name, value in model.items() if "gate" not in name and "full_width" not in name}
-    assert family_for(old).config_of(old) == family_for(model).config_of(model)
 
 
 def test_names_that_are_not_known():
@@ -180,9 +195,9 @@ SOME = [  # family, flags that it cannot say, what the sentence names
     ("mixtral", dict(moe_router_num_groups=4, moe_router_group_topk=2), "--moe-router-num-groups 4"),
     ("qwen2_moe", QK_NORM, "--qk-layernorm"),
     ("qwen3_moe", dict(qk_layernorm=False), "--qk-layernorm"),
-    ("qwen3_moe", dict(qk_layernorm_full_width=True), "--qk-layernorm-full-width"),
+    ("qwen3_moe", FULL_WIDTH, "--spec megatron.pretraining.model.full_width layer_spec"),
     ("qwen3_moe", dict(add_qkv_bias=True), "--add-qkv-bias"),
-    ("olmoe", dict(qk_layernorm_full_width=False), "--qk-layernorm-full-width"),
+    ("olmoe", dict(spec=None), "--spec None, only megatron.pretraining.model.full_width layer_spec"),
     ("olmoe", dict(kv_channels=32), "--kv-channels 32"),
     ("olmoe", dict(moe_layer_freq=[0, 1, 1]), "--moe-layer-freq"),
     ("glm4_moe", dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False), "--moe-router-score"),
@@ -203,7 +218,7 @@ def test_what_no_family_can_say(name, flags):
 
 
 def test_biases_of_all_layers_cannot_be_said():
-    with raises("family-cannot-express", "mixtral", "--add-bias-linear"):
+    with raises("family-cannot-express", "mixtral", "without --disable-bias-linear"):
         FAMILIES["mixtral"].config_of(model_of(add_bias_linear=True))
 
 

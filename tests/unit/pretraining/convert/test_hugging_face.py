@@ -7,7 +7,7 @@ import os
 import numpy
 import pytest
 
-from megatron.pretraining.process import cpu
+from megatron.pretraining.entry import cpu
 from tests.errors import only_code, raises
 
 cpu.install()  # comes before megatron.core
@@ -19,7 +19,6 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megatron.pretraining.config import compose  # noqa: E402
 from megatron.pretraining.convert import program  # noqa: E402
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of  # noqa: E402
 from megatron.pretraining.convert.dense import DenseContents, write_dense  # noqa: E402
@@ -29,9 +28,8 @@ from megatron.pretraining.convert.hugging_face.families import family_named  # n
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import first_state  # noqa: E402
+from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, first_state  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
-from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
@@ -69,7 +67,8 @@ class Drawn(ConvertedState):
             for name, values in self.values.items()
         ]
         self.operators = {operator_or_other(name): (COMPUTE, None) for name in shapes}
-        state = first_state(model, "fp32" if dtype == torch.float32 else "bf16", dict(tokenizer_type="NullTokenizer"))
+        kind, null = "fp32" if dtype == torch.float32 else "bf16", dict(tokenizer_type="NullTokenizer")
+        state = first_state(model, kind, null, self.tensors)
         self.facts = Facts(0, "full", {}, state, 1)
 
     def read(self, name, slot, region):
@@ -104,11 +103,11 @@ def real():
     """Shape of every tensor of the real model, as its only worker holds it."""
 
     def built(flags):
-        config = compose(RUN | SIZES | flags)
+        config = configured(model_of(**flags), 32)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        model = build_gpt(config, transformer_config(config), ROWS, None)
+        model = built(config, ROWS)
         pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
         return {piece.name: tuple(piece.global_shape) for held in pieces for piece in held}
 
@@ -310,7 +309,7 @@ def test_the_program_converts_there_and_back(dense, tmp_path, capsys):
     for entry in back.tensors:
         values = back.read(entry.name, "param", entry.region)
         same(values, contents.values[entry.name][: len(values)].contiguous())
-    assert back.facts.state["model"] == contents.facts.state["model"]
+    assert as_options(back.facts.state["model"]) == as_options(contents.facts.state["model"])
 
 
 def test_another_dtype_is_written_if_asked_for(dense, tmp_path):
@@ -436,11 +435,11 @@ def test_a_checkpoint_that_does_not_record_its_model_takes_flags(tmp_path, capsy
     del contents.facts.state["model"], contents.facts.state["tokenizer"]
     write_dense(contents, tmp_path / "old", 1, torch.float32, 10**9, lambda count: None)
     assert only_code(refused(capsys, tmp_path / "old", tmp_path / "hf", "--to", "hf")) == "model-not-recorded"
-    (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(ffn_hidden_size=40)))
+    (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(moe_ffn_hidden_size=40)))
     convert(tmp_path / "old", tmp_path / "hf", "--to", "hf", "--verify", "--", "--config", tmp_path / "run.json")
-    (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(ffn_hidden_size=41)))
+    (tmp_path / "run.json").write_text(json.dumps(RUN | SIZES | dict(moe_ffn_hidden_size=41)))
     said = refused(capsys, tmp_path / "old", tmp_path / "other", "--to", "hf", "--", "--config", tmp_path / "run.json")
-    assert only_code(said) == "checkpoint-of-another-model" and "--ffn-hidden-size" in said
+    assert only_code(said) == "tensor-shape-wrong" and "linear_fc" in said
 
 
 def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):

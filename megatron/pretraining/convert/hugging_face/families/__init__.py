@@ -88,5 +88,5 @@ def _refusal(family: Family, model: Model) -> CheckpointError | None:
 
 def _plainly(family: Family, model: Model) -> bool:
     ours = described(model)
-    gated = not family.shared_gate or ours.moe.moe_shared_expert_gate
+    gated = not family.shared_gate or ours.moe_shared_expert_gate
     return gated and family.shared_width(model) == ours.shared

@@ -14,9 +14,7 @@ from megatron.pretraining.convert.hugging_face.family import Config, Family, Mod
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "glm4_moe", "Glm4MoeForCausalLM", "n_routed_experts"
-_FIXED: dict[str, Any] = dict(
-    moe_router_score_function="sigmoid", moe_shared_expert_gate=False, qk_layernorm_full_width=False
-)
+_FIXED: dict[str, Any] = dict(moe_router_score_function="sigmoid", moe_shared_expert_gate=False)
 _PER_GROUP = 2  # experts whose scores are a group's in transformers; topk // group_topk in megatron-core
 
 
@@ -48,14 +46,14 @@ def config_of(model: Model) -> dict[str, Any]:
     ours = described(model)
     check(_NAME, ours, _FIXED)
     _check_groups(ours)
-    moe, dense = ours.moe, ours.expert_layers.index(1)
+    dense = ours.expert_layers.index(1)
     if not all(ours.expert_layers[dense:]):
         raise CheckpointError(
             f"{_NAME} cannot express --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
             "experts. Fix: choose another --family",
             code="family-cannot-express",
         )
-    width = ours.moe.moe_ffn_hidden_size or 1  # known, since there are experts
+    width = ours.moe_ffn_hidden_size or 1  # known, since there are experts
     if ours.shared % width:
         raise CheckpointError(
             f"{_NAME} cannot express --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
@@ -67,17 +65,17 @@ def config_of(model: Model) -> dict[str, Any]:
         _ARCHITECTURE,
         ours,
         _EXPERTS,
-        intermediate_size=ours.network.ffn_hidden_size,
+        intermediate_size=ours.ffn_hidden_size,
         moe_intermediate_size=width,
         n_shared_experts=shared_width(model) // width,
         first_k_dense_replace=dense,
-        n_group=moe.moe_router_num_groups or 1,
-        topk_group=moe.moe_router_group_topk or 1,
-        norm_topk_prob=moe.moe_router_topk > 1,
-        routed_scaling_factor=moe.moe_router_topk_scaling_factor or 1.0,
-        use_qk_norm=ours.network.qk_layernorm,
-        attention_bias=ours.network.add_qkv_bias,
-        partial_rotary_factor=ours.network.rotary_percent,
+        n_group=ours.moe_router_num_groups or 1,
+        topk_group=ours.moe_router_group_topk or 1,
+        norm_topk_prob=ours.moe_router_topk > 1,
+        routed_scaling_factor=ours.moe_router_topk_scaling_factor or 1.0,
+        use_qk_norm=ours.qk_layernorm,
+        attention_bias=ours.add_qkv_bias,
+        partial_rotary_factor=ours.rotary_percent,
         num_nextn_predict_layers=0,
     )
 
@@ -85,7 +83,7 @@ def config_of(model: Model) -> dict[str, Any]:
 def shared_width(model: Model) -> int:
     """Inner width of the shared experts, which the family always has."""
     ours = described(model)
-    return ours.shared or ours.moe.moe_ffn_hidden_size or 0
+    return ours.shared or ours.moe_ffn_hidden_size or 0
 
 
 def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
 
 
 def _check_groups(ours: Described) -> None:
-    chosen, selected = ours.moe.moe_router_topk, ours.moe.moe_router_group_topk
+    chosen, selected = ours.moe_router_topk, ours.moe_router_group_topk
     if selected and chosen // selected != _PER_GROUP:
         raise CheckpointError(
             f"{_NAME} compares groups by their {_PER_GROUP} best experts, and --moe-router-topk {chosen} with "

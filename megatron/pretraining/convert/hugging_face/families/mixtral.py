@@ -41,8 +41,8 @@ def config_of(model: Model) -> dict[str, Any]:
         _ARCHITECTURE,
         ours,
         _EXPERTS,
-        intermediate_size=ours.moe.moe_ffn_hidden_size,
-        router_aux_loss_coef=ours.moe.moe_aux_loss_coeff,
+        intermediate_size=ours.moe_ffn_hidden_size,
+        router_aux_loss_coef=ours.aux_loss_coeff,
         sliding_window=None,
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
 from megatron.pretraining.convert.hugging_face.described import (
+    FULL_WIDTH,
     SOFTMAX,
     check,
     check_all_layers_have_experts,
@@ -18,7 +19,7 @@ _NAME, _ARCHITECTURE, _EXPERTS = "olmoe", "OlmoeForCausalLM", "num_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(
     add_qkv_bias=False,
     qk_layernorm=True,
-    qk_layernorm_full_width=True,
+    spec=FULL_WIDTH,
     rotary_percent=1.0,
     moe_shared_expert_intermediate_size=None,
 )
@@ -42,10 +43,10 @@ def config_of(model: Model) -> dict[str, Any]:
     ours = described(model)
     check(_NAME, ours, _FIXED)
     check_all_layers_have_experts(_NAME, ours)
-    if ours.head_dim * ours.network.num_attention_heads != ours.network.hidden_size:
+    if ours.kv_channels * ours.num_attention_heads != ours.hidden_size:
         raise CheckpointError(
-            f"{_NAME} cannot express --kv-channels {ours.head_dim}, only --hidden-size / --num-attention-heads. Fix: "
-            "choose another --family",
+            f"{_NAME} cannot express --kv-channels {ours.kv_channels}, only --hidden-size / --num-attention-heads. "
+            "Fix: choose another --family",
             code="family-cannot-express",
         )
     return common.write(
@@ -53,9 +54,9 @@ def config_of(model: Model) -> dict[str, Any]:
         _ARCHITECTURE,
         ours,
         _EXPERTS,
-        intermediate_size=ours.moe.moe_ffn_hidden_size,
-        norm_topk_prob=not ours.moe.moe_router_pre_softmax,
-        router_aux_loss_coef=ours.moe.moe_aux_loss_coeff,
+        intermediate_size=ours.moe_ffn_hidden_size,
+        norm_topk_prob=not ours.moe_router_pre_softmax,
+        router_aux_loss_coef=ours.aux_loss_coeff,
         attention_bias=False,
         clip_qkv=None,
     )

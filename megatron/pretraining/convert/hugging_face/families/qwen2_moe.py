@@ -40,7 +40,7 @@ def config_of(model: Model) -> dict[str, Any]:
         _ARCHITECTURE,
         ours,
         _EXPERTS,
-        qkv_bias=ours.network.add_qkv_bias,
+        qkv_bias=ours.add_qkv_bias,
         shared_expert_intermediate_size=shared_width(model),
         use_sliding_window=False,
         **common.sparse_keys(ours),

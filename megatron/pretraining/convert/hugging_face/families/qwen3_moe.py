@@ -12,7 +12,6 @@ _NAME, _ARCHITECTURE, _EXPERTS = "qwen3_moe", "Qwen3MoeForCausalLM", "num_expert
 _FIXED: dict[str, Any] = SOFTMAX | dict(
     add_qkv_bias=False,
     qk_layernorm=True,
-    qk_layernorm_full_width=False,
     rotary_percent=1.0,
     moe_shared_expert_intermediate_size=None,
 )

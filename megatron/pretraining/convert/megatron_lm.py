@@ -1,0 +1,143 @@
+"""Checkpoints in Megatron-LM's own format: what they hold beside the weights, without the model that wrote them.
+
+Arguments, position and schedule are in the common state.  Optimizer state has a tensor for each weight if the run had
+no distributed optimizer, or ``--dist-ckpt-optim-fully-reshardable``; with ``--elastic`` and ``--deepspeed`` it is in
+``optimizer/``.  Flat buffers of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.safe_globals import register_safe_globals  # noqa: E402
+
+from megatron.pretraining.checkpoint import fragments  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
+from megatron.pretraining.convert.contents import MASTER  # noqa: E402
+from megatron.pretraining.convert.names import StockPlace  # noqa: E402
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, described  # noqa: E402
+from moc.inspect.coverage import operator_or_other  # noqa: E402
+from moc.runtime.agreement import first_line  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
+
+OPTIMIZER_KEYS = ("optimizer.", "chained_")
+"""Beginnings of the keys of optimizer state."""
+_OF_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[a-z0-9_]+)\.(?P<key>.+)")
+_SLOTS = {"fp32_param": MASTER, "param": MASTER}
+"""Our names of slots, where Megatron-LM's differ."""
+
+
+def read_common(directory: Path) -> Mapping[str, Any]:
+    """The common state of a checkpoint; nothing in it runs.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    register_safe_globals()
+    try:
+        with nothing_runs():
+            common: Any = dist_checkpointing.load_common_state_dict(directory)
+        if not isinstance(common.get("args"), Namespace) or type(common.get("iteration")) is not int:
+            raise ValueError("it has no arguments, or no iteration")
+        return common
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever the readers of torch and megatron-core raise
+        raise CheckpointError(
+            f"the common state in {directory} cannot be read ({type(error).__name__}: {first_line(error)}). Fix: "
+            "convert another checkpoint with --iteration",
+            code="checkpoint-unreadable",
+        ) from None
+
+
+def training_state(directory: Path, common: Mapping[str, Any], places: Mapping[str, StockPlace], boxes: bool) -> dict:
+    """The content of a ``training_state.json``, as this program's loop would have saved it.
+
+    Args:
+        directory: of the checkpoint.
+        common: its common state.
+        places: of the weights, by name in the unpartitioned model.
+        boxes: whether optimizer state is in ``optimizer/``.
+
+    Raises:
+        CheckpointError: ``optimizer/`` is damaged.
+    """
+    values = described(common["args"])
+    shape: Counter[str] = Counter()
+    for name, place in places.items():
+        shape[operator_or_other(name)] += math.prod(place.shape)
+    return {
+        "iteration": common["iteration"],
+        "consumed_samples": values.get("consumed_train_samples", 0),
+        "skipped_iterations": 0,
+        "optimizer": values.get("optimizer") if boxes or "optimizer" in common else None,
+        **(_of_boxes(directory) if boxes else _of_optimizer(common.get("optimizer"))),
+        "params_dtype": values.get("params_dtype"),
+        "main_params_dtype": values.get("main_params_dtype", "fp32"),
+        "moments": [values.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")],
+        "scheduler": common.get("opt_param_scheduler"),
+        "grad_norm": "exact" if values.get(OWN_PROGRAM) else "stock",
+        "sample_order": {},
+        "shape": dict(shape),
+        "model": values,
+        "tokenizer": {name: values.get(f"tokenizer_{name}") for name in ("type", "model")},
+    }
+
+
+def optimizer_places(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPlace]
+) -> dict[str, dict[str, StockPlace]]:
+    """The tensors of optimizer state that belong to single weights: by slot, and name in the unpartitioned model.
+
+    Args:
+        shapes: of all tensors of the checkpoint, by key.
+        weights: the places of the weights.
+    """
+    found: dict[str, dict[str, StockPlace]] = {}
+    of_key: dict[str, list[str]] = {}
+    for name, place in weights.items():
+        of_key.setdefault(place.key, []).append(name)
+    for key in shapes:
+        if (match := _OF_WEIGHT.fullmatch(key)) and shapes[key] == shapes.get(match["key"]):
+            slot = _SLOTS.get(match["slot"], match["slot"])
+            for name in of_key.get(match["key"], ()):
+                at = weights[name]
+                found.setdefault(slot, {})[name] = StockPlace(key, at.global_shape, at.region, at.stacked)
+    return found
+
+
+def _of_boxes(directory: Path) -> dict[str, Any]:
+    state = fragments.read_state(directory)
+    return {"optimizer_step": state.optimizer_step, "grad_scaler": state.grad_scaler}
+
+
+def _of_optimizer(state: Any) -> dict[str, Any]:
+    """Number of updates and loss scale in the optimizer part of a common state; chained optimizers count together."""
+    steps = [int(step) for step in _found(state, "common_step")]
+    scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
+    return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
+
+
+def _found(state: Any, name: str) -> Iterator[Any]:
+    """Yields the values of a key at any depth."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if key == name:
+            yield value
+        else:
+            yield from _found(value, name)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in state.items()}
