@@ -209,8 +209,9 @@ def _products(config: Config) -> str | None:
     precision = config.mixed_precision
     if precision.fp8_format is None:
         return None
-    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.network.transformer_impl]
-    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
+    if config.network.transformer_impl == "local":  # torch's have one kind of scaling
+        return f"tensorwise fp8 products ({precision.fp8_format}) of torch"
+    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of Transformer Engine"
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:
