@@ -16,6 +16,8 @@ from moc.errors import codes_in
 from moc.inspect import verify
 from moc.state.region import Region
 from tests.integration.entry_jobs import BASE, EP2, MOE, OWN_PROGRAM, ZERO1, Ended, run
+from tests.integration.snapshot_files import node_memory
+from tests.integration.tiny import train as trained
 
 FOUR = "--front megatron --train-iters 4"
 RESHARDABLE = f"{ZERO1} --dist-ckpt-optim-fully-reshardable"
@@ -49,14 +51,14 @@ def runs(tmp_path_factory):
     """Trains four iterations, with a checkpoint and a snapshot after two; once each."""
     done: dict[str, tuple[Path, Ended]] = {}
 
-    def trained(name: str) -> tuple[Path, Ended]:
+    def once(name: str) -> tuple[Path, Ended]:
         if name not in done:
             root = tmp_path_factory.mktemp("converted")
             saves = "--save saved --save-interval 2 --ckpt-policy full --ckpt-dir taken --snapshot-interval 2"
             done[name] = root, train(root, f"{RUNS[name]} {saves} --ckpt-keep 4", "whole")
         return done[name]
 
-    return trained
+    return once
 
 
 def directory(root: Path, name: str) -> Path:
@@ -121,7 +123,22 @@ def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tm
     assert [*rest.losses] == [3]
 
 
-def test_a_window_becomes_the_state_that_was_there(tmp_path, monkeypatch, capfd):
+def test_a_checkpoint_of_the_earlier_entry_point_converts(data, tmp_path):
+    trained("EP2", data | dict(save=str(tmp_path / "saved"), train_iters=2))
+    convert(tmp_path / "saved", tmp_path / "snapshots")
+    convert(tmp_path / "snapshots", tmp_path / "back")
+    same(weights(directory(tmp_path, "saved")), weights(directory(tmp_path, "back")))
+    same(*(regions(DenseContents(directory(tmp_path, one))) for one in ("saved", "back")))
+
+
+WINDOWS = {
+    "sparse": "--ckpt-policy sparse --sparse-window 3",
+    "gradient": "--ckpt-policy gradient --gradient-window 3 --persist-interval 3 --ckpt-tier memory",
+}
+
+
+@pytest.mark.parametrize("policy", WINDOWS)
+def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch, capfd):
     """What is planted in the working directory is not imported."""
     here = tmp_path / "here"
     here.mkdir()
@@ -130,21 +147,26 @@ def test_a_window_becomes_the_state_that_was_there(tmp_path, monkeypatch, capfd)
     monkeypatch.chdir(here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    flags = f"{EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --clip-grad 0.3"
-    taken = "--train-iters 8 --ckpt-blocking --ckpt-keep 8"
-    sparse = f"{flags} {taken} --ckpt-policy sparse --sparse-window 3 --ckpt-dir sparse"
-    train(tmp_path, sparse, "sparse_log")
-    train(tmp_path, f"{flags} {taken} --ckpt-policy full --snapshot-interval 1 --ckpt-dir full", "full_log")
-    convert(tmp_path / "full", tmp_path / "dense", "--iteration", 7)
+    flags = f"""--front megatron {EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1
+        --clip-grad 0.3 --train-iters 12 --lr-decay-iters 12"""
+    taken = f"{flags} --ckpt-blocking --ckpt-keep 12"
+    kill = "--inject", "kill ranks=0,1 iteration=9 point=before_vote"
+    with node_memory() as memory:
+        window = f"{taken} {WINDOWS[policy]} --ckpt-memory-dir {memory} --ckpt-dir window"
+        assert run(tmp_path, OWN_PROGRAM, 2, window, *kill, launcher="--max-restarts 0").code != 0
+    full = f"{taken} --ckpt-policy full --snapshot-interval 1 --ckpt-dir full --exit-interval 8"
+    assert run(tmp_path, OWN_PROGRAM, 2, full, log="full_log").code == 0
 
-    window, words = tmp_path / "sparse" / "iter_0000007", shlex.split(f"{BASE} --train-iters 8 {flags}")
-    convert(window, tmp_path / "window", "--", *words)
-    was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "window"))
+    words = shlex.split(f"{BASE} {flags.removeprefix('--front megatron')}")
+    convert(tmp_path / "window", tmp_path / "again", "--", *words)
+    (again,) = (tmp_path / "again").glob("iter_*")
+    convert(tmp_path / "full", tmp_path / "dense", "--iteration", int(again.name[5:]))
+    was = tmp_path / "dense" / again.name
     same(weights(was), weights(again))
     same(regions(DenseContents(was)), regions(DenseContents(again)))
-    assert {path.name for path in again.parent.iterdir()} == {"iter_0000007", "latest_checkpointed_iteration.txt"}
+    assert {path.name for path in again.parent.iterdir()} == {again.name, "latest_checkpointed_iteration.txt"}
 
-    command = [window, tmp_path / "other", "--", *words, "--seed", "7"]
+    command = [tmp_path / "window", tmp_path / "other", "--", *words, "--seed", "7"]
     assert program.main([str(word) for word in command]) == 1
     assert codes_in(capfd.readouterr().err)[-1] == "replay-differs"
     assert list((tmp_path / "other").iterdir()) == [] and not (tmp_path / "ran").exists()
