@@ -4,10 +4,19 @@ from setuptools import find_namespace_packages, setup
 
 setup(
     # `megatron` is a namespace shared with pip's megatron-core: it has no __init__.py, here or there.
-    packages=find_namespace_packages(include=["megatron.pretraining*", "moc*"]),
+    packages=find_namespace_packages(
+        include=["megatron.pretraining*", "moc*"], exclude=["megatron.pretraining.examples.files*"]
+    ),
     # Naming the root makes `pip install -e .` a plain path entry, under which both halves of the
     # namespace are found; setuptools' import hooks for editable installs stay out of the way.
     package_dir={"": "."},
-    package_data={"moc": ["py.typed"], "megatron.pretraining": ["py.typed"]},
-    py_modules=["pretrain_gpt_moe"],  # moc-pretrain; and convert_checkpoint runs it
+    package_data={
+        "moc": ["py.typed"],
+        "megatron.pretraining": ["py.typed", "presets/*.yaml"],
+        # Links to files of the repository, which moc-examples copies.
+        "megatron.pretraining.examples": [
+            *("files/pretrain_gpt_moe.py", "files/examples/*.*", "files/scripts/recipes/*", "files/scripts/slurm/*"),
+            *(f"files/scripts/{name}" for name in ("common.sh", "quickstart.sh", "torchrun.py", "train.sh")),
+        ],
+    },
 )

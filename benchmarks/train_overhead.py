@@ -41,7 +41,7 @@ def bare_loop(run):
 
     from megatron.pretraining.engine.optimizer import optimizer_config
     from megatron.pretraining.model.build import build_gpt, build_model
-    from pretrain_gpt_moe import forward_step
+    from megatron.pretraining.pretrain_gpt_moe import forward_step
 
     config, topology = run.config, run.stepper.topology
     dataset: Any = run.streams["train"]._dataset if run.streams["train"] else None

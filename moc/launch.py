@@ -34,12 +34,16 @@ from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.exit_codes import LOST
 from moc.runtime.flags import Flags, parse_nodes
-from moc.runtime.loading import located
+from moc.runtime.loading import MODULE, located
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
 
 _log = logging.getLogger("moc")
+
+
+_NOT_OF_SPARES = ("--", "--standalone", "-m", "--module")
+"""Flags that a spare does not get from the launcher that starts it."""
 
 
 class LaunchError(UserError):
@@ -112,6 +116,7 @@ def parse(arguments: list[str]) -> Flags:
         parser.exit(2)
     assert program is not None  # refused above
     command = [program, *own.arguments]
+    ours = arguments[: len(arguments) - len(command)]
     return Flags(
         nnodes=own.nnodes[1],
         least_nodes=own.nnodes[0],
@@ -129,7 +134,7 @@ def parse(arguments: list[str]) -> Flags:
         grow_wait_s=own.grow_wait,
         patience_s=own.patience,
         network_interface=own.network_interface,
-        own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
+        own=[flag for flag in ours if flag not in _NOT_OF_SPARES] + ["-m"] * (MODULE in os.environ),
         command=command,
     )
 

@@ -4,6 +4,7 @@
 # set_up EXTRA leaves in $PYTHON an interpreter that has the package installed (EXTRA: "base" or "dev"),
 # and does nothing when that is already so. With VENV=no it uses the active environment, else $VENV_DIRECTORY (.venv),
 # which MOC_PYTHON makes, if that is set. The requirements in WITH replace the versions that pyproject.toml asks for.
+# Outside of the repository (moc-examples), the active environment has to have the package.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH_WITHOUT_GPU="torch==2.13.0" # what the tests without a GPU are run with
@@ -132,6 +133,13 @@ install_torch() { # without a GPU the CPU build, where the package index has one
 
 set_up() {
     local extra=$1 state stamp isolation=()
+    if [[ ! -e $ROOT/pyproject.toml ]]; then
+        VENV=no
+        choose_environment
+        "$PYTHON" -c 'import megatron.pretraining' 2>/dev/null ||
+            die "cannot use $PYTHON: moc-megatron is not installed there. Fix: activate the environment that has it."
+        return
+    fi
     choose_environment
     # What is installed is a function of these; the stamp beside the packages holds their hash.
     state=$("$PYTHON" - "$ROOT" "${WITH[@]}" <<'PY'

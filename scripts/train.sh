@@ -15,8 +15,8 @@
 #   --dry-run       print the command and stop
 #   DATA_PREFIX     what tools/preprocess_data.py wrote, without .bin and .idx; or a blend in one
 #                   argument: "0.7 /data/web 0.3 /data/code"
-#   TOKENIZER       a sentencepiece .model file, or the directory or name of a Hugging Face tokenizer; a name of the hub
-#                   wants --tokenizer-revision among FLAGS
+#   TOKENIZER       a sentencepiece .model file, or a Hugging Face tokenizer: its directory, or its name in the hub, whose
+#                   cache on each machine then has to hold it
 #   CHECKPOINT_DIR  checkpoints are saved here and, when there are any, resumed from; logs and
 #                   TensorBoard files stand in its log/ and tensorboard/
 #   FLAGS           go to pretrain_gpt_moe.py and override the recipe; so does a --config FILE.yaml

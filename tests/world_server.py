@@ -58,11 +58,11 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from megatron.pretraining.process import cpu
+    import moc.megatron  # adapts megatron-core, before others import it
 
-    cpu.install()
-    for module in ("megatron.pretraining.loop", "megatron.pretraining.errors", "pretrain_gpt_moe", *_IMPORTED_LATE):
+    for module in ("megatron.pretraining.entry.gpt", "pretrain_gpt_moe", *_IMPORTED_LATE):
         importlib.import_module(module)
+    moc.megatron.warm_up()
     from megatron.pretraining.config.composed import all_flags
 
     all_flags()  # read from the classes once, not in each worker

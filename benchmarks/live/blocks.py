@@ -142,7 +142,7 @@ def _counted(method, seconds: list[float]):
 
 
 if __name__ == "__main__":
-    import pretrain_gpt_moe as program
+    from megatron.pretraining import pretrain_gpt_moe as program
     from moc.policy import POLICIES
     from moc.session.session import Session
 

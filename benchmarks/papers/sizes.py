@@ -21,7 +21,7 @@ _ABOVE = 4 / 3  # by how much a constant K = 1 would pass the limit with them
 
 def figure_10() -> Reproduction:
     """MoC-System's Figure 10, as section 6.2.1 has it in numbers."""
-    operators = operators_of(config_of("gpt-350m-16e", []), None)
+    operators = operators_of(config_of("gpt-350m-16e", []), "gpt-350m-16e")
     everything, one = (_busiest(operators, _CASES[1], k, keep_master=True)["total"] for k in (None, 1))
     rows = [Row("total size with K = 1, of the full one", 42.3, 100 * one / everything, "percent")]
     for label, k, before, after, paper in (

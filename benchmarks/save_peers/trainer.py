@@ -19,11 +19,11 @@ def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
     from megatron.pretraining.process import cpu
 
     cpu.install()
+    from megatron.pretraining.pretrain_gpt_moe import providers
     from megatron.pretraining.process.initialize import initialize
     from megatron.pretraining.process.phases import Phases
     from megatron.pretraining.process.stopping import StopRequests
     from megatron.pretraining.setup import set_up
-    from pretrain_gpt_moe import providers
 
     phases = Phases()
     phases.done("import")

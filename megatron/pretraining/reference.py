@@ -77,8 +77,7 @@ def events_page() -> str:
 
 def sources() -> list[Path]:
     """The files of the repository whose errors reach users."""
-    found = [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
-    return [*found, ROOT / "pretrain_gpt_moe.py"]
+    return [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def documented() -> dict[str, list[str]]:
@@ -129,7 +128,7 @@ def _commands() -> list[tuple[str, str, str]]:
     """Name, file, and first line of the docstring of each console script."""
     scripts = re.findall(r'^([\w-]+) = "([\w.]+):main"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     tools = {path.read_text(encoding="utf-8"): path for path in (ROOT / "tools").glob("*.py")}
-    files = {"moc.launch": "python -m moc.launch", "pretrain_gpt_moe": "pretrain_gpt_moe.py"}
+    files = {"moc.launch": "python -m moc.launch", "megatron.pretraining.pretrain_gpt_moe": "pretrain_gpt_moe.py"}
     for _, module in scripts:
         found = (path.name for text, path in tools.items() if f"from {module} import main" in text)
         files.setdefault(module, f"tools/{next(found, '')}")

@@ -27,7 +27,7 @@ class Flags:
     grow_wait_s: float  # for more nodes, once there are enough, or new ones
     patience_s: float  # for a lost controller, and for workers to exit
     network_interface: str | None  # for traffic between workers; None for the one towards the controller
-    own: list[str]  # the flags as given
+    own: list[str]  # the flags as given, for spares
     command: list[str]  # script and arguments
 
     @property

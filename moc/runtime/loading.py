@@ -15,7 +15,7 @@ MODULE = "MOC_MODULE"
 
 
 def located(name: str, is_module: bool) -> str | None:
-    """The file of a program; sets :data:`MODULE`, which the processes of the job inherit.
+    """The file of a program; sets :data:`MODULE` for a module or a command, which the processes of the job inherit.
 
     Args:
         name: path, module, or installed command.
@@ -28,12 +28,12 @@ def located(name: str, is_module: bool) -> str | None:
         os.environ.pop(MODULE, None)
     if Path(name).is_file():
         return name
-    if not is_module:
-        commands = [one.module for one in entry_points(group="console_scripts") if one.name == name]
-        return next((origin for module in commands if (origin := _origin(module)) is not None), None)
-    if (origin := _origin(name)) is not None:
-        os.environ[MODULE] = name
-    return origin
+    commands = [one.module for one in entry_points(group="console_scripts") if one.name == name]
+    for module in [name] if is_module else commands:
+        if (origin := _origin(module)) is not None:
+            os.environ[MODULE] = module
+            return origin
+    return None
 
 
 def _origin(module: str) -> str | None:

@@ -1,6 +1,6 @@
 """The program of the workers: the functions that it offers to a launcher.
 
-A program may define at its top level, if a ``__main__`` guard makes loading it safe:
+A program may define or import at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
   launcher calls it in its own process before it starts any worker, so it must not import torch.
@@ -53,9 +53,11 @@ def is_guarded(source: str) -> bool:
 
 
 def offers_function(source: str, name: str) -> bool:
-    """Whether a script with a guard defines a function at its top level."""
-    defined = (node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    return name in defined and is_guarded(source)
+    """Whether a script with a guard defines a function at its top level, or imports it there."""
+    body = ast.parse(source).body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    imported = {one.asname or one.name for node in body if isinstance(node, ast.ImportFrom) for one in node.names}
+    return name in defined | imported and is_guarded(source)
 
 
 @contextlib.contextmanager

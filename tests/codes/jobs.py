@@ -17,7 +17,8 @@ PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
 LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
 CALLS = REPOSITORY / "tests/codes/mistaken_calls.py"
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 --micro-batch-size 1 "
+    "--front megatron --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 "
+    "--micro-batch-size 1 "
     "--tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
     "--transformer-impl local --num-workers 0"
 )

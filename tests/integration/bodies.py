@@ -21,20 +21,22 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-import pretrain_gpt_moe as program
 from megatron.pretraining import errors, loop, setup
-from megatron.pretraining.checkpoint import writer as checkpoint_writer
-from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import compose
+from megatron.pretraining.checkpoint import writer
 from megatron.pretraining.engine.step import NonFiniteError
-from megatron.pretraining.logging.log import Log
+from megatron.pretraining.entry import gpt
+from megatron.pretraining.entry.log import StockLog
+from megatron.pretraining.entry.program import StockProgram
+from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process.phases import Phases
+from moc.runtime.job import Job
 from moc.session import snapshots
 from moc.store.errors import CheckpointError
 from tests.integration import plain
+from tests.integration.own_program import changed, program_of
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 loop.LAST_TRIES_S = snapshots.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
@@ -60,12 +62,11 @@ def train(flags: dict) -> dict:
         iteration = str((told["start"] or 0) + len(told["records"]))
         watching = model.training and batches is not None
         seen = told["samples"].setdefault(iteration, []) if watching else []
-        return program.forward_step(_noting(batches, seen), model)
+        return gpt.forward_step(_noting(batches, seen), model)
 
     with errors.reported():
-        told["code"] = loop.pretrain(
-            compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step)
-        )
+        config, program = program_of(flags)
+        told["code"] = loop.pretrain(config, dataclasses.replace(program, forward_step=forward_step))
     return told
 
 
@@ -77,12 +78,13 @@ def train_unchecked(flags: dict) -> dict:
 
 def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
     """Runs the loop in several generations of one worker, each with further flags; the step records."""
-    config, told = compose(flags | each[0]), {"start": 0, "records": []}
+    told = {"start": 0, "records": []}
     _watch(told)
+    config, program = program_of(flags)
     stop, phases = stopping.StopRequests(config), Phases()
-    parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
+    parts = program.build(config, program.connect(config, Job()), stop, phases)
     for more in each:
-        parts.config = compose(flags | more)
+        parts.config = changed(config, more)
         loop.train(setup.start(parts, stop, phases), stop)
         parts.go_on_after(None)
     initialize.shut_down()
@@ -90,7 +92,7 @@ def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
 
 
 def _watch(told: dict) -> None:
-    run_loop, tell = loop.train, Log.iteration
+    run_loop, tell = loop.train, StockLog.iteration
 
     def watched_loop(run, stop):
         told["start"] = run.position.iteration
@@ -104,7 +106,7 @@ def _watch(told: dict) -> None:
             told["records"].append(dataclasses.asdict(record))
         tell(log, record, consumed_samples, gauges)
 
-    loop.train, Log.iteration = watched_loop, watched_log
+    loop.train, StockLog.iteration = watched_loop, watched_log
 
 
 def _noting(batches, seen: list):
@@ -145,7 +147,7 @@ def with_run(flags: dict, use):
     """Sets up what the flags say, and gives it to ``use`` in place of the training loop; its answer."""
     answers = []
     loop.train = lambda run, stop: answers.append(use(run)) or 0
-    loop.pretrain(compose(flags), program.providers())
+    loop.pretrain(*program_of(flags))
     return answers[0]
 
 
@@ -224,7 +226,7 @@ def _poisoned(stepper, poison: str | None):
 
 
 def _forward_to_nan(batches, model):
-    output, loss = program.forward_step(batches, model)
+    output, loss = gpt.forward_step(batches, model)
     return output * float("nan"), loss
 
 
@@ -270,12 +272,11 @@ def _gradients(run) -> dict[str, str]:
     return {f"{i} {name}": digest(p.main_grad) for i, (name, p) in enumerate(named)}
 
 
-def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list[str | None]:
-    """What loading says about each change of the flags, then about each damage to a file.
+def refusals(flags: dict, damages: list[dict]) -> list[str | None]:
+    """What loading raises without damage to a file, then with each.
 
     Args:
         flags: with ``load``; fitting the checkpoint.
-        changes: flags that make another model, each by itself.
         damages: ``{"path", "kind"}``; kind is ``missing``, ``truncated`` or ``flipped``.
 
     Returns:
@@ -283,47 +284,25 @@ def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list
     """
 
     def use(run) -> list:
-        flags["load"] = load
-        said = [_load(run, flags)]
-        said += [_load(run, {**flags, **change}) for change in changes]
+        found = [_load(run, load)]
         for damage in damages:
             with _damaged(run.world, **damage):
-                said.append(_load(run, flags))
-        return said
+                found.append(_load(run, load))
+        return found
 
     load = flags.pop("load")  # not while setting up
     return with_run(flags, use)
 
 
-def _load(run, flags: dict) -> str | None:
-    stepper = run.stepper
-    parts = run.world, stepper.chunks, stepper.modules, stepper.optimizer, stepper.scheduler, run.vocabulary, run.log
-    checkpoints = Checkpoints(compose(flags), *parts)
+def _load(run, load: str) -> str | None:
     before = weights_of(run.stepper.chunks)
     try:
-        checkpoints.load()
+        with replaced(get_args(), load=load):
+            run.checkpoints.load()
     except CheckpointError as error:
         assert weights_of(run.stepper.chunks) == before, f"weights changed, although: {error}"
         return str(error)
     return None
-
-
-def norms_under_another_name(flags: dict) -> list[bool]:
-    """Loads a checkpoint into layers whose norms before experts are named as Transformer Engine's; which are right."""
-
-    def use(run) -> list[bool]:
-        norms = []
-        for layer in (layer for chunk in run.stepper.chunks for layer in unwrap(chunk).decoder.layers):
-            its = layer.submodules_config
-            its.sharded_state_dict_keys_map = {
-                name: other for name, other in its.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
-            }
-            norms.append((layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.weight.detach().clone()))
-            layer.pre_mlp_layernorm.weight.data.fill_(7)
-        assert _load(run, flags | dict(finetune=True)) is None
-        return [torch.equal(now, before) for now, before in norms]
-
-    return with_run(flags, use)
 
 
 @contextlib.contextmanager
@@ -350,18 +329,17 @@ def train_with_small_files(flags: dict, limit: int) -> dict:
 
 
 def die_while_writing(flags: dict) -> None:
-    """Is killed when the forked writer has been at work for a moment: it would go on for ten."""
+    """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
 
     def die(run):
-        real = checkpoint_writer.write_regions
-        checkpoint_writer.write_regions = lambda *args: (time.sleep(600), real(*args))
-        run.checkpoints._config = run.config.replace("checkpoint", async_save=True)
+        real = writer.write_files
+        writer.write_files = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
-        while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
+        while not any(Path(flags["save"]).glob(".iter_*")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with_run(flags, die)
+    with_run(flags | dict(async_save=True), die)
 
 
 def leave_a_process() -> None:
@@ -390,14 +368,14 @@ def train_when_time_flies(flags: dict, calls: int) -> dict:
 
 def train_signalled_in_set_up(flags: dict) -> dict:
     """As :func:`train`; the last worker gets SIGTERM while the model is built."""
-    build = setup.build_model
+    build = StockProgram._set_up
 
     def signalled(*args):
         if dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return build(*args)
 
-    setup.build_model = signalled
+    StockProgram._set_up = signalled
     return train(flags)
 
 

@@ -68,11 +68,10 @@ def step_with_cuts(flags: dict, cuts: list[int]) -> dict:
 def train_by_recipe(words: list[str]) -> dict:
     """Trains by flags as a user gives them; its exit code, losses and bytes of snapshots."""
     from megatron.pretraining import errors, loop
-    from megatron.pretraining.arguments import parse_config
-    from pretrain_gpt_moe import providers
+    from tests.integration.own_program import program_of_words
 
     told: dict = {"start": None, "records": []}
     _watch(told)
     with errors.reported():
-        code = loop.pretrain(parse_config(words), providers())
+        code = loop.pretrain(*program_of_words(words))
     return {"code": code, "losses": [record["loss"] for record in told["records"]]}

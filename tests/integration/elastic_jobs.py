@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.launched import FRONT, Launched
+from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE
 from tests.integration.tiny import LAYOUTS, SHALLOW, known
 
@@ -27,16 +27,14 @@ ZERO = dict(use_distributed_optimizer=True)
 PROGRAM = "tests/integration/losing_pretrain_gpt_moe.py"
 
 
-def job_of(
-    data, tmp_path, faults, least=2, candidates=1, layout="DP4", nodes=None, program=PROGRAM, front=FRONT, **more
-):
+def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", nodes=None, program=PROGRAM, **more):
     """A job of nodes, of a worker each unless they are fewer; an injected kill loses one as a whole."""
     saved = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
     saved |= {} if "ckpt_policy" in more else dict(snapshot_interval=100)
     nodes = dict(nodes=nodes or LAYOUTS[layout][0], least=least, candidates=candidates)
     own = ["--silence-timeout", "5", "--grow-wait", "600"]
     flags = data | FLAGS | saved | more | dict(inject=faults)
-    return Launched(layout, flags, tmp_path / "job", *own, **nodes, program=program, front=front)
+    return Launched(layout, flags, tmp_path / "job", *own, **nodes, program=program)
 
 
 def assert_as_of_fixed_members(job, data, again=False, layout="DP4", close=CLOSE, **more):

@@ -12,16 +12,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.training import initialize as stock
 from torch.distributed import distributed_c10d as c10d
 
 import moc.runtime.generation
 from megatron.pretraining import loop
-from megatron.pretraining.config import compose
-from megatron.pretraining.process import initialize
 from moc.runtime.groups import Groups
 from moc.runtime.job import Job
 from tests.integration import bodies
 from tests.integration.group_operations import RANK, SIZE, TIMEOUT, aborted_soon, installed, members, outcome, store_at
+from tests.integration.own_program import program_of
 
 
 def between_generations(port: int) -> dict:
@@ -334,16 +334,17 @@ def replace(flags: dict, port: int, rank: int, of: int) -> list:
     """A fresh process in place of the dead one: the sum of ranks in each of its groups."""
     os.environ.update({RANK: str(rank), SIZE: str(of)})
     _joined_by_training(port, generation=1)
-    initialize.initialize(compose(flags))
+    config, program = program_of(flags)
+    program.connect(config, Job())
     return _sums()
 
 
 def _joined_by_training(port: int, generation: int = 0) -> Groups:
     """Makes the program start with our groups in place of torch's."""
     groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "gloo", TIMEOUT, torch.device("cpu"))
-    build = initialize._build_groups
+    build = stock._initialize_distributed
     Job.connect = lambda *_: groups.install()
-    initialize._build_groups = lambda *given: (build(*given), groups.begin(store_at(port), generation))
+    stock._initialize_distributed = lambda *a, **given: (build(*a, **given), groups.begin(store_at(port), generation))
     return groups
 
 

@@ -26,8 +26,6 @@ from tests.worlds import REPOSITORY
 
 PATIENCE_S = 500.0
 """Less than pytest's own limit, which ends a test without the console of its job."""
-FRONT = os.environ.get("MOC_TESTS_FRONT", "moc")
-"""The entry point of pretrain_gpt_moe.py in jobs that do not name one."""
 PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
 
 
@@ -61,7 +59,7 @@ class Launched:
         candidates: int = 1,
         launcher: str = "moc.launch",
         program: str = PROGRAM,
-        front: str = FRONT,
+        front: str = "megatron",
         cold: bool = False,
     ):
         size, parallel = LAYOUTS[layout]

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import compose
 from megatron.pretraining.process import initialize
 from moc.runtime.agreement import gather, sum_over_workers
 from moc.runtime.groups import Groups
@@ -241,7 +240,11 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
         return sum(group.connection is not None and group.connection.later is None for group in found)
 
     groups._collectives_only = initialize.COLLECTIVES_ONLY
-    initialize._build_groups(compose(flags), Job())
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=flags["pipeline_model_parallel_size"],
+        expert_model_parallel_size=flags["expert_model_parallel_size"],
+        create_gloo_process_groups=False,
+    )
     begin_together(groups, store_at(port), 0)
     told.append(connected())
     experts = parallel_state.get_expert_model_parallel_group()

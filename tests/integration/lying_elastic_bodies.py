@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt_moe as program
-from megatron.pretraining import setup
-from megatron.pretraining.config import compose
 from megatron.pretraining.elastic import members
 from megatron.pretraining.elastic.placing import no_loads, plans_for
 from megatron.pretraining.engine.owned import MASTER, write_step
+from megatron.pretraining.entry import elastic
+from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process import initialize
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -26,6 +25,7 @@ from moc.runtime.job import Job
 from moc.state.fragments import OwnedSlice
 from tests.integration.group_operations import outcome, store_at
 from tests.integration.lying_bodies import begin_together, lying_groups
+from tests.integration.own_program import program_of
 
 JUNK, JUNK_STEPS = 7e7, 999
 LATE_S = 0.05  # most seconds until a worker knows of a loss
@@ -35,7 +35,7 @@ COUNTED = ("wrong", "cut_off", "landed")
 class State:
     """The experts and shards that a worker has in use, with contents that depend on what they are."""
 
-    def __init__(self, parts: setup.WorkerParts):
+    def __init__(self, parts: WorkerParts):
         assert parts.replicas is not None and parts.shards is not None
         self.config, self.replicas, self.shards = parts.config, parts.replicas, parts.shards
         self._gather_weights = parts.optimizer.gather_weights
@@ -136,10 +136,10 @@ def moves(port: int, flags: dict, rounds: int, seed: int) -> dict[str, int]:
     return told
 
 
-def _built(flags: dict, groups, store) -> setup.WorkerParts:
-    config, job = compose(flags), Job()
+def _built(flags: dict, groups, store) -> WorkerParts:
+    (config, program), job = program_of(flags), Job()
     begin_together(groups, store, 0)
-    initialize._build_groups(config, job)
+    elastic.build_groups(config, job, dict(get_embedding_ranks=None, get_position_embedding_ranks=None))
     world = initialize.world_of(job)
     initialize.seed_streams(config.rng.seed, 0, world)
-    return setup.build(config, world, program.providers(), StopRequests(config), Phases())
+    return program.build(config, world, StopRequests(config), Phases())

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-import pretrain_gpt_moe as program
 from examples.pure_torch import Engine, Log
 from megatron.pretraining import loop, setup
-from megatron.pretraining.config import compose
 from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process.phases import Phases
 from moc import Session, Settings, join_job
+from moc.runtime.job import Job
 from moc.session.resume import loading, resuming
 from moc.session.resume.survivors import LocalRemains, survivors
 from moc.store.errors import CheckpointError
 from moc.store.manifest import NAME as MANIFEST
+from tests.integration.own_program import program_of
 from tests.mutated_snapshots import mutate
 from tests.mutations import changed, encoded, signed
 
@@ -102,9 +102,10 @@ def resume_each(flags: dict, kept: dict[str, str], seed: int, number: int) -> di
         ``failed``: the change and the error of each other; ``trained``: number of starts; ``older``: the iteration that
         the run resumes from without the newest snapshots.
     """
-    config, rng, starts, failed, trained = compose(flags), random.Random(seed), Counter(), [], set()
+    rng, starts, failed, trained = random.Random(seed), Counter(), [], set()
+    config, program = program_of(flags)
     stop, phases = stopping.StopRequests(config), Phases()
-    parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
+    parts = program.build(config, program.connect(config, Job()), stop, phases)
     resuming.SnapshotLoader = _Loader
     places = _Places(kept)
 

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron.pretraining.config import compose
-from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
@@ -33,6 +32,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
+from tests.integration.own_program import changed
 from tests.worlds import REPOSITORY
 
 Hashes = dict[str, dict[str, str]]
@@ -90,8 +90,8 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         for place in places:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
-            config = compose(flags | place)
-            engine = MegatronEngine(config, step, None, run.vocabulary)
+            config, engine = changed(run.config, place), copy(run.session._engine)
+            engine._config = config
             session = Session(engine, settings_of(config, engine), run.log, elsewhere=run.checkpoints)
             position = session.resume()
             steps = sorted(set(state.steps().values()))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-import pretrain_gpt_moe as program
+from megatron.pretraining import pretrain_gpt_moe as program
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import build_optimizer
 from megatron.pretraining.engine.state import MegatronState

@@ -59,18 +59,16 @@ def classes() -> dict[str, type]:
     return {"router": Router, "norm": Norm, "expert": Expert}
 
 
-def build(config, *arguments):
-    """Builds the model, and makes its modules those of a user."""
-    from megatron.pretraining.model.build import build_gpt
-
-    model, kinds = build_gpt(config, *arguments), classes()
-    for layer in model.decoder.layers:
+def change(chunks: list) -> list:
+    """Makes the modules of model chunks those of a user."""
+    kinds = classes()
+    for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
         become(layer.input_layernorm, kinds["norm"])
         if hasattr(layer.mlp, "router"):
             become(layer.mlp.router, kinds["router"])
             for expert in layer.mlp.experts.local_experts:
                 become(expert, kinds["expert"])
-    return model
+    return chunks
 
 
 def become(module, kind: type) -> None:
@@ -79,15 +77,21 @@ def become(module, kind: type) -> None:
     kind.__init__(module)
 
 
-def main() -> int:
-    """The program, with another model provider."""
-    from dataclasses import replace
+def change_models() -> None:
+    """Has the program change each model that it builds."""
+    from megatron.pretraining.entry import gpt
 
-    providers = program.providers
-    program.providers = lambda: replace(providers(), model=build)
-    return program.main()
+    describe = gpt.gpt_config_from_args
+
+    def described(args):
+        config = describe(args)
+        config.pre_wrap_hooks.append(change)
+        return config
+
+    gpt.gpt_config_from_args = described
 
 
 if __name__ == "__main__":
     warm_up()
-    sys.exit(main())
+    change_models()
+    sys.exit(program.main())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron.pretraining.config import compose
-from megatron.pretraining.process.initialize import initialize, seed_streams, shut_down
+from megatron.pretraining.process.initialize import seed_streams, shut_down
+from moc.runtime.job import Job
+from tests.integration.own_program import program_of
 
 
 def draw(flags: dict, iterations: list[int]) -> dict:
     """The place of this worker, and the first number of each stream at the start of each iteration."""
-    world = initialize(compose(flags))
+    config, program = program_of(flags)
+    world = program.connect(config, Job())
     drawn = []
     for iteration in iterations:
         seed_streams(flags["seed"], iteration, world)

@@ -1,6 +1,5 @@
 """Whatever happens while a checkpoint is saved, the last complete one is whole."""
 
-import json
 import os
 import random
 import subprocess
@@ -32,7 +31,6 @@ def assert_whole(root: Path) -> int | None:
         directory = dense_files.directory_of(root, iteration)
         manifest = dense_files.read_manifest(directory)
         assert dense_files.damage_in(directory, manifest["files"]) is None
-        assert json.loads((directory / "training_state.json").read_text())["iteration"] == iteration
     return iteration
 
 

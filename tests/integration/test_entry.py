@@ -20,7 +20,6 @@ from tests.integration.entry_jobs import (
     EP2,
     FULL,
     MOE,
-    OWN_PROGRAM,
     SCRIPTS,
     USER_SCRIPT,
     ZERO1,
@@ -177,16 +176,6 @@ def test_a_users_script_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, *USER_CASES[case])
 
 
-def test_a_second_command_continues_from_storage(tmp_path):
-    flags = f"{EP2} {FULL} --ckpt-dir snapshots"
-    whole = run(tmp_path / "whole", USER_SCRIPT, 2, EP2)
-    ended = run(tmp_path, USER_SCRIPT, 2, flags, "--inject", KILL_ALL, launcher="--max-restarts 0")
-    assert ended.code != 0 and max(ended.losses) == 6, ended.output[-4000:]
-    again = run(tmp_path, USER_SCRIPT, 2, flags)
-    assert again.code == 0 and again.resumed_at()[-1] > 0, again.output[-4000:]
-    assert again.losses == whole.losses
-
-
 def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
     """Each expert is as old as its last snapshot; its tokens since then are lost (PEC, section 3.2)."""
     flags = f"{EP2} {ZERO1} --ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-dir snapshots"
@@ -213,26 +202,6 @@ def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
     assert told["by_layer"] == pytest.approx(lost)
 
 
-def test_selective_checkpoints_restore_what_gradients_permit(tmp_path):
-    flags = f"{EP2} {ZERO1} --ckpt-policy selective --selective-experts 1 --ckpt-tier memory --ckpt-dir snapshots"
-    whole = run(tmp_path / "whole", USER_SCRIPT, 2, flags)
-    one = run(tmp_path / "one", USER_SCRIPT, 2, flags, "--inject", KILL_ONE)
-    assert whole.code == one.code == 0 and not one.lost_snapshots(), one.output[-4000:]
-    (resumed,) = one.of("resume")
-    until = range(1, resumed["iteration"] + 1)
-    assert [one.losses[i] for i in until] == [whole.losses[i] for i in until]
-    assert resumed["folded"] + resumed["stale"] == 16 and resumed["folded"] > 0
-
-
-def test_a_policy_that_measurements_choose_is_exact(tmp_path):
-    flags = f"{EP2} {ZERO1} --train-iters 60 --ckpt-policy auto --exact-only --ckpt-tier memory --ckpt-dir snapshots"
-    whole = run(tmp_path / "whole", USER_SCRIPT, 2, flags)
-    one = run(tmp_path / "one", USER_SCRIPT, 2, flags, "--inject", "kill rank=1 iteration=52")
-    assert whole.code == one.code == 0, one.output[-4000:]
-    assert one.of("choice") and one.resumed_at()[-1] >= one.of("choice")[0]["iteration"] > 0
-    assert one.losses == whole.losses
-
-
 @needs_scripts
 @pytest.mark.parametrize("case", [*STOCK_CASES, *ALL * [*MORE_STOCK_CASES]])
 def test_pretrain_gpt_recovers(case, tmp_path):
@@ -243,18 +212,6 @@ def test_pretrain_gpt_recovers(case, tmp_path):
 @pytest.mark.parametrize("flags", [f"{MOE} {PP2}", *ALL * [f"{EP2} {ZERO1}"]])
 def test_tied_embeddings_recover(flags, tmp_path):
     recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", flags, FULL, base=TIED)
-
-
-def test_initial_weights_are_the_same_in_every_layout(tmp_path):
-    cases = ["", PP2, "--tensor-model-parallel-size 2 --sequence-parallel", f"{PP2} --initialization stock"]
-    losses = []
-    for case in cases:  # of this project's program, the default is "exact"
-        flags = f"--front megatron {MOE} {case} --train-iters 1 --lr-warmup-iters 0"
-        ended = run(tmp_path / str(len(losses)), OWN_PROGRAM, 2 if case else 1, flags)
-        assert ended.code == 0, ended.output[-4000:]
-        losses.append(ended.losses[1][0])
-    assert losses[0] == losses[1] == losses[2]
-    assert losses[3] != pytest.approx(losses[0], rel=1e-4)
 
 
 def test_exact_initial_weights_of_a_model_with_foreign_layers_are_refused(tmp_path):

@@ -12,7 +12,6 @@ RUNS = {
     "fp32 replicated": ("PP2", REPLICATED),
     "bf16 replicated, saved asynchronously": ("EP2", BF16 | REPLICATED | dict(async_save=True)),
     "fp16": ("PP2", FP16),
-    "bf16 without masters": ("TP2", BF16 | REPLICATED | dict(main_params_dtype="bf16")),
     "moments in 8 and 16 bits": ("EP2", BF16 | dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")),
     "expert bias, tied embeddings": ("PP2", BF16 | EXPERT_BIAS | dict(untie_embeddings_and_output_weights=False)),
     "bf16, biases": ("TP2xEP2", BF16 | dict(add_bias_linear=True, swiglu=False)),

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from tests.integration.tiny import FLAGS, train
-from tests.worlds import REPOSITORY, run_world
+from tests.worlds import REPOSITORY
 
 READER = """
 import hashlib, json, os, sys
@@ -52,12 +52,3 @@ def test_a_stock_reader_loads_our_weights(data, tmp_path):
     assert read.returncode == 0, read.stderr
     assert json.loads(read.stdout.splitlines()[-1]) == ours.workers[0]["parameters"]
     assert FLAGS["num_layers"] == 2 and FLAGS["hidden_size"] == 32 and FLAGS["ffn_hidden_size"] == 48
-
-
-def test_layers_of_transformer_engine_load_what_our_own_have_saved(data, tmp_path):
-    """As far as names go: they have another one for the norm before experts."""
-    saved = data | dict(save=str(tmp_path), train_iters=2, moe_layer_freq=[0, 1])
-    train("1", saved)
-    flags = FLAGS | saved | dict(save=None, load=str(tmp_path))
-    (right,) = run_world(1, "tests.integration.bodies:norms_under_another_name", flags=flags)
-    assert right == [True, True]

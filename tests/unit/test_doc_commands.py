@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ OF_THE_READER = {
     "pretrain_gpt.py",  # a script of Megatron-LM
 }  # fmt: skip
 TRAINING = "pretrain_gpt_moe.py"
+INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 NUMBERS = {"N": "0"}
 DIRECTORIES = {"TRACES": "traces", "CHECKOUT": ".", "PYTHON": sys.executable, "DATA_PREFIX": "data_text_document"}
 
@@ -83,6 +85,8 @@ def test_printed_commands_work(page, command, place, monkeypatch):
         pytest.skip("it needs what the page explains how to write")
     if words[:3] == ["python", "-m", "moc.launch"]:
         words[:3] = ["mocrun"]
+    if words[0].startswith("moc-"):
+        words[:1] = ["python", "-m", INSTALLED[words[0]].partition(":")[0]]
     program, *rest = words
     if "FLAGS_OF_MEGATRON_DEEPSPEED" in words:
         translated(words)

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,47 @@ def test_flags_that_pages_name_exist(page, sources):
     fields = {flag: flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in named}
     known = {flag for flag, field in fields.items() if flag in sources or re.search(rf"\b{field}\b", sources)}
     assert sorted(named - known) == []
+
+
+def published() -> set[str]:
+    """Names of packages that are known to be published: what pyproject.toml requires, and tools."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    return {re.split(r"[^\w.-]", requirement)[0] for requirement in wanted} | {"uv"}
+
+
+def installed_by_name(text: str) -> list[str]:
+    """The names that commands of pip in a text install; paths, options and placeholders are left out."""
+    found = []
+    for command in re.findall(r"pip install ([^\n`]*)", text):
+        for word in re.findall(r"'[^']*'|\S+", command):
+            if re.fullmatch(r"[-.$/].*|[A-Z_]+", word.strip("'\"")):
+                continue
+            name = re.match(r"'?([a-zA-Z][\w-]*)", word)
+            if name is None:
+                break
+            found.append(name[1])
+            if not word[-1].isalnum() and word[-1] not in "']":  # the end of a sentence
+                break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("`pip install uv`", ["uv"]), ("run pip install 'a-b[c]>=1,<2', or", ["a-b"]), ("pip install -e '.[a]'", []),
+        ("pip install WHEEL 'a' b | c", ["a", "b"]), ("pip install '&lt;WANTED>' | x", []), ("pip install {x} y", []),
+        ("pip install ./a.whl", []),
+    ],
+)  # fmt: skip
+def test_commands_of_pip_are_read(text, names):
+    assert installed_by_name(text) == names
+
+
+def test_pip_installs_no_name_that_is_not_published(sources):
+    """Anybody could register such a name."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES] + [sources]
+    assert {name for text in texts for name in installed_by_name(text)} - published() == set()
 
 
 def test_pages_that_code_names_are_there():

@@ -1,6 +1,9 @@
 """The launcher's command line."""
 
+import json.tool
+import os
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -8,6 +11,7 @@ import moc
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
 from moc.runtime.hangs import CAPS
+from moc.runtime.loading import MODULE
 from moc.runtime.program import check_arguments
 from tests.errors import only_code
 
@@ -42,6 +46,20 @@ def test_what_spares_of_this_machine_are_started_with():
     assert flags.alone and flags.own == ["--nproc-per-node", "4", "--spares", "1"]
     spare = parse([*flags.own, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
     assert not spare.alone and (spare.node_rank, spare.nproc_per_node, spare.endpoints) == (1, 4, ("127.0.0.1:5",))
+
+
+@pytest.mark.parametrize("words", [["moc-pretrain"], ["-m", "json.tool"]])
+def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeypatch):
+    monkeypatch.setenv(MODULE, "of another job")
+    command = EntryPoint("moc-pretrain", "json.tool:main", "console_scripts")
+    monkeypatch.setattr("moc.runtime.loading.entry_points", lambda group: [command])
+    flags = parse(["--spares", "1", *words, "--lr", "1"])
+    assert flags.command == [json.tool.__file__, "--lr", "1"] and os.environ[MODULE] == "json.tool"
+    assert flags.own == ["--spares", "1", "-m"]
+    spare = parse([*flags.own, "--node-rank", "1", *ENDPOINT, *flags.command])
+    assert spare.command == flags.command and os.environ[MODULE] == "json.tool"
+    parsed()
+    assert MODULE not in os.environ
 
 
 @pytest.mark.parametrize(

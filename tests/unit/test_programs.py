@@ -8,6 +8,7 @@ import pytest
 
 from megatron.pretraining.convert import program as convert
 from megatron.pretraining.data import preprocess, tokenizer_training
+from megatron.pretraining.examples import program as examples
 from megatron.pretraining.planning import simulate, sizes
 from moc.inspect import memory, summary, verify
 from moc.report import loss, program
@@ -24,6 +25,7 @@ PROGRAMS = {
     "simulate": (simulate.main, "--profile {}", "--trace {}", "--routing {}"),
     "sizes": (sizes.main, "--routing {}"),
     "preprocess": (preprocess.main, "--input {} --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9"),
+    "examples": (examples.main, "pure_torch {}"),
     "tokenizer": (tokenizer_training.main, "--input {} --output-prefix out --vocab-size 300"),
 }  # fmt: skip
 PATHS = [

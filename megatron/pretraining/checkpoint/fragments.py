@@ -59,6 +59,11 @@ def write_common(directory: Path, optimizer: VotedOptimizer) -> None:
     write_durably(directory / DIRECTORY / _STATE, json.dumps(state))
 
 
+def held_in(manifest: Mapping | None) -> bool:
+    """Whether a checkpoint holds optimizer state that :func:`load` can load; by its manifest, None without one."""
+    return manifest is not None and f"{DIRECTORY}/{_STATE}" in manifest["files"]
+
+
 def load(directory: Path, manifest: Mapping | None, chunks: Sequence[Any], optimizer: VotedOptimizer) -> None:
     """Loads the optimizer state of a checkpoint, in any layout.
 
@@ -71,14 +76,14 @@ def load(directory: Path, manifest: Mapping | None, chunks: Sequence[Any], optim
     Raises:
         CheckpointError: on all workers: the checkpoint has no such state, or it is incomplete or damaged.
     """
-    names = [name for name in (manifest or {"files": ()})["files"] if name.startswith(f"{DIRECTORY}/")]
-    if f"{DIRECTORY}/{_STATE}" not in names:
+    if manifest is None or not held_in(manifest):
         raise CheckpointError(
             f"{directory} holds no optimizer state that --deepspeed and --elastic can load. Fix: pass --no-load-optim, "
             "or --finetune to start at iteration 0",
             code="optimizer-state-missing",
         )
     state = OptimizerState(**run_on_rank0(lambda: asdict(read_state(directory)), "cannot read a checkpoint"))
+    names = [name for name in manifest["files"] if name.startswith(f"{DIRECTORY}/")]
     paths = [directory / name for name in names if name.endswith(".safetensors")]
     if missing := first_reported(fill(directory, paths, chunks, optimizer)):
         raise CheckpointError(missing)

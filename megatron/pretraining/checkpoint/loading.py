@@ -68,12 +68,12 @@ class CheckpointLoader:
                 "start at iteration 0",
                 code="optimizer-state-missing",
             )
-        loaded = self.load_weights(directory)
+        loaded = self._load_weights(directory)
         if checkpoint.finetune or not checkpoint.load_optim:
             self._optimizer.core.reload_model_params()
         else:
             assert manifest is not None and state is not None  # rejected above otherwise
-            self.load_optimizer(directory, manifest, state)
+            self._load_optimizer(directory, manifest, state)
         if checkpoint.finetune:
             return Position()
         if not state:
@@ -118,8 +118,7 @@ class CheckpointLoader:
             raise dense_files.damaged(damage)
         return manifest if manifest["format"] == dense_files.FORMAT else None
 
-    def load_weights(self, directory: Path) -> dict:
-        """Loads the weights; returns what megatron-core has read."""
+    def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # the non-tensor types in stock Megatron-LM's common.pt
         keys = run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
         described = contents.described_weights(self._chunks)
@@ -138,8 +137,7 @@ class CheckpointLoader:
         self._modules.take_over()
         return loaded
 
-    def load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
-        """Loads optimizer state, loss scale and schedule of a checkpoint with this manifest and training state."""
+    def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
         contents.check_optimizer(self._config, state, directory)
         paths = [directory / name for name in manifest["files"] if name.startswith(fragments.DIRECTORY)]
         if missing := first_reported(fragments.fill(directory, paths, self._chunks, self._optimizer)):

@@ -90,13 +90,12 @@ def _check_package(config: FlagGroups, problems: Problems) -> None:
     version = deepspeed_version()
     problems.refuse(
         version is None,
-        "--deepspeed needs the package deepspeed, which is not installed. Fix: pip install 'moc-megatron[deepspeed]'",
+        f"--deepspeed needs the package deepspeed, which is not installed. Fix: pip install '{WANTED}'",
         code="package-missing",
     )
     problems.refuse(
         version and not unchecked() and not OLDEST <= _numbers(version) < BEFORE,
-        f"deepspeed is installed in version {version}, and --deepspeed needs {WANTED}. "
-        "Fix: pip install 'moc-megatron[deepspeed]'",
+        f"deepspeed is installed in version {version}, and --deepspeed needs {WANTED}. Fix: pip install '{WANTED}'",
         code="deepspeed-version-unsupported",
     )
 

@@ -34,8 +34,9 @@ from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
-PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
-_SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
+PROGRAM = "megatron.pretraining.pretrain_gpt_moe"
+_NAME = "pretrain_gpt_moe.py"
+_SENTENCE = re.compile(rf"{re.escape(_NAME)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """Relative difference allowed to a loss in another layout, which sums in another order."""
 _PASSED_OVER = frozenset(
@@ -139,9 +140,9 @@ def compute_again(
     )
     options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
-    launch = children.command_of("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
-    program = [str(PROGRAM), "--front", "megatron", "--config", str(scratch / "flags.yaml")]
-    _run([*launch, *program], snapshots, window.root)
+    launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
+    program = children.command_of(PROGRAM, "--front", "megatron", "--config", str(scratch / "flags.yaml"))
+    _run([*children.command_of(*launch), *program], snapshots, window.root)
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
@@ -173,7 +174,7 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
         return
     if reason is None:
         raise CheckpointError(
-            f"the window cannot be replayed: {PROGRAM.name} ended with exit code {process.returncode}. Fix: correct "
+            f"the window cannot be replayed: {_NAME} ended with exit code {process.returncode}. Fix: correct "
             "what it printed above",
             code="replay-failed",
         )

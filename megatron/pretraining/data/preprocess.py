@@ -164,7 +164,7 @@ def _load_tokenizer(args: argparse.Namespace):
         from megatron.pretraining.process import cpu
     except ModuleNotFoundError as error:
         raise ToolError(
-            f"{error.name} is not installed. Fix: run pip install -e . in the repository", code="package-missing"
+            f"{error.name} is not installed. Fix: install the dependencies of this project", code="package-missing"
         ) from None
     cpu.install()
     try:

@@ -129,7 +129,7 @@ def _end_of_document(processor, path: str) -> int:
 def _need_transformers() -> None:
     if not installed("transformers"):
         raise TokenizerError(
-            "HuggingFaceTokenizer needs the package transformers. Fix: pip install -e '.[hf]'", code="package-missing"
+            "HuggingFaceTokenizer needs the package transformers. Fix: pip install transformers", code="package-missing"
         )
 
 

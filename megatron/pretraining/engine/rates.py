@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 _LIMITS = ("max_lr", "min_lr")
@@ -12,16 +11,11 @@ _NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 class RateSchedule(OptimizerParamScheduler):
     """megatron-core's schedule, whose state has all settings, and which applies all settings that it loads.
 
-    megatron-core keeps the limits of the learning rate in the parameter groups too, where loading does not change them.
-    It neither saves nor compares the start of the warm-up and the last phase of WSD, and it sets the weight decay of
-    the groups before it loads the schedule of the weight decay.
+    megatron-core keeps the limits of the learning rate in the parameter groups too, where loading does not change them;
+    groups of a decoupled learning rate have other limits, which stay.  It neither saves nor compares the start of the
+    warm-up and the last phase of WSD, and it sets the weight decay of the groups before it loads the schedule of the
+    weight decay.
     """
-
-    def __init__(self, optimizer: MegatronOptimizer, **settings):
-        for group in optimizer.param_groups:
-            for limit in _LIMITS:
-                group.pop(limit, None)
-        super().__init__(optimizer, **settings)
 
     def state_dict(self) -> dict:
         """The settings, and the number of samples."""
@@ -39,5 +33,9 @@ class RateSchedule(OptimizerParamScheduler):
                 setattr(self, name, there)
             elif not self.override_opt_param_scheduler:
                 assert here == there, f"{name} is {here} and not {there}"
+        before = {limit: getattr(self, limit) for limit in _LIMITS}
         super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups:
+            same = [limit for limit in _LIMITS if group.get(limit) == before[limit]]
+            group.update({limit: getattr(self, limit) for limit in same})
         self.step(0)

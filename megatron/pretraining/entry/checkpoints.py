@@ -13,15 +13,16 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
-from megatron.pretraining.checkpoint.contents import warn_of_other_samples
-from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.entry import previous
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
 from megatron.pretraining.entry.model import check_shape, model_of_chunks
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
@@ -34,7 +35,7 @@ from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
-_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError)
+_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError, CheckpointException)
 """What Megatron-LM raises for a checkpoint that it cannot read or write."""
 
 
@@ -47,7 +48,9 @@ class StockCheckpoints(Saves):
         super().__init__(parts.config, parts.world, parts.log)
         self._parts, self._records = parts, []
         fragmented = (isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
-        self._fragmented = parts.replicas is not None or any(fragmented)
+        self._needs_fragments = parts.replicas is not None or any(fragmented)
+        # this program's checkpoints load in any layout, and Megatron-LM's optimizer state does not
+        self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
     def newest(self, seconds: float | None = None) -> int | None:
         """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
@@ -72,11 +75,14 @@ class StockCheckpoints(Saves):
         place = next((one for one in places if verified[one][0].is_dir()), places[0])
         directory, manifest = verified[place]
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
-            return self._load_converted(directory, manifest, args.finetune or str(place) != args.load)
+            return self._load_boxes(directory, manifest)
+        fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
         try:
-            with nothing_runs():
+            # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
+            shards = args.use_distributed_optimizer and not fragmented
+            with nothing_runs(), replaced(args, use_distributed_optimizer=shards):
                 loaded: Any = training.load_checkpoint(
-                    *self._parts_of_megatron(), parts.scheduler, checkpointing_context={}
+                    *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
                 )
         except _FAILURES as error:
             place = args.load or args.pretrained_checkpoint
@@ -87,7 +93,7 @@ class StockCheckpoints(Saves):
             ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
-        if self._fragmented:
+        if fragmented:
             if args.iteration == 0 or args.finetune or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
@@ -97,28 +103,25 @@ class StockCheckpoints(Saves):
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
-    def _load_converted(self, directory: Path, manifest: dict, finetune: bool) -> Position | None:
-        """Loads a checkpoint that a converter or the previous release wrote, in any layout."""
+    def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
+        """Loads a checkpoint of a converter or of the previous release, in any layout."""
         args, parts = get_args(), self._parts
-        state = run_on_rank0(lambda: read_state(directory, resumes=not finetune), "cannot read a checkpoint")
+        anew = args.finetune or directory.parent != Path(args.load or "")
+        state = run_on_rank0(lambda: read_state(directory, resumes=not anew), "cannot read a checkpoint")
         self._log.message(f"loading checkpoint {directory}")
-        self._check_layers(state["shape"], directory)
-        of_worker = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
-        loader = CheckpointLoader(self._config, self._world, *of_worker, self._log.message)
-        loader.load_weights(directory)
-        if finetune or args.no_load_optim:
-            parts.optimizer.core.reload_model_params()
+        if previous.described_by_flags(state["shape"]):
+            previous.check_flags(described(args), state["shape"], directory)
         else:
-            loader.load_optimizer(directory, manifest, state)
-        if finetune or state["iteration"] == 0:
+            self._check_layers(state["shape"], directory)
+        position = previous.load(parts, directory, manifest, state, described(args), not (anew or args.no_load_optim))
+        if anew or position.iteration == 0:
             return None
-        args.iteration, args.consumed_train_samples = state["iteration"], state["consumed_samples"]
-        warn_of_other_samples(self._config, self._world, state["sample_order"], self._log.message)
+        args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         self.last_saved = args.iteration if args.load == args.save else None
-        return Position(args.iteration, args.consumed_train_samples, state["skipped_iterations"])
+        return position
 
     def _check_layers(self, saved: Mapping, directory: Path) -> None:
-        """Rejects other layers; the vocabulary may have another padding, and earlier releases list no parameters."""
+        """Rejects other layers; the vocabulary may have another padding."""
         parts = self._parts
         here = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).described["shape"]
         mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
@@ -139,7 +142,7 @@ class StockCheckpoints(Saves):
         def save() -> None:
             training.save_checkpoint(
                 position.iteration,
-                *self._parts_of_megatron(),
+                *self._parts_of_megatron(self._saves_fragments),
                 parts.scheduler,
                 args.num_floating_point_operations_so_far,
                 {},
@@ -151,7 +154,7 @@ class StockCheckpoints(Saves):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
-        if self._fragmented and not args.no_save_optim:
+        if self._saves_fragments and not args.no_save_optim:
             common = functools.partial(fragments.write_common, staging, parts.optimizer)
             run_on_rank0(common, "cannot write a checkpoint")
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
@@ -197,10 +200,10 @@ class StockCheckpoints(Saves):
         ):
             yield
 
-    def _parts_of_megatron(self) -> tuple[list[Any], Any]:
-        """The chunks and the optimizer that Megatron-LM's format can hold."""
+    def _parts_of_megatron(self, fragmented: bool) -> tuple[list[Any], Any]:
+        """The chunks, and the optimizer unless its state is in fragments beside Megatron-LM's files."""
         chunks: list[Any] = self._parts.chunks
-        return ([chunk.module for chunk in chunks], None) if self._fragmented else (chunks, self._parts.optimizer.core)
+        return ([chunk.module for chunk in chunks], None) if fragmented else (chunks, self._parts.optimizer.core)
 
     def _verify(self, root: Path) -> tuple[Path, dict | None]:
         """Compares the files of the checkpoint to load with its manifest; one of Megatron-LM's own has none.

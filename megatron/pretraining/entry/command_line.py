@@ -15,7 +15,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.ds_config import Setting, agree, ignored_in, settings_in
 from megatron.pretraining.config.flag import UNKNOWN, Problems, flags_of
 from megatron.pretraining.config.groups import group_classes
-from megatron.pretraining.entry.dialects import nested, translated
+from megatron.pretraining.entry.dialects import FLAG, nested, previous_release, translated
 from megatron.pretraining.entry.own_flags import PREFIX
 from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
@@ -156,8 +156,11 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
         problems.check(lambda file=file, content=content: content.update(load_config(file)))
         if (foreign := nested.refusal(content, _options_with_values(parser), f"--config {file}")) is not None:
             problems.found.append(foreign)
-        else:
-            yield from _words_of_options(parser, content, file, problems, others=True)
+            continue
+        if previous_release.is_configuration(content):
+            yield from (FLAG, previous_release.DIALECT.name)
+            content = previous_release.options_of_groups(content)
+        yield from _words_of_options(parser, content, file, problems, others=True)
 
 
 def _options_with_values(parser: argparse.ArgumentParser) -> dict[str, bool]:
@@ -203,8 +206,12 @@ def _words_of_options(
     for key, value in options.items():
         actions = by_name.get(_underscored(key))
         if actions is None and others:
-            yield f"--{_underscored(key).replace('_', '-')}"
-            yield from () if value in (True, None) else map(str, value if isinstance(value, list) else [value])
+            name = _underscored(key).replace("_", "-")
+            words = [
+                f"--{name}",
+                *(() if value in (True, None) else map(str, value if isinstance(value, list) else [value])),
+            ]
+            yield from previous_release.words_of(name, value) or words
         elif actions is None:
             refuse_unknown([f"--{key}"], {f"--{name}": name for name in by_name}, problems)
         elif value is not None:
@@ -221,7 +228,7 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
                 if getattr(found, one.dest) == value:
                     yield spelling
                     return
-        if value != action.default:
+        if value != (action.default or False):
             problems.refuse(True, f"{named} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
     elif action.nargs is None:
         yield f"{action.option_strings[0]}={_without_spaces(value) if isinstance(value, list) else value}"

@@ -19,7 +19,6 @@ from megatron.pretraining import evaluation
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import Problems, refuse
-from megatron.pretraining.config.world import check_start
 from megatron.pretraining.data.streams import BatchStream
 from megatron.pretraining.elastic.domains import build_domains
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
@@ -30,7 +29,7 @@ from megatron.pretraining.engine.optimizer import shard_by_blocks
 from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values, replaced
 from megatron.pretraining.logging.records import perplexity_of
 from megatron.pretraining.parts import TrainingRun
-from megatron.pretraining.process.nodes import order_of_ranks, per_node, workers_of_job
+from megatron.pretraining.process.nodes import order_of_ranks, per_node
 from megatron.pretraining.process.stopping import StopRequests
 from moc.runtime.environment import fewest_nodes, numbers_of_nodes
 from moc.runtime.job import Job
@@ -158,8 +157,8 @@ def uneven_batch(args: Any, elastic: bool) -> Iterator[None]:
         yield
 
 
-def check_workers(config: Config, given: Collection[str]) -> None:
-    """Raises ``ConfigError`` if experts cannot be placed on the workers of this job.
+def check_batches(config: Config, given: Collection[str]) -> None:
+    """Raises ``ConfigError`` if sizes of batches depend on the number of workers with ``--elastic``.
 
     Args:
         config: the flags in force.
@@ -167,12 +166,12 @@ def check_workers(config: Config, given: Collection[str]) -> None:
     """
     if not config.elastic.elastic:
         return
-    refuse(
+    problems = Problems()
+    problems.refuse(
         "global_batch_size" not in given,
         "--elastic needs --global-batch-size, which does not change with the number of workers. Fix: add it",
         code="elastic-needs-flag",
     )
-    problems = Problems()
     for name in ("eval_global_batch_size", "eval_micro_batch_size"):
         problems.refuse(
             name in given,
@@ -180,7 +179,6 @@ def check_workers(config: Config, given: Collection[str]) -> None:
             code="elastic-excludes-flag",
         )
     problems.raise_found()
-    check_start(config, workers_of_job())
 
 
 def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> bool:

@@ -14,7 +14,9 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,22 @@ import torch
 import yaml
 
 from megatron import training
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.entry import command_line, cpu, elastic, options
+from megatron.pretraining.config.world import check_fewest, check_start
+from megatron.pretraining.entry import command_line, cpu, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
+from megatron.pretraining.logging.board import Board
+from megatron.pretraining.process.nodes import per_node, workers_of_job
 from megatron.pretraining.process.rank0 import is_first_worker
+from moc.events import EventLog
 from moc.output import print_lines
 from moc.runtime import script_check
+from moc.runtime.environment import fewest_nodes
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -86,21 +93,57 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     problems.found += read.problems
     if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
         return problems
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     if not read.concealed:
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
-        if defaults.get(OWN_PROGRAM) and args.max_position_embeddings is None:
-            args.max_position_embeddings = args.seq_length
+        if defaults.get(OWN_PROGRAM):
+            _complete(args, read.given)
+        problems.check(formats.take_formats, args)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                check(args, defaults)
+                check(args, {})
         except (Exception, SystemExit) as error:
-            problems.found.append(_refusal_of(error))
+            problems.found.append(refusal_of(error))
         else:
-            problems.check(lambda: elastic.check_workers(config_of(args, read.own), read.given))
+            problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
+
+
+def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
+    """Sets what Megatron-LM demands and this program derives.
+
+    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves at the end only.
+    """
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.save and args.save_interval is None:
+        args.save_interval = sys.maxsize
+    if args.num_experts and not args.swiglu:
+        args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
+    engine = find_spec("transformer_engine") is not None
+    if not engine and "transformer_impl" not in given:
+        args.transformer_impl = "local"
+    if not engine and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        args.gradient_accumulation_fusion = False
+    if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
+        args.masked_softmax_fusion = False
+
+
+def _check_workers(config: Config, given: Collection[str]) -> None:
+    """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
+
+    Megatron-LM has checked the workers at the start, unless the number of workers is free (``--elastic``).
+    """
+    elastic.check_batches(config, given)
+    if config.elastic.elastic:
+        check_start(config, workers_of_job())
+    elif (fewest := fewest_nodes()) is not None:
+        check_fewest(config, fewest, per_node())
 
 
 def _limit_connections(args: argparse.Namespace) -> None:
@@ -119,7 +162,8 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
         ranks = {"data_parallel_size": 1} if command_line.read().own.get("elastic") else {}
         with reported(Path(sys.argv[0]).name), replaced(args, **ranks):  # they need not share a batch evenly
             try:
-                real(args, *more, **options)
+                with _harmless_board(args.tensorboard_dir):
+                    real(args, *more, **options)
             except Exception as error:
                 raise ConfigError(
                     f"Megatron-LM cannot set up the tokenizer {args.tokenizer_type} or the writers of logs "
@@ -130,6 +174,27 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
             args.vocab_size = training.get_tokenizer().vocab_size
 
     return set_up
+
+
+@contextlib.contextmanager
+def _harmless_board(directory: str | None) -> Iterator[None]:
+    """Gives Megatron-LM a writer of TensorBoard's files that loses values where it cannot write, and ends nothing."""
+    if directory is None or find_spec("tensorboard") is None:
+        yield
+        return
+
+    def board(log_dir: str, max_queue: int) -> Board:
+        return Board(log_dir, max_queue, functools.partial(print_lines, flush=True), lost)
+
+    def lost(values: int, seconds: float) -> None:
+        log_dir: Any = command_line.read().own.get("log_dir")
+        events = EventLog(log_dir)
+        events.write("log_failed", what="tensorboard", lasted_s=round(seconds, 3), lost=values)
+        events.close()
+        print_lines(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
+
+    with replaced(import_module("torch.utils.tensorboard"), SummaryWriter=board):
+        yield
 
 
 def print_args(title: str, args: argparse.Namespace) -> None:
@@ -159,8 +224,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _refusal_of(error: BaseException) -> ConfigError:
-    """What Megatron-LM refuses; of an assertion without a sentence, the condition."""
+def refusal_of(error: BaseException) -> ConfigError:
+    """An error of Megatron-LM about its options; of an assertion without a message, it names the condition."""
     return ConfigError(
         f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
         code="megatron-options-refused",

@@ -27,25 +27,32 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.pretrain import pretrain
+from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
-"""Defaults of this program, where Megatron-LM's options have none."""
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, "save_interval": 10**9, OWN_PROGRAM: True}
+"""Defaults of this program, where Megatron-LM's options have none; it saves at the end."""
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 
 def main() -> None:
     """Parses Megatron-LM's flags and ours, then trains."""
-    args = configured()
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    program = program_of(configured())
     pretrain(
-        container,
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=embedding_ranks,
+        program.container,
+        program.datasets,
+        program.model_type,
+        program.forward_step,
+        get_embedding_ranks=program.embedding_ranks,
     )
+
+
+def program_of(args: Any) -> StockProgram:
+    """The program of Megatron-LM's arguments."""
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    kind = ModelType.encoder_or_decoder
+    return StockProgram(container, build_datasets, kind, forward_step, embedding_ranks=embedding_ranks)
 
 
 def configured() -> Any:

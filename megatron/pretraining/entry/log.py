@@ -90,7 +90,8 @@ class StockLog(Records):
         """The losses by name, on the stage that computes them."""
         if self.reports is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        losses = {self.reports.loss_name: record.loss, **record.auxiliary}
+        reported = {name: record.auxiliary[name] for name in self.reports.names or ()}  # it tracks those of routers
+        losses = {self.reports.loss_name: record.loss, **reported}
         return {name: torch.tensor([value], device=torch.cuda.current_device()) for name, value in losses.items()}
 
     def _scalars(self, gauges: Mapping[str, float], iteration: int) -> None:

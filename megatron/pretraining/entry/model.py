@@ -12,7 +12,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import MASTER, owned_slices
-from megatron.pretraining.model.parameters import parameter_pieces
+from megatron.pretraining.entry.previous import check_flags, described_by_flags
+from megatron.pretraining.model.parameters import Pieces, parameter_pieces
 from moc.files.text import shown
 from moc.runtime.agreement import gather
 from moc.runtime.world import World
@@ -28,7 +29,7 @@ class Tensor(NamedTuple):
     Attributes:
         name: under which an operator holds it.
         numel: elements.
-        sliced: whether tensor parallelism may slice it: norms and biases have one dimension, and are replicated.
+        sliced: whether tensor parallelism slices it; norms, routers and learned positions are replicated.
         stage: the pipeline stage that holds it.
         moments: the names of its optimizer's moments.
     """
@@ -50,12 +51,21 @@ def tensors_of(
         for owned in owned_slices(optimizer)
         for piece in pieces[owned.parameter]
     }
-    found = [
-        Tensor(piece.name, math.prod(piece.global_shape), len(piece.global_shape) > 1, world.pipeline_rank, ())
-        for described in pieces.values()
+    return tensors_in(pieces, world.pipeline_rank), moments
+
+
+def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
+    """The parameters of model chunks, whose optimizer has no moments.
+
+    Args:
+        pieces: of each parameter.
+        stage: the pipeline stage that holds the chunks.
+    """
+    return [
+        Tensor(piece.name, math.prod(piece.global_shape), getattr(parameter, "tensor_model_parallel", False), stage, ())
+        for parameter, described in pieces.items()
         for piece in described
     ]
-    return found, moments
 
 
 def model_of_chunks(
@@ -78,11 +88,18 @@ def model_of_chunks(
     }
     operators = operators_of(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
+
+    def check(saved: Mapping, where: object) -> None:
+        if described_by_flags(saved):
+            check_flags(described, saved, where)
+        else:
+            check_shape(shape, saved, where)
+
     return Model(
         operators=operators,
         stages=stages_of(tensors.values()),
         described={"shape": shape, "model": dict(described), "tokenizer": tokenizer_of(described)},
-        check=lambda saved, where: check_shape(shape, saved, where),
+        check=check,
     )
 
 

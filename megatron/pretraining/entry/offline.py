@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ from megatron.pretraining.config import Config
 PROGRAM = "pretrain_gpt_moe.py"
 
 
-def config_of_words(words: Sequence[str], workers: int = 1) -> Config:
+def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
     """Parses and checks a command line of ``pretrain_gpt_moe.py``, and builds nothing.
 
     Args:
         words: options of Megatron-LM, of this project, or of a dialect.
-        workers: number of workers, which the layout has to divide.
+        workers: number of workers, which the layout has to divide; None for the fewest that the layout allows.
 
     Returns:
         The configuration; its attribute ``arguments`` holds Megatron-LM's arguments.
@@ -33,10 +34,12 @@ def config_of_words(words: Sequence[str], workers: int = 1) -> Config:
     flags, stock = import_module(f"{entry}.flags"), import_module(f"{entry}.stock")
     arguments: Any = import_module("megatron.training.arguments")
     before = os.environ.copy()
-    os.environ |= {"WORLD_SIZE": str(workers), "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(workers or 1), "RANK": "0", "LOCAL_RANK": "0"}
     try:
         with stock.replaced(sys, argv=[PROGRAM, *words]), contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
+            if workers is None:
+                args.world_size = _fewest_workers(args)
             check = arguments.validate_args.__wrapped__
             flags.problems_of(check, args, import_module(f"{entry}.gpt").DEFAULTS).raise_found()
     finally:
@@ -49,3 +52,9 @@ def config_of_words(words: Sequence[str], workers: int = 1) -> Config:
 def given_options() -> dict[str, Any]:
     """The options of the last command line that differ from Megatron-LM's defaults, as a file for ``--config``."""
     return import_module("megatron.pretraining.entry.flags").plain_options()
+
+
+def _fewest_workers(args: Any) -> int:
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return max(1, args.pipeline_model_parallel_size * math.lcm(dense, experts))

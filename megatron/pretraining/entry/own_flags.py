@@ -46,7 +46,8 @@ _GENERAL: dict[str, dict[str, Any]] = {
     "dialect": {
         "metavar": "NAME",
         "help": "The program whose options the command line has: megatron-lm (older releases), megatron-deepspeed, "
-        "mindspeed, pai or flagscale. By default, options that only one of them has select it.",
+        "mindspeed, pai, flagscale, or moc (our previous release). By default, options that only one of them has "
+        "select it.",
     },
     "help-all": {"action": "store_true", "help": "Print Megatron-LM's options as well; exit."},
 }

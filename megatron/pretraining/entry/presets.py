@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any
 
-from megatron.pretraining.config.layer_pattern import from_interval
 from megatron.pretraining.presets import PRESETS
+
+_MOST_LAYERS = 10_000
 
 
 def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
     """The options of a preset, by Megatron-LM's names.
+
+    The pattern of layers with experts is cut or repeated if another number of layers is given.
 
     Args:
         name: of the preset.
@@ -19,10 +23,9 @@ def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
     """
     options: dict[str, Any] = dict(PRESETS[name].values)
     layers, length = ({**options, **_numbers(given)}[key] for key in ("num_layers", "seq_length"))
-    if (interval := options.pop("expert_interval", None)) is not None:
-        options["moe_layer_freq"] = from_interval(interval, layers)
-    options["max_position_embeddings"] = length
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    if (pattern := options.get("moe_layer_freq")) is not None:
+        options["moe_layer_freq"] = list(islice(cycle(pattern), max(0, min(layers, _MOST_LAYERS))))
+    return options | {"max_position_embeddings": length}
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, int]:

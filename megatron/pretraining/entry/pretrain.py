@@ -11,10 +11,11 @@ from megatron.training import training
 from megatron.pretraining import loop
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry import command_line, cpu
-from megatron.pretraining.entry.configuration import config_of
+from megatron.pretraining.entry.configuration import MegatronConfig, config_of
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
+from megatron.pretraining.process.releases import check_releases
 from moc.runtime import hook, script_check
 
 
@@ -48,25 +49,38 @@ def pretrain(
             pg_collection=pg_collection,
             skip_model_parallel_init=skip_model_parallel_init or None,
         )
-        args = get_args()
-        cpu.adapt(args)
-        training.update_train_iters(args)
-        config = config_of(args, command_line.read().own)
-        _leave_to_vote(args, cfg_container)
-        program = StockProgram(
-            cfg_container,
-            train_valid_test_dataset_provider,
-            model_type,
-            forward_step_func,
-            model_provider,
-            process_non_loss_data_func,
-            non_loss_data_func,
-            get_embedding_ranks,
-            get_position_embedding_ranks,
+        config, program = prepared(
+            StockProgram(
+                cfg_container,
+                train_valid_test_dataset_provider,
+                model_type,
+                forward_step_func,
+                model_provider,
+                process_non_loss_data_func,
+                non_loss_data_func,
+                get_embedding_ranks,
+                get_position_embedding_ranks,
+            )
         )
         code = loop.pretrain(config, program)
     if code:
         sys.exit(code)
+
+
+def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
+    """The configuration of Megatron-LM's parsed arguments, adapted to this loop, and the program.
+
+    Raises:
+        ConfigError: the arguments cannot work.
+        UnknownReleaseError: a library lacks a private interface that they need.
+    """
+    args = get_args()
+    cpu.adapt(args)
+    training.update_train_iters(args)
+    config = config_of(args, command_line.read().own)
+    check_releases(config)
+    _leave_to_vote(args, program.container)
+    return config, program
 
 
 def _refuse(**arguments: Any) -> None:

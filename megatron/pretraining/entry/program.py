@@ -21,10 +21,12 @@ from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.rates import RateSchedule
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
+from megatron.pretraining.entry.formats import multiply_in_format, store_in_formats
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
@@ -140,7 +142,7 @@ class StockProgram:
 
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """The schedule with Megatron-LM's forward step."""
-        reports = Reports(parts.world)
+        reports = Reports(parts, topology)
         _log_of(parts).begin(reports, topology)
         return StockSchedule(
             reporting(self.forward_step, reports), parts.chunks, turns_of(parts, topology), topology, alone_of(parts)
@@ -232,16 +234,21 @@ class StockProgram:
     def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
         """The model chunks, the optimizer and the schedule of learning rates."""
         groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
-        for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
-            if wanted:
-                return engine.set_up(config, self.container, self.model_type, provider, groups)
-        return training.setup_model_and_optimizer(
-            self.model_type,
-            model_provider_func=provider,
-            checkpointing_context={},
-            cfg_container=self.container,
-            pg_collection=groups,
-        )
+        with replaced(training, OptimizerParamScheduler=RateSchedule):
+            for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
+                if wanted:
+                    built: Any = engine.set_up(config, self.container, self.model_type, provider, groups)
+                    break
+            else:
+                built = training.setup_model_and_optimizer(
+                    self.model_type,
+                    model_provider_func=provider,
+                    checkpointing_context={},
+                    cfg_container=self.container,
+                    pg_collection=groups,
+                )
+        store_in_formats(get_args(), built[1])
+        return built
 
     def _provider(self, config: Config, plans: Plans | None) -> Callable[..., Any] | None:
         """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights.
@@ -254,6 +261,7 @@ class StockProgram:
             cpu.mend_experts(chunks)
             if plans is not None:
                 elastic.place(config, chunks, plans)
+            multiply_in_format(get_args(), chunks)
             if config.rng.initialization == EXACT:
                 for chunk in chunks:
                     initialize_weights(chunk, config.rng.seed)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -16,6 +17,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.agreement import gather
 from moc.runtime.world import World
@@ -47,18 +49,28 @@ class StockTopology(Topology):
 class Reports(AuxiliaryLosses):
     """What Megatron-LM's loss functions report, and its trackers of further losses.
 
-    The first value of a report is the loss of the step record.  The others are averaged by the vote and are the
-    record's auxiliary losses.  Megatron-LM's own log reads its trackers.
+    The first value of a report is the loss of the step record.  The others, and the losses of routers, are averaged by
+    the vote and are the record's auxiliary losses.  Megatron-LM's own log reads its trackers afterwards, and clears
+    them in each iteration.
+
+    Args:
+        parts: of this worker.
+        topology: its share of the global batch.
 
     Attributes:
         loss_name: of the first value; empty on stages that compute no loss.
+        names: of the other values, once all workers have gathered them.
     """
 
-    def __init__(self, world: World):
-        self._counts = world.tensor_rank == 0  # tensor-parallel ranks report the same values
+    def __init__(self, parts: WorkerParts, topology: Topology):
+        self._world, self._topology = parts.world, topology
+        self._counts = parts.world.tensor_rank == 0  # tensor-parallel ranks report the same values
         self.loss_name = ""
+        self.names: list[str] | None = None
         self._sums: dict[str, torch.Tensor] = {}
-        self._names: list[str] | None = None
+        modules = [module for chunk in parts.chunks for module in chunk.modules()]
+        self._routed_layers = sum(isinstance(module, BaseMoELayer) for module in modules)  # of this worker, then of all
+        self._of_routers: list[str] = []
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Adds the report of a micro batch; returns the loss's sum and weight, as the vote takes them."""
@@ -71,15 +83,22 @@ class Reports(AuxiliaryLosses):
 
     def take(self) -> dict[str, torch.Tensor]:
         """Returns this worker's contributions to the vote, and forgets them; the first call is collective."""
-        if self._names is None:  # stages without a loss do not know the names
-            told = gather((self.loss_name, list(self._sums)))
-            self.loss_name = next((loss for loss, _ in told if loss), "lm loss")
-            self._names = sorted({name for _, names in told for name in names})
+        metrics = get_moe_metrics_tracker().metrics
+        if self.names is None:  # stages without a loss do not know the names
+            losses = [name for name in metrics if name.endswith("loss")]
+            told = gather((self.loss_name, list(self._sums), losses, self._world.pipeline_rank, self._routed_layers))
+            self.loss_name = next((loss for loss, *_ in told if loss), "lm loss")
+            self.names = sorted({name for _, names, *_ in told for name in names})
+            self._of_routers = sorted({name for *_, names, _, _ in told for name in names})
+            self._routed_layers = sum({stage: layers for *_, stage, layers in told}.values())
         zero = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         ballot = {}
-        for name in self._names:
+        for name in self.names:
             total, weight = self._sums.get(name, zero)
             ballot |= {_SUM + name: total, _WEIGHT + name: weight}
+        self._micro_batches = self._topology.mean_micro_batches
+        for name in self._of_routers:
+            ballot[name] = self._share(metrics[name]).sum() / self._routed_layers if name in metrics else zero[0]
         self._sums = {}
         return ballot
 
@@ -89,12 +108,9 @@ class Reports(AuxiliaryLosses):
         clear_trackers()
 
     def means(self, vote: dict[str, float]) -> dict[str, float]:
-        """The voted means by the names in reports."""
-        return {
-            name.removeprefix(_SUM): value / max(vote[_WEIGHT + name.removeprefix(_SUM)], 1.0)
-            for name, value in vote.items()
-            if name.startswith(_SUM)
-        }
+        """The voted means by the names in reports, and of the routers' losses."""
+        reported = {name: vote[_SUM + name] / max(vote[_WEIGHT + name], 1.0) for name in self.names or ()}
+        return reported | {name: vote[name] for name in self._of_routers}
 
 
 class StockSchedule(Schedule):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 from moc.errors import warning
 from moc.snapshot.background import Background
@@ -27,7 +28,7 @@ class Board:
     """
 
     def __init__(self, directory: str, queue_size: int, say: Callable[[str], None], lost: Callable[[int, float], None]):
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only on use
+        from torch.utils.tensorboard.writer import SummaryWriter  # takes a second to import, so only on use
 
         self._make = lambda: SummaryWriter(directory, max_queue=queue_size)
         self._directory, self._say, self._lost = directory, say, lost
@@ -43,11 +44,15 @@ class Board:
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Adds several values of one step; returns at once."""
-        self._waiting = [one for one in self._waiting if not one.done()]
-        if len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(self._thread.submit(self._write, dict(values), step))
-        else:
-            self._dropped += len(values)
+        self._add("add_scalar", {name: float(value) for name, value in values.items()}, step)
+
+    def add_text(self, name: str, text: str, global_step: int) -> None:
+        """Adds a text, as TensorBoard's own method does."""
+        self._add("add_text", {name: text}, global_step)
+
+    def flush(self) -> None:
+        """Writes what was added, if possible."""
+        wait([self._thread.submit(self._flush)], timeout=_CLOSING_S)
 
     def close(self) -> None:
         """Writes the remaining values, if possible."""
@@ -55,7 +60,14 @@ class Board:
         self._thread.end()
         wait([closed], timeout=_CLOSING_S)
 
-    def _write(self, values: dict[str, float], step: int) -> None:
+    def _add(self, method: str, values: dict[str, Any], step: int) -> None:
+        self._waiting = [one for one in self._waiting if not one.done()]
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(self._thread.submit(self._write, method, values, step))
+        else:
+            self._dropped += len(values)
+
+    def _write(self, method: str, values: dict[str, Any], step: int) -> None:
         if self._trouble.rests:
             self._dropped += len(values)
             return
@@ -64,7 +76,7 @@ class Board:
                 self._writer = None  # the directory was removed, and writes to removed files succeed
             self._writer = self._writer or self._make()
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+                getattr(self._writer, method)(name, value, step)
             if self._trouble:
                 self._writer.flush()
         except Exception as error:  # TensorBoard may raise anything
@@ -83,6 +95,11 @@ class Board:
         if self._trouble:
             self._lost(self._dropped, self._trouble.over())
             self._dropped = 0
+
+    def _flush(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._writer is not None:
+                self._writer.flush()
 
     def _close(self) -> None:
         with contextlib.suppress(Exception):

@@ -1,48 +1,75 @@
-"""Translates a preset and training flags into the operators of a model, for tools that need no GPU."""
+"""The model of a command line of pretrain_gpt_moe.py, and its operators, for tools that need no GPU and no workers."""
 
 from __future__ import annotations
 
-from megatron.pretraining.arguments import parse_config
-from megatron.pretraining.config import Config
-from megatron.pretraining.model.shape import model_shape
-from megatron.pretraining.presets import PRESETS
-from moc.output import ToolError
-from moc.state.operators import Operator
-from moc.state.shape import model_operators
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-# Flags that parse_config requires and that do not affect the model's shape.
-_RUN = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--sequence-parallel"]
+from megatron.pretraining.presets import PRESETS
+from moc.output import ToolError, refused
+from moc.state.operators import Operator
+
+_RUN = "--micro-batch-size 1 --sequence-parallel --tokenizer-type NullTokenizer --vocab-size 1".split()
+"""Options that Megatron-LM requires and that do not affect the operators; the command line overrides them."""
 
 
 def config_of(
     model: str | None,
-    model_flags: list[str],
+    words: Sequence[str],
     *,
-    vocab_size: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
-) -> Config:
-    """The configuration given by these flags of pretrain_gpt_moe.py; ``vocab_size`` is before padding."""
-    flags = [*_RUN, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size or 1)]
+) -> Any:
+    """The configuration of a command line, for the fewest workers that its layout allows.
+
+    Args:
+        model: name of a preset; None if the words describe the model.
+        words: options of Megatron-LM, of this project or of a dialect.
+        tp: tensor parallelism; None for that of the words.
+        pp: pipeline stages, likewise.
+        ep: expert parallelism, likewise.
+
+    Returns:
+        The configuration (``MegatronConfig``).
+
+    Raises:
+        ConfigError: the options cannot work; it has all problems that can be found together.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # results are the same on every machine, and no GPU's memory is used
+    options = list(_RUN)
     for flag, value in (
         ("--model", model),
         ("--tensor-model-parallel-size", tp),
         ("--pipeline-model-parallel-size", pp),
         ("--expert-model-parallel-size", ep),
     ):
-        flags += [] if value is None else [flag, str(value)]
-    return parse_config([*flags, *model_flags])
+        options += [] if value is None else [flag, str(value)]
+    return import_module("megatron.pretraining.entry.offline").config_of_words([*options, *words], workers=None)
 
 
-def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
-    """Every operator of the model; the vocabulary before padding is by default the preset's.
+def operators_of(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
+    """Every operator of the model, which is built without memory.
+
+    Args:
+        config: of :func:`config_of`.
+        model: name of a preset, whose vocabulary is the default.
+        vocab_size: number of tokens before padding.
 
     Raises:
+        ConfigError: Megatron-LM cannot build the model.
         ToolError: neither a vocabulary nor a preset is given.
     """
-    if vocab_size is None and config.model is None:
+    if vocab_size is None and model is None:
         raise ToolError("--vocab-size is missing. Fix: give it, or a --model", code="flag-missing")
-    size = vocab_size or PRESETS[config.model or ""].vocab_size
+    size = vocab_size or PRESETS[model or ""].vocab_size
     multiple = config.network.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return model_operators(model_shape(config.network, config.moe, -(-size // multiple) * multiple))
+    rows = -(-size // multiple) * multiple
+    return [*import_module("megatron.pretraining.entry.meta").operators_on_meta(config, rows)]
+
+
+def refused_all(program: str, error: Exception) -> int:
+    """Prints each problem of an error as a line, and returns the exit status of the program."""
+    return max(refused(program, one) for one in getattr(error, "problems", (error,)))

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import math
 
-from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
-from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines, refused
+from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
@@ -28,7 +28,7 @@ from moc.simulate.recoveries import fitted
 from moc.simulate.result import Result, mean_of
 
 EPILOG = """\
-Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
+All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
 
 examples:
   python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:96 --pp 12 --ep 8 --mtbf 10m \\
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
             return _reproduce(args.reproduce, args.json)
         _simulate(args, model_flags)
     except (ValueError, OSError, ToolError) as error:
-        return refused("simulate", error)
+        return refused_all("simulate", error)
     return 0
 
 
@@ -310,8 +310,8 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     # the simulator allows uneven stages, so the layers need not divide by the pipeline
     expert_tp = 1 if args.ep > 1 else args.tp
     sliced = ["--expert-tensor-parallel-size", str(expert_tp)] if args.ep > 1 else []
-    config = config_of(args.model, [*model_flags, *sliced], vocab_size=args.vocab_size, tp=args.tp, ep=args.ep)
-    operators = operators_of(config, args.vocab_size)
+    config = config_of(args.model, [*model_flags, *sliced], tp=args.tp, ep=args.ep)
+    operators = operators_of(config, args.model, args.vocab_size)
     cluster = _cluster(args)
     layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=expert_tp, vpp=args.vpp)
     pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
-from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.presets import PRESETS
-from moc.output import Parser, ToolError, escapes_output, print_json, print_lines, refused
+from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.pec_selection import sequential_experts
 from moc.sharding import (
@@ -35,7 +36,7 @@ CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
 """Workers and expert parallelism of MoC's Table 2."""
 
 EPILOG = """\
-Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
+All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
 
 examples:
   python tools/plan_checkpoint.py --model gpt-350m-16e --world 16 --ep 8 --pec-k 1
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
         selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
-        return refused("plan_checkpoint", error)
+        return refused_all("plan_checkpoint", error)
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
         told |= {"policy": policy and policy_choice.told(*policy), "explain_selective": selective and asdict(selective)}
@@ -130,7 +131,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
             )
         args.model = args.model or "gpt-350m-16e"
         args.world, args.ep = CASES[args.case]
-    config = config_of(args.model, model_flags, vocab_size=args.vocab_size, tp=args.tp, pp=args.pp, ep=args.ep)
+    config = config_of(args.model, model_flags, tp=args.tp, pp=args.pp, ep=args.ep)
     layout = _layout(args.world, config)
     state = StateBytes(weights=4, master=0) if args.fp32 else StateBytes()
     schemes = dict(SCHEMES)
@@ -139,8 +140,8 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
         schemes[f"{extra.experts}+{extra.others}"] = extra
     return SizePlan(
         config=config,
-        name=config.model or "model",
-        operators=operators_of(config, args.vocab_size),
+        name=args.model or "model",
+        operators=operators_of(config, args.model, args.vocab_size),
         layout=layout,
         state=state,
         zero=not args.no_zero,
@@ -152,13 +153,11 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     )
 
 
-def _layout(world: int | None, config: Config) -> Layout:
+def _layout(world: int | None, config: Any) -> Layout:
     parallel = config.parallel
-    dense = parallel.tensor_model_parallel_size
-    experts = parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size
     return Layout(
-        world=world or max(dense, experts) * parallel.pipeline_model_parallel_size,
-        tp=dense,
+        world=world or config.arguments.world_size,
+        tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,
         expert_tp=parallel.expert_tensor_parallel_size,

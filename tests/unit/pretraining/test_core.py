@@ -62,7 +62,7 @@ def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeyp
 
 TRANSFORMER_ENGINE = """
 import importlib.machinery, sys, types
-import pretrain_gpt_moe
+from megatron.pretraining import pretrain_gpt_moe
 pretrain_gpt_moe.prepare_core()
 import megatron.pretraining.loop
 module = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")

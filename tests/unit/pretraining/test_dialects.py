@@ -65,11 +65,19 @@ TRANSLATED = {
     "--no-pipeline-parallel --loss-scale 0 --num-experts 1 --topk 1 --max-position-embeddings 4": ""
     "--max-position-embeddings 4",
     "--dialect megatron-lm --split '99,1,0'": "--split 99,1,0",
+    "--log-dir l --expert-interval 2 --num-layers 4 --topk 1 --layernorm-epsilon 1e-6 --no-bf16 --eval-interval 5": ""
+    "--log-dir l --moe-layer-freq [0,1,0,1] --num-layers 4 --moe-router-topk 1 --norm-epsilon 1e-6 --eval-interval 5 "
+    "--transformer-impl local",
+    "--swiglu --no-swiglu --num-experts none --no-bias-gelu-fusion --bias-gelu-fusion --save s": "--save s "
+    "--eval-interval 1000000000 --transformer-impl local",
+    "--tokenizer-model a/b --tokenizer-revision c0 --trust --eval-interval 5 --transformer-impl local": ""
+    "--tokenizer-model /hub/models--a--b/snapshots/c0 --eval-interval 5 --transformer-impl local",
 }
 
 
 @pytest.mark.parametrize("words", TRANSLATED)
-def test_options_are_translated_and_each_change_is_printed(words, known):
+def test_options_are_translated_and_each_change_is_printed(words, known, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", "/hub")
     found = translated(words.split(), known)
     expected = TRANSLATED[words].replace("--train-samples 200 ", "")
     assert " ".join(dict.fromkeys(found.words)) == " ".join(dict.fromkeys(expected.split())) and not found.problems
@@ -107,6 +115,9 @@ def test_options_for_experts_override_the_defaults(known):
         ("--data-impl lazy", "--data-impl"),
         ("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
         ("--rampup-batch-size 3 2 10 --global-batch-size 8 --seq-length 2", "--rampup-batch-size"),
+        ("--dialect moc --exp-avg-dtype fp8", "--exp-avg-dtype"),
+        ("--model tiny --no-untie-embeddings-and-output-weights", "--model tiny"),
+        ("--model tiny --num-experts none --no-bf16", "--num-experts"),
     ],
 )
 def test_what_does_not_exist_here_is_refused_with_its_name(words, named, known):
@@ -120,6 +131,21 @@ def test_a_dialect_is_named_or_found(known):
     assert [one.code for one in translated(both, known).problems] == ["dialect-ambiguous"]
     assert translated([*both, "--dialect", "mindspeed"], known).words == ("--tokenizer-model", "d")
     assert translated([*both, "--deepspeed"], known).words[:2] == ("--tokenizer-model", "d")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--topk 2", "megatron-deepspeed"),
+        ("--topk 2 --ckpt-policy full", "moc"),
+        ("--topk 2 --moe-min-capacity 4 --ckpt-policy full", "megatron-deepspeed"),
+        ("--no-bf16", "moc"),
+        ("--layernorm-epsilon 1e-6 --ckpt-policy full", "megatron-lm"),
+    ],
+)
+def test_options_that_two_programs_have_are_of_the_previous_release_with_its_other_options(words, named, known):
+    notice = next(iter(translated(f"--num-experts 4 {words}".split(), known).notices))
+    assert f"(--dialect {named})" in notice
 
 
 def test_an_option_of_the_script_keeps_its_meaning(known):

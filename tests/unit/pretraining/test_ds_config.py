@@ -236,7 +236,7 @@ def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
     codes, sentence = refusal(capsys, "--deepspeed")
-    assert codes == ["package-missing"] and "moc-megatron[deepspeed]" in sentence
+    assert codes == ["package-missing"] and "pip install 'deepspeed>=0.19,<0.20'" in sentence
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
     codes, sentence = refusal(capsys, "--deepspeed")
     assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed_fit.WANTED in sentence

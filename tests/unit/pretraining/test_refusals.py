@@ -420,7 +420,7 @@ def test_a_directory_has_no_commit(capsys, tmp_path):
 
 
 def test_jobs_are_offline_unless_told_otherwise(monkeypatch):
-    from pretrain_gpt_moe import prepare_core
+    from megatron.pretraining.pretrain_gpt_moe import prepare_core
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     prepare_core()

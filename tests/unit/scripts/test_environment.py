@@ -214,3 +214,14 @@ def test_other_versions_without_a_name_or_an_environment_are_refused(clone, argu
     root, environment, log = clone
     ended = subprocess.run([root / "scripts" / "test.sh", *arguments], env=environment, capture_output=True, text=True)
     assert refusal(ended) and not log.exists() and not list(root.glob(".venv*"))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_outside_of_the_repository_the_active_environment_is_used_if_it_has_the_package(machine, tmp_path, installed):
+    place = tmp_path / "job" / "scripts"
+    place.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "common.sh", place)
+    active = python(machine.path / "python", "pass" if installed else "sys.modules['megatron'] = None")
+    ended = machine.run("bash", "-euo", "pipefail", "-c", f". {place}/common.sh; set_up base; echo $PYTHON")
+    assert (ended.returncode, ended.stdout) == ((0, f"{active}\n") if installed else (1, ""))
+    assert installed or f"{active}: moc-megatron is not installed" in ended.stderr

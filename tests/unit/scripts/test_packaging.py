@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import moc
+from megatron.pretraining.examples.program import examples
 
 ROOT = Path(__file__).parents[3]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -36,10 +37,9 @@ def wheel(tmp_path_factory):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "pretrain_gpt_moe.py"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
-    for name in ("megatron", "moc"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / name, source)
+    for name in ("megatron", "moc", "scripts", "examples"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "tests").mkdir()
     (source / "tests" / "test_it.py").touch()
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
@@ -53,7 +53,10 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     packages = [ROOT / "megatron" / "pretraining", ROOT / "moc"]
     ours = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.py")}
-    assert files == ours | {"pretrain_gpt_moe.py", "moc/py.typed", "megatron/pretraining/py.typed"}
+    copied = {path for example in examples().values() for path in example.paths()}
+    ours |= {f"megatron/pretraining/examples/files/{path}" for path in copied}
+    assert files == ours | {"moc/py.typed", "megatron/pretraining/py.typed"}
+    assert {name.partition("/")[0] for name in files} == {"megatron", "moc"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
@@ -62,7 +65,7 @@ def test_every_program_is_a_command_of_the_wheel(wheel, tmp_path):
     commands.read_string(of(wheel, "entry_points.txt"))
     modules = {name: target.removesuffix(":main") for name, target in commands["console_scripts"].items()}
     tools = {path: path.read_text().split("\nfrom ")[-1].split(" import main")[0] for path in TOOLS}
-    assert sorted(modules.values()) == sorted([*tools.values(), "moc.launch", "pretrain_gpt_moe"])
+    assert sorted(modules.values()) == sorted([*tools.values(), "moc.launch", "megatron.pretraining.pretrain_gpt_moe"])
     wheel.extractall(tmp_path)
     for name, module in modules.items():
         code = f"import sys; sys.argv = ['{name}', '--help']; from {module} import main; sys.exit(main())"
@@ -77,7 +80,7 @@ def test_tools_are_thin_and_none_is_private(tool):
 
 def test_the_version_is_that_of_the_package(wheel):
     said = email.message_from_string(of(wheel, "METADATA"))
-    assert said["Version"] == moc.__version__
+    assert said["Version"] == moc.__version__ and said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier")
 
 

@@ -1,9 +1,11 @@
 """The launch scripts: their style, their --help, and that the trainer understands the flags they pass."""
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("*.sh") if p.name != "common
 BATCH_SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
 TRAIN = ROOT / "scripts" / "train.sh"
 RECIPES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").iterdir())
+MODEL = ("num_layers", "hidden_size", "num_experts", "moe_router_topk", "world_size", "pipeline_model_parallel_size")
+MODEL += ("expert_model_parallel_size",)
 
 
 def run(*command, cwd=None, **environment):
@@ -36,12 +40,15 @@ def flags_of(command: str) -> tuple[dict[str, str], list[str]]:
     return options, words[program + 1 :]
 
 
-def accepts(launcher: dict[str, str], flags: list[str]) -> None:
-    """Lets the trainer read its flags, and check them against the number of workers."""
-    from megatron.pretraining.arguments import parse_config
-    from megatron.pretraining.config import check_world
-
-    check_world(parse_config(flags), int(launcher["--nproc-per-node"]) * int(launcher.get("--nnodes", 1)))
+def configured(*commands: tuple[dict[str, str], list[str]]) -> list[dict]:
+    """What the trainer makes of its flags, with as many workers as the launcher starts."""
+    asked = [(int(own["--nproc-per-node"]) * int(own.get("--nnodes", 1)), flags) for own, flags in commands]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.scripts.configured"]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["error"] for one in found if "error" in one] == []
+    return found
 
 
 @pytest.fixture
@@ -74,21 +81,22 @@ def test_scripts_can_be_started(script):
     assert os.access(script, os.X_OK)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_trainer_accepts_the_flags_of_a_recipe(recipe, data):
-    result = run(TRAIN, recipe, "--dry-run", *data)
-    assert result.returncode == 0, result.stderr
-    accepts(*flags_of(result.stdout))
-
-
-@pytest.mark.parametrize("line", (Path(__file__).parent / "recipe_flags.txt").read_text().splitlines())
-def test_a_recipe_is_what_these_flags_are(line, data):
-    from megatron.pretraining.arguments import parse_config
-
-    recipe, nodes, *expected = shlex.split(line)
-    options, flags = flags_of(run(TRAIN, recipe, "--dry-run", *data).stdout)
-    assert flags[0] == "--config" and options["--nnodes"] == nodes
-    assert parse_config(flags) == parse_config(expected + flags[2:])
+@pytest.mark.slow
+def test_trainer_accepts_the_flags_of_all_recipes(data):
+    """With the options of the recipe's model, its precision and its layout, on GPUs."""
+    runs = [run(TRAIN, recipe, "--dry-run", *data) for recipe in RECIPES]
+    found = dict(zip(RECIPES, configured(*(flags_of(one.stdout) for one in runs)), strict=True))
+    assert all(one["bf16"] and one["transformer_impl"] == "transformer_engine" for one in found.values())
+    shapes = {name: [one[key] for key in MODEL] for name, one in found.items()}
+    assert shapes == {
+        "deepseek_moe_16b": [28, 2048, 64, 8, 112, 14, 8],
+        "gpt_125m_8e": [12, 768, 8, 1, 8, 1, 8],
+        "gpt_350m_16e": [24, 1024, 16, 1, 8, 1, 8],
+        "gpt_moe_7b": [12, 1536, 32, 6, 96, 3, 8],
+        "moc_system": [24, 1024, 16, 1, 8, 1, 8],
+        "moetion": [48, 1600, 64, 1, 64, 8, 4],
+        "qwen_moe_14b": [24, 2048, 64, 8, 96, 6, 8],
+    }
 
 
 def test_list_names_recipes_and_what_they_are():
@@ -179,6 +187,7 @@ def test_templates_refuse_what_is_no_recipe(template):
     assert result.returncode == 1 and f"one of: {' '.join(RECIPES)}." in result.stderr
 
 
+@pytest.mark.slow
 def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
     for name in ("data_text_document.bin", "data_text_document.idx", "tokenizer.model"):
         (tmp_path / name).touch()
@@ -187,10 +196,11 @@ def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
     assert result.returncode == 0, result.stderr
     stops, resumes = map(flags_of, result.stdout.splitlines())
     assert stops[1] == [*resumes[1], "--exit-interval", "6"]
-    accepts(*stops)
-    accepts(*resumes)
+    stopping, resuming = configured(stops, resumes)
+    assert (stopping["exit_interval"], resuming["exit_interval"], resuming["train_iters"]) == (6, None, 9)
 
 
+@pytest.mark.slow
 def test_trainer_accepts_the_flags_of_the_smoke_test(tmp_path):
     (tmp_path / "pretrain_gpt_moe.py").touch()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
@@ -204,7 +214,9 @@ def test_trainer_accepts_the_flags_of_the_smoke_test(tmp_path):
     assert result.returncode == 0, result.stderr
     words = shlex.split(result.stdout)
     program = words.index("pretrain_gpt_moe.py")
-    accepts(dict(zip(words[0:program:2], words[1:program:2], strict=True)), words[program + 1 :])
+    launcher = dict(zip(words[0:program:2], words[1:program:2], strict=True))
+    (found,) = configured((launcher, words[program + 1 :]))
+    assert found["data_parallel_size"] == 2
 
 
 def test_quickstart_keeps_a_finished_run(tmp_path):

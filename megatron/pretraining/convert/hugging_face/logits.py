@@ -50,7 +50,7 @@ def compare_logits(asked: Asked) -> str:
     """
     if not installed("transformers"):
         raise CheckpointError(
-            "--check-logits needs the package transformers. Fix: pip install -e '.[hf]'",
+            "--check-logits needs the package transformers. Fix: pip install transformers",
             code="package-missing",
         )
     length = min(_SHAPE[1], asked.model["max_position_embeddings"])

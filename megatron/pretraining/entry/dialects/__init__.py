@@ -11,12 +11,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.entry.dialects import flagscale, megatron_deepspeed, mindspeed, older_megatron, pai
+from megatron.pretraining.entry.dialects import (
+    flagscale,
+    megatron_deepspeed,
+    mindspeed,
+    older_megatron,
+    pai,
+    previous_release,
+)
 from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, Outcome, options_of
 from moc.files.text import shown
 
 OLDER = older_megatron.DIALECT
-_OTHERS = (megatron_deepspeed.DIALECT, mindspeed.DIALECT, pai.DIALECT, flagscale.DIALECT)
+_OTHERS = (
+    previous_release.DIALECT,
+    megatron_deepspeed.DIALECT,
+    mindspeed.DIALECT,
+    pai.DIALECT,
+    flagscale.DIALECT,
+)
 DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHERS)}
 """By the name for ``--dialect``; all of them have the entries of :data:`OLDER`, unless they have their own."""
 FLAG = "--dialect"
@@ -73,9 +86,11 @@ def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
     """The dialects with most of the unknown options; Megatron-LM's own older releases if no other has any."""
     unknown = [option for option in options if option.startswith("--") and option not in known]
     counts = {one.name: sum(option in one.rules for option in unknown) for one in _OTHERS}
-    most = max(counts.values())
-    likely = [one for one in _OTHERS if counts[one.name] == most] if most else [OLDER]
-    return [one for one in likely if one.marks.intersection(options)] or likely
+    marked = {one.name for one in _OTHERS if one.marks.intersection(options)}
+    having = [one for one in _OTHERS if counts[one.name]]
+    having = [one for one in having if one.name in marked or not one.needs_mark] or having
+    likely = [one for one in having if counts[one.name] == max(counts[each.name] for each in having)]
+    return [one for one in likely if one.name in marked] or likely or [OLDER]
 
 
 def _in(dialect: Dialect, given: Sequence[Given], of_script: Collection[str]) -> Translation:

@@ -16,7 +16,15 @@ class Line:
     """A command line: values by option."""
 
     def __init__(self, options: Iterable[tuple[str, Sequence[str]]]):
-        self._values = {option: [*values] for option, values in options}
+        self._values: dict[str, list[str]] = {}
+        for option, values in options:
+            self._values.pop(option, None)  # the last one is in force
+            self._values[option] = [*values]
+
+    def comes_later(self, option: str, other: str) -> bool:
+        """Whether an option comes after another one, and both are given."""
+        places = [*self._values]
+        return option in self._values and other in self._values and places.index(option) > places.index(other)
 
     def __contains__(self, option: str) -> bool:
         return option in self._values
@@ -68,6 +76,7 @@ class Dialect:
         rules: by option.
         defaults: options that have another default than in Megatron-LM, and were not given.
         marks: options of this release that suggest the dialect if several are equally likely.
+        needs_mark: without a mark, a dialect that has any of the options is likelier.
     """
 
     name: str
@@ -75,6 +84,7 @@ class Dialect:
     rules: Mapping[str, Rule]
     defaults: Callable[[Line], Sequence[Outcome]] = lambda line: ()
     marks: frozenset[str] = frozenset()
+    needs_mark: bool = False
 
 
 def ignored(why: str) -> Rule:

@@ -1,0 +1,137 @@
+"""Checkpoints of the previous release, whose program had its own flags and format of ``--save``, and of converters.
+
+A checkpoint is a directory ``iter_0000100`` with
+
+* the weights in megatron-core's ``torch_dist`` format;
+* ``optimizer/*.safetensors``: master weights and moments as boxes of the unpartitioned tensors;
+* ``training_state.json``: position, learning-rate schedule, loss scale, model and tokenizer;
+* ``manifest.json``: every file with its hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.pretraining.checkpoint import contents, fragments
+from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
+from megatron.pretraining.config.flag import dashed
+from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
+from megatron.pretraining.engine.owned import set_step
+from megatron.pretraining.model.parameters import unwrap
+from megatron.pretraining.parts import WorkerParts
+from moc.files.text import shown
+from moc.runtime.agreement import first_line, first_reported, run_on_rank0
+from moc.state.record import Position
+from moc.store.errors import CheckpointError
+
+_ROUTING = """
+    moe_router_topk moe_router_pre_softmax moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff
+    moe_expert_capacity_factor moe_token_drop_policy
+    """.split()
+
+
+def described_by_flags(shape: Mapping) -> bool:
+    """Whether the shape in a state is that of the previous release: flags, and not parameters by operator."""
+    return "num_layers" in shape
+
+
+def check_flags(arguments: Mapping, saved: Mapping, where: object) -> None:
+    """Raises ``CheckpointError`` if the flags of a model of the previous release differ from Megatron-LM's arguments.
+
+    Args:
+        arguments: Megatron-LM's, as values of JSON.
+        saved: flags by name; one that did not exist yet is left out.
+        where: the checkpoint or snapshot, for the message.
+    """
+    here, there = _plain(arguments), _plain(saved)
+    for name in saved:
+        if there[name] != here.get(name, there[name]):
+            raise CheckpointError(
+                f"{where} holds another model: {dashed(name)} is {shown(there[name])} there, {here[name]} here. Fix: "
+                "pass the value of the checkpoint, with --dialect moc if its command line is of the previous release, "
+                "or load another checkpoint",
+                code="checkpoint-of-another-model",
+            )
+
+
+def _plain(flags: Mapping) -> dict[str, Any]:
+    """Flags of a model, each in one form."""
+    plain = dict(flags)
+    if not flags.get("group_query_attention", flags.get("num_query_groups") != flags.get("num_attention_heads")):
+        plain["num_query_groups"] = flags.get("num_attention_heads")
+    if flags.get("num_experts"):
+        plain["moe_layer_freq"] = [*expand(parse_layer_freq(flags.get("moe_layer_freq", 1)), flags["num_layers"])]
+    else:
+        plain |= dict.fromkeys(("moe_layer_freq", "moe_ffn_hidden_size"))
+    return plain
+
+
+def load(
+    parts: WorkerParts, directory: Path, manifest: Mapping, state: dict, arguments: Mapping, optimizer: bool
+) -> Position:
+    """Loads a worker's part of a checkpoint; a collective call.
+
+    Args:
+        parts: receive the state.
+        directory: of the checkpoint, whose files are verified.
+        manifest: of the checkpoint.
+        state: of the checkpoint, for this model.
+        arguments: Megatron-LM's, as values of JSON.
+        optimizer: loads optimizer, schedule and loss scale as well.
+
+    Returns:
+        The position of the checkpoint.
+
+    Raises:
+        CheckpointError: on all workers: the checkpoint is incomplete, or of another optimizer or schedule.
+    """
+    _load_weights(parts, directory)
+    if optimizer:
+        contents.check_optimizer(parts.config, state, directory)
+        paths = [directory / name for name in manifest["files"] if name.startswith(fragments.DIRECTORY)]
+        if missing := first_reported(fragments.fill(directory, paths, parts.chunks, parts.optimizer)):
+            raise CheckpointError(missing)
+        set_step(parts.optimizer.core, state["optimizer_step"])
+        contents.restore_grad_scaler(parts.optimizer, state["grad_scaler"])
+        contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
+    else:
+        parts.optimizer.core.reload_model_params()
+    if described_by_flags(state["shape"]):
+        _warn_of_other_routing(arguments, state["model"], parts.log.message)
+    contents.warn_of_other_samples(parts.config, parts.world, state["sample_order"], parts.log.message)
+    return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
+
+
+def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[str], None]) -> None:
+    """Warns of flags that have another value, perhaps since the command line is read as another program's."""
+    for name in _ROUTING:
+        here, there = arguments.get(name), saved.get(name)
+        if here not in (there, [there]):
+            say(
+                f"WARNING: {dashed(name)} was {shown(there)} and is {shown(here)}: the model differs from here on; "
+                "--dialect moc reads command lines of the previous release"
+            )
+
+
+def _load_weights(parts: WorkerParts, directory: Path) -> None:
+    keys = run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
+    described = contents.described_weights(parts.chunks)
+    contents.name_as_stored(described, frozenset(keys))
+    try:
+        with nothing_runs():
+            loaded: Any = dist_checkpointing.load(described, str(directory))
+    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the weights in {directory} do not fit this model: {first_line(error)}. Fix: pass the flags of the model "
+            "that was saved, or load another checkpoint",
+            code="checkpoint-of-another-model",
+        ) from error
+    for i, chunk in enumerate(parts.chunks):
+        unwrap(chunk).load_state_dict(loaded["model" if len(parts.chunks) == 1 else f"model{i}"], strict=False)
+    parts.modules.take_over()
