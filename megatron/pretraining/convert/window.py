@@ -133,7 +133,6 @@ def compute_again(
         ckpt_dir=str(snapshots),
         ckpt_step=window.end.iteration,
         save=str(save),
-        dist_ckpt_optim_fully_reshardable=True,  # so that each weight has its optimizer state
         log_dir=str(log_dir),
         eval_iters=0,
         use_checkpoint_opt_param_scheduler=True,  # the schedule by which the window was trained

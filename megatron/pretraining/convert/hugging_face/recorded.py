@@ -18,8 +18,8 @@ from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.hugging_face.described import Described, described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
+from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
 from moc.errors import code_of  # noqa: E402
-from moc.files.text import shown  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -49,7 +49,8 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
         )
     args = _configured(argv).arguments
     values = vars(args) | {"vocab_size": args.vocab_size or build_tokenizer(args).vocab_size}
-    _check_sizes(values, state.get("shape") or {}, where)
+    if described_by_flags(shape := state.get("shape") or {}):
+        check_flags(values, shape, where)
     return _with_vocabulary(values), tokenizer_of(values)
 
 
@@ -104,19 +105,6 @@ def first_state(
         "model": dict(model),
         "tokenizer": {name: tokenizer.get(f"tokenizer_{name}") for name in ("type", "model")},
     }
-
-
-def _check_sizes(here: Mapping[str, Any], saved: Mapping[str, Any], where: object) -> None:
-    """Refuses options of another model than the sizes that an earlier version recorded."""
-    sizes = {name: value for name, value in saved.items() if value is not None}
-    mine, theirs = (dataclasses.asdict(described({**_with_vocabulary(here), **of})) for of in ({}, sizes))
-    for name, value in theirs.items():
-        if mine[name] != value:
-            raise CheckpointError(
-                f"{where} holds another model: --{name.replace('_', '-')} is {shown(value)} there, {mine[name]} here. "
-                "Fix: pass the value of the checkpoint, or load another one",
-                code="checkpoint-of-another-model",
-            )
 
 
 def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
