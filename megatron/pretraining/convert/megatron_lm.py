@@ -1,8 +1,8 @@
 """Checkpoints in Megatron-LM's own format: what they hold beside the weights, without the model that wrote them.
 
-Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or has a tensor for each
-weight if a script of Megatron-LM had no distributed optimizer, or ``--dist-ckpt-optim-fully-reshardable``.  Flat buffers
-of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
+Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or, if a script of
+Megatron-LM had no distributed optimizer or ``--dist-ckpt-optim-fully-reshardable``, in a tensor for each weight.  Flat
+buffers of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
 """
 
 from __future__ import annotations
