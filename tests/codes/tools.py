@@ -27,7 +27,7 @@ from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip
 from tests.unit.pretraining.convert.models import Model, shapes
-from tests.unit.pretraining.convert.test_hugging_face import drawn
+from tests.unit.pretraining.convert.test_hugging_face import SHAPE, drawn
 from tests.unit.pretraining.convert.test_program import Bomb, Nudged, dense, edited, snapshot, without
 from tests.unit.pretraining.convert.test_stale import Partial
 from tests.unit.pretraining.convert.test_window import WINDOW, Sparse
@@ -160,6 +160,8 @@ def mixtral(root: Path, forget: tuple[str, ...] = ()) -> None:
     contents, *_ = drawn("mixtral")
     for name in forget:
         del contents.facts.state[name]
+    if "model" in forget:
+        contents.facts.state["shape"] = SHAPE
     write_dense(contents, root, 1, torch.float32, 10**9, lambda count: None)
 
 

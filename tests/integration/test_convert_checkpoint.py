@@ -15,21 +15,29 @@ from megatron.pretraining.convert.torch_dist import WeightsReader
 from moc.errors import codes_in
 from moc.inspect import verify
 from moc.state.region import Region
-from tests.integration.entry_jobs import BASE, EP2, MOE, OWN_PROGRAM, ZERO1, Ended, run
+from tests.integration.entry_jobs import BASE, EP2, MOE, OWN_PROGRAM, USER_SCRIPT, ZERO1, Ended, run
+from tests.integration.snapshot_files import node_memory
+from tests.integration.tiny import train as trained
 
-FOUR = "--front megatron --train-iters 4"
-RESHARDABLE = f"{ZERO1} --dist-ckpt-optim-fully-reshardable"
+OWN = "--front megatron"
 ELASTIC = "--elastic --elastic-slots 4 --elastic-min-replicas 1 --calculate-per-token-loss --micro-batch-size 1"
 BIASES = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
-RUNS = {  # flags of two workers
-    "replicated": EP2,
-    "bf16, ZeRO": f"{EP2} {RESHARDABLE} --bf16",
-    "fp16, stages, some layers dense, router biases": f"""{MOE} {RESHARDABLE} {BIASES} --fp16 --initial-loss-scale 1024
-        --pipeline-model-parallel-size 2 --moe-layer-freq [0,1,1,0]""",
-    "shared experts, tied embeddings, sequence parallel": f"""{EP2} --moe-shared-expert-intermediate-size 32
-        --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1""",
-    "elastic": f"{MOE} {ELASTIC}",
-    "deepspeed": f"{EP2} --deepspeed --zero-stage 1",
+RUNS = {  # program and flags of two workers
+    "a script": (USER_SCRIPT, EP2),
+    "a script, bf16, ZeRO": (USER_SCRIPT, f"{EP2} {ZERO1} --dist-ckpt-optim-fully-reshardable --bf16"),
+    "bf16, ZeRO": (OWN_PROGRAM, f"{OWN} {EP2} {ZERO1} --bf16"),
+    "fp16, stages, some layers dense, router biases": (
+        OWN_PROGRAM,
+        f"""{OWN} {MOE} {ZERO1} {BIASES} --fp16 --initial-loss-scale 1024 --pipeline-model-parallel-size 2
+            --moe-layer-freq [0,1,1,0]""",
+    ),
+    "shared experts, tied embeddings, sequence parallel": (
+        OWN_PROGRAM,
+        f"""{OWN} {EP2} --moe-shared-expert-intermediate-size 32 --tensor-model-parallel-size 2 --sequence-parallel
+            --expert-tensor-parallel-size 1""",
+    ),
+    "elastic": (OWN_PROGRAM, f"{OWN} {MOE} {ELASTIC}"),
+    "deepspeed": (OWN_PROGRAM, f"{OWN} {EP2} --deepspeed --zero-stage 1"),
 }
 
 
@@ -37,9 +45,10 @@ def convert(*argv: object) -> None:
     assert program.main([str(word) for word in argv]) == 0
 
 
-def train(directory: Path, flags: str, log: str, **how) -> Ended:
-    base = BASE.replace("--untie-embeddings-and-output-weights", "") if "sequence-parallel" in flags else BASE
-    ended = run(directory, OWN_PROGRAM, 2, f"{FOUR} {flags}", log=log, base=base, **how)
+def train(directory: Path, run_of: tuple[Path, str], flags: str, log: str) -> Ended:
+    script, own = run_of
+    base = BASE.replace("--untie-embeddings-and-output-weights", "") if "sequence-parallel" in own else BASE
+    ended = run(directory, script, 2, f"--train-iters 4 {own} {flags}", log=log, base=base)
     assert ended.code == 0, ended.output[-4000:]
     return ended
 
@@ -49,14 +58,14 @@ def runs(tmp_path_factory):
     """Trains four iterations, with a checkpoint and a snapshot after two; once each."""
     done: dict[str, tuple[Path, Ended]] = {}
 
-    def trained(name: str) -> tuple[Path, Ended]:
+    def once(name: str) -> tuple[Path, Ended]:
         if name not in done:
             root = tmp_path_factory.mktemp("converted")
             saves = "--save saved --save-interval 2 --ckpt-policy full --ckpt-dir taken --snapshot-interval 2"
-            done[name] = root, train(root, f"{RUNS[name]} {saves} --ckpt-keep 4", "whole")
+            done[name] = root, train(root, RUNS[name], f"{saves} --ckpt-keep 4", "whole")
         return done[name]
 
-    return trained
+    return once
 
 
 def directory(root: Path, name: str) -> Path:
@@ -92,7 +101,7 @@ def test_a_snapshot_becomes_a_checkpoint_with_which_the_run_goes_on(name, runs):
     same(weights(directory(root, "saved")), weights(directory(root, "dense")))
     convert(root / "dense", root / "back", "--writers", 3)
     same(*(regions(SnapshotContents(directory(root, one))) for one in ("taken", "back")))
-    goes_on(whole, train(root, f"{RUNS[name]} --load dense", "by_dense"))
+    goes_on(whole, train(root, RUNS[name], "--load dense", "by_dense"))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -105,11 +114,12 @@ def test_a_checkpoint_becomes_a_snapshot_with_which_the_run_goes_on(name, runs, 
     steps = [dict(SnapshotContents(directory(root, one)).operators) for one in ("taken", "recut")]
     assert steps[0] == steps[1]
     assert verify.main([str(root / one) for one in ("saved", "snapshots", "recut")]) == 0, capsys.readouterr().out
-    goes_on(whole, train(root, f"{RUNS[name]} --ckpt-policy full --ckpt-dir recut", "by_snapshot"))
+    goes_on(whole, train(root, RUNS[name], "--ckpt-policy full --ckpt-dir recut", "by_snapshot"))
 
 
 def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tmp_path, capfd):
-    train(tmp_path, f"{EP2} {ZERO1} --train-iters 2 --save saved", "whole")
+    script = USER_SCRIPT, f"{EP2} {ZERO1}"
+    train(tmp_path, script, "--train-iters 2 --save saved", "whole")
     command = [str(tmp_path / "saved"), str(tmp_path / "snapshots")]
     assert program.main(command) == 1
     assert codes_in(capfd.readouterr().err)[-1] == "optimizer-state-missing"
@@ -117,11 +127,26 @@ def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tm
     convert(tmp_path / "snapshots", tmp_path / "dense")
     same(weights(directory(tmp_path, "saved")), weights(directory(tmp_path, "dense")))
     assert {slot for _, slot in regions(DenseContents(directory(tmp_path, "dense")))} == {"param"}
-    rest = train(tmp_path, f"{EP2} {ZERO1} --load dense --no-load-optim --train-iters 3", "rest")
+    rest = train(tmp_path, script, "--load dense --no-load-optim --train-iters 3", "rest")
     assert [*rest.losses] == [3]
 
 
-def test_a_window_becomes_the_state_that_was_there(tmp_path, monkeypatch, capfd):
+def test_a_checkpoint_of_the_earlier_entry_point_converts(data, tmp_path):
+    trained("EP2", data | dict(save=str(tmp_path / "saved"), train_iters=2))
+    convert(tmp_path / "saved", tmp_path / "snapshots")
+    convert(tmp_path / "snapshots", tmp_path / "back")
+    same(weights(directory(tmp_path, "saved")), weights(directory(tmp_path, "back")))
+    same(*(regions(DenseContents(directory(tmp_path, one))) for one in ("saved", "back")))
+
+
+WINDOWS = {
+    "sparse": "--ckpt-policy sparse --sparse-window 3",
+    "gradient": "--ckpt-policy gradient --gradient-window 3 --persist-interval 3 --ckpt-tier memory",
+}
+
+
+@pytest.mark.parametrize("policy", WINDOWS)
+def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch, capfd):
     """What is planted in the working directory is not imported."""
     here = tmp_path / "here"
     here.mkdir()
@@ -130,21 +155,26 @@ def test_a_window_becomes_the_state_that_was_there(tmp_path, monkeypatch, capfd)
     monkeypatch.chdir(here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    flags = f"{EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --clip-grad 0.3"
-    taken = "--train-iters 8 --ckpt-blocking --ckpt-keep 8"
-    sparse = f"{flags} {taken} --ckpt-policy sparse --sparse-window 3 --ckpt-dir sparse"
-    train(tmp_path, sparse, "sparse_log")
-    train(tmp_path, f"{flags} {taken} --ckpt-policy full --snapshot-interval 1 --ckpt-dir full", "full_log")
-    convert(tmp_path / "full", tmp_path / "dense", "--iteration", 7)
+    flags = f"""{OWN} {EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1
+        --clip-grad 0.3 --train-iters 12 --lr-decay-iters 12"""
+    taken = f"{flags} --ckpt-blocking --ckpt-keep 12"
+    kill = "--inject", "kill ranks=0,1 iteration=9 point=before_vote"
+    with node_memory() as memory:
+        window = f"{taken} {WINDOWS[policy]} --ckpt-memory-dir {memory} --ckpt-dir window"
+        assert run(tmp_path, OWN_PROGRAM, 2, window, *kill, launcher="--max-restarts 0").code != 0
+    full = f"{taken} --ckpt-policy full --snapshot-interval 1 --ckpt-dir full --exit-interval 8"
+    assert run(tmp_path, OWN_PROGRAM, 2, full, log="full_log").code == 0
 
-    window, words = tmp_path / "sparse" / "iter_0000007", shlex.split(f"{BASE} --train-iters 8 {flags}")
-    convert(window, tmp_path / "window", "--", *words)
-    was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "window"))
+    words = shlex.split(f"{BASE} {flags.removeprefix(OWN)}")
+    convert(tmp_path / "window", tmp_path / "again", "--", *words)
+    (again,) = (tmp_path / "again").glob("iter_*")
+    convert(tmp_path / "full", tmp_path / "dense", "--iteration", int(again.name[5:]))
+    was = tmp_path / "dense" / again.name
     same(weights(was), weights(again))
     same(regions(DenseContents(was)), regions(DenseContents(again)))
-    assert {path.name for path in again.parent.iterdir()} == {"iter_0000007", "latest_checkpointed_iteration.txt"}
+    assert {path.name for path in again.parent.iterdir()} == {again.name, "latest_checkpointed_iteration.txt"}
 
-    command = [window, tmp_path / "other", "--", *words, "--seed", "7"]
+    command = [tmp_path / "window", tmp_path / "other", "--", *words, "--seed", "7"]
     assert program.main([str(word) for word in command]) == 1
     assert codes_in(capfd.readouterr().err)[-1] == "replay-differs"
     assert list((tmp_path / "other").iterdir()) == [] and not (tmp_path / "ran").exists()

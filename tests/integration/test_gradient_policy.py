@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.config import compose
-from megatron.pretraining.convert.dense import DenseContents
 from moc.errors import codes_in
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from tests import warm
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, stores, train
-from tests.integration.test_convert_checkpoint import convert, regions, same, weights
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_peers import lose, memory_of
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS, known
+from tests.integration.tiny import DEEP, EXPERT_BIAS, known
 from tests.shared import ALL
 
 HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=12)
@@ -140,23 +136,6 @@ def test_a_round_in_storage_is_resumed_in_another_layout_and_by_another_policy(d
         resumed = train("1", full | dict(ckpt_memory_dir=elsewhere))
     assert resumed.start == 7 and resumed.records == straight.records[7:]
     assert resumed.weights == straight.weights
-
-
-@pytest.mark.recovery
-def test_a_round_in_storage_becomes_a_dense_checkpoint(data, flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run = flags | dict(train_iters=10, lr=1e-2, clip_grad=0.3, persist_interval=3, ckpt_keep=9)
-    start("EP2", run, "sparse_bodies:die_after", iteration=9).wait()
-    train("EP2", data | dict(train_iters=7, lr=1e-2, clip_grad=0.3) | _stored(tmp_path, 7))
-    convert(tmp_path / "straight", tmp_path / "dense", "--iteration", 7)
-    given = tmp_path / "flags.yaml"
-    given.write_text(compose(FLAGS | LAYOUTS["EP2"][1] | run).to_yaml())
-    with warm.starts(any_session=True):
-        convert(tmp_path / "c" / "iter_0000007", tmp_path / "round", "--", "--config", given)
-    was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "round"))
-    same(weights(was), weights(again))
-    same(regions(DenseContents(was)), regions(DenseContents(again)))
 
 
 @pytest.mark.recovery

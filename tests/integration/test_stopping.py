@@ -47,13 +47,14 @@ def test_a_signal_to_one_worker_while_training(number, data, tmp_path):
 
 
 def test_a_signal_while_evaluating(data, tmp_path):
-    flags = dict(save=str(tmp_path), log_dir=str(tmp_path), exit_signal_handler=True, eval_interval=2, eval_iters=20)
+    flags = dict(save=str(tmp_path), log_dir=str(tmp_path), exit_signal_handler=True, eval_interval=2, eval_iters=5000)
     world = start("EP2", data | flags)
     wait_for(lambda: len(Events(tmp_path / "events.jsonl").of("iteration")) == 2)
     os.kill(world.pids[1], signal.SIGTERM)
     told = Trained([result.value for result in world.wait()])
     assert told.codes == [75, 75]
     assert dense_files.saved_iterations(tmp_path) == [2]
+    assert not Events(tmp_path / "events.jsonl").of("evaluation")
 
 
 def test_a_signal_in_set_up(data, tmp_path):

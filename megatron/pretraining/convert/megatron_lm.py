@@ -1,8 +1,8 @@
 """Checkpoints in Megatron-LM's own format: what they hold beside the weights, without the model that wrote them.
 
-Arguments, position and schedule are in the common state.  Optimizer state has a tensor for each weight if the run had
-no distributed optimizer, or ``--dist-ckpt-optim-fully-reshardable``; with ``--elastic`` and ``--deepspeed`` it is in
-``optimizer/``.  Flat buffers of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
+Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or, if a script of
+Megatron-LM had no distributed optimizer or ``--dist-ckpt-optim-fully-reshardable``, in a tensor for each weight.  Flat
+buffers of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E40
 from megatron.pretraining.convert.contents import MASTER  # noqa: E402
 from megatron.pretraining.convert.names import StockPlace  # noqa: E402
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described  # noqa: E402
+from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.runtime.agreement import first_line  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -92,7 +93,7 @@ def training_state(directory: Path, common: Mapping[str, Any], places: Mapping[s
         "sample_order": {},
         "shape": dict(shape),
         "model": values,
-        "tokenizer": {name: values.get(f"tokenizer_{name}") for name in ("type", "model")},
+        "tokenizer": tokenizer_of(values),
     }
 
 

@@ -72,7 +72,7 @@ class StockCheckpoints(Saves):
             return None
         places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
         verified = {place: self._verify(place) for place in places}
-        place = next((one for one in places if verified[one][1] is not None), places[0])
+        place = next((one for one in places if verified[one][0].is_dir()), places[0])
         directory, manifest = verified[place]
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
             return self._load_boxes(directory, manifest)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from megatron import training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_fewest, check_start
@@ -169,6 +170,8 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
                     f"({type(error).__name__}: {_cause_of(error)}). Fix: correct the options of tokenizer and logging",
                     code="tokenizer-unusable",
                 ) from error
+        if args.vocab_size is None and args.padded_vocab_size is not None:  # checkpoints record it without padding
+            args.vocab_size = training.get_tokenizer().vocab_size
 
     return set_up
 

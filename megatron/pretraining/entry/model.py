@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -97,9 +98,18 @@ def model_of_chunks(
     return Model(
         operators=operators,
         stages=stages_of(tensors.values()),
-        described={"shape": shape, "model": dict(described), "tokenizer": {"type": described.get("tokenizer_type")}},
+        described={"shape": shape, "model": dict(described), "tokenizer": tokenizer_of(described)},
         check=check,
     )
+
+
+def tokenizer_of(described: Mapping) -> dict[str, str | None]:
+    """Kind of the tokenizer in Megatron-LM's arguments, and its file with the whole path, or its name."""
+    model = described.get("tokenizer_model")
+    return {
+        "type": described.get("tokenizer_type"),
+        "model": os.path.abspath(model) if model and os.path.exists(model) else model,
+    }
 
 
 def operators_of(tensors: Iterable[Tensor]) -> tuple[Operator, ...]:

@@ -35,10 +35,9 @@ SOFTMAX: dict[str, Any] = dict(
 _OF_NO_FAMILY = {
     **dict.fromkeys(
         """
-        multi_latent_attention mtp_num_layers window_size qk_l2_norm use_rope_scaling
-    rotary_seq_len_interpolation_factor no_rope_freq moe_latent_size hybrid_layer_pattern apply_layernorm_1p
-    layernorm_zero_centered_gamma openai_gelu
-        quick_geglu activation_func_clamp_value experimental_attention_variant linear_attention_freq
+        multi_latent_attention mtp_num_layers window_size qk_l2_norm use_rope_scaling no_rope_freq moe_latent_size
+        rotary_seq_len_interpolation_factor hybrid_layer_pattern apply_layernorm_1p layernorm_zero_centered_gamma
+        openai_gelu quick_geglu activation_func_clamp_value experimental_attention_variant linear_attention_freq
         heterogeneous_layers_config_path attention_output_gate apply_residual_connection_post_layernorm
         moe_apply_probs_on_input use_mup
         """.split()

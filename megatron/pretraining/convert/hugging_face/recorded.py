@@ -11,10 +11,14 @@ from typing import Any
 from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+
 from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.hugging_face.described import Described, described  # noqa: E402
+from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
+from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
 from moc.errors import code_of  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.record import Position  # noqa: E402
@@ -33,7 +37,7 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
     """Model and tokenizer of a checkpoint, by its state, or by the options of its run if it does not record them.
 
     Raises:
-        CheckpointError: there is neither, or the options cannot work.
+        CheckpointError: there is neither, or the options cannot work, or are of another model.
     """
     if state.get("model"):
         return _with_vocabulary(state["model"]), state.get("tokenizer")
@@ -43,9 +47,11 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
             "behind --",
             code="model-not-recorded",
         )
-    values = vars(_configured(argv).arguments)
-    tokenizer = {name: values.get(f"tokenizer_{name}") for name in ("type", "model")}
-    return _with_vocabulary(values), tokenizer
+    args = _configured(argv).arguments
+    values = vars(args) | {"vocab_size": args.vocab_size or build_tokenizer(args).vocab_size}
+    if described_by_flags(shape := state.get("shape") or {}):
+        check_flags(values, shape, where)
+    return _with_vocabulary(values), tokenizer_of(values)
 
 
 def as_options(model: Mapping[str, Any]) -> dict[str, Any]:

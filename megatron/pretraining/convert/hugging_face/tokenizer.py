@@ -44,6 +44,8 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[dic
         return {}, [f"no tokenizer was written: {where} is not on this machine; put its files beside the weights"]
     if kind == "SentencePieceTokenizer":
         return _sentencepiece(Path(model), into)
+    if kind != "HuggingFaceTokenizer":
+        return {}, [f"no tokenizer was written: {kind} has no files of transformers; put them beside the weights"]
     for name in _FILES:
         if (Path(model) / name).is_file():
             shutil.copyfile(Path(model) / name, into / name)
