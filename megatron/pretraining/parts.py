@@ -9,10 +9,9 @@ from typing import Protocol
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.pretraining.checkpoint.dense import Checkpoints
+from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.config import Config
 from megatron.pretraining.data.streams import Batch, BatchStream
-from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.duties import Duties
 from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.rebalancing import Rebalancer
@@ -69,7 +68,7 @@ class Program(Protocol):
         """The collector of further losses."""
         ...
 
-    def checkpoints(self, parts: WorkerParts) -> Checkpoints:
+    def checkpoints(self, parts: WorkerParts) -> Saves:
         """The checkpoints of ``--save`` and ``--load``."""
         ...
 
@@ -110,7 +109,7 @@ class WorkerParts:
         world: this worker's place in the current generation.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
-        vocabulary: tokens, and rows of the embedding.
+        vocabulary_rows: of the embedding.
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -130,11 +129,11 @@ class WorkerParts:
     program: Program
     streams: dict[str, BatchStream | None]
     train_iters: int
-    vocabulary: Vocabulary
+    vocabulary_rows: int
     log: Records
     auto: AutoPolicy | None
     session: Session | None = None
-    checkpoints: Checkpoints | None = None
+    checkpoints: Saves | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
     log_memory: LogMemory = field(default_factory=LogMemory)
     replicas: Replicas | None = None
@@ -173,7 +172,7 @@ class TrainingRun:
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
-        vocabulary: tokens, and rows of the embedding.
+        vocabulary_rows: of the embedding.
         rebalancer: as in :class:`WorkerParts`.
         guests: nodes that come; None where their number does not vary, or workers are started anew.
         stops: a worker was asked to stop in set-up, and there is state to save.
@@ -184,14 +183,14 @@ class TrainingRun:
     world: World
     program: Program
     stepper: Stepper
-    checkpoints: Checkpoints
+    checkpoints: Saves
     session: Session
     auto: AutoPolicy | None
     log: Records
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
-    vocabulary: Vocabulary
+    vocabulary_rows: int
     rebalancer: Rebalancer | None = None
     guests: Guests | None = None
     stops: bool = False

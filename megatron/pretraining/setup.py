@@ -2,169 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megatron.core.timers import Timers
-
-from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations, why_anew
-from megatron.pretraining.config.deterministic import about_bits, is_exact
-from megatron.pretraining.data.streams import BatchStream, Datasets
-from megatron.pretraining.data.tokenizer import Vocabulary, build_tokenizer, padded_vocab_size
+from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.config import Config, ConfigError, why_anew
+from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.duties import Done, Duties, missed
 from megatron.pretraining.elastic.guests import Guests
 from megatron.pretraining.elastic.layer import elastic_layers
 from megatron.pretraining.elastic.members import is_settled, migrate, settle
-from megatron.pretraining.elastic.placing import NodesOfStages, Plans, first_plans, nodes_of
+from megatron.pretraining.elastic.placing import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.turns import ElasticTurns
-from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.boundary import NoNeighbours
-from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.engine.module_state import ModuleState
-from megatron.pretraining.engine.optimizer import build_optimizer, build_scheduler
 from megatron.pretraining.engine.owned import sharded_part
-from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
+from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
-from megatron.pretraining.evaluation import evaluate
-from megatron.pretraining.logging.log import Log
 from megatron.pretraining.logging.records import Records
-from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.parts import TrainingRun, WorkerParts
-from megatron.pretraining.process.core import transformer_engine
-from megatron.pretraining.process.initialize import initialize
 from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.process.topology import Topology, topology_of
-from megatron.pretraining.session import auto_policy, settings_of
+from megatron.pretraining.process.topology import Topology
+from megatron.pretraining.session import settings_of
 from moc.faults import reach
 from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
 from moc.runtime.environment import fewest_nodes
-from moc.runtime.job import Job
-from moc.runtime.world import World
 from moc.session.session import Session
 from moc.session.tiers import LOOKING_S
-
-
-@dataclass(frozen=True)
-class Providers:
-    """The :class:`Program` of a model, data and a forward step.
-
-    Attributes:
-        model: ``(config, core config, vocabulary size, virtual stage or None) -> bare model chunk``.
-        datasets: ``(config, tokenizer, samples of train, valid and test) -> Datasets``.
-        forward_step: ``(micro batches, model chunk) -> (output, loss function)``; see :class:`Schedule`.
-    """
-
-    model: ModelProvider
-    datasets: Callable[..., Datasets]
-    forward_step: ForwardStep
-
-    def connect(self, config: Config, job: Job) -> World:
-        """See :class:`Program`."""
-        return initialize(config, job)
-
-    def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
-        """See :class:`Program`."""
-        return build(config, world, self, stop, phases)
-
-    def topology(self, config: Config, world: World) -> Topology:
-        """See :class:`Program`."""
-        return topology_of(config, world)
-
-    def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
-        """See :class:`Program`."""
-        sizes = topology.rounds, topology.micro_batch_size, parts.config.data.seq_length
-        return Schedule(self.forward_step, parts.chunks, turns_of(parts, topology), *sizes, alone_of(parts))
-
-    def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
-        """See :class:`Program`."""
-        return AuxiliaryLosses(parts.config, parts.world, topology.mean_micro_batches)
-
-    def checkpoints(self, parts: WorkerParts) -> Checkpoints:
-        """See :class:`Program`."""
-        state = parts.chunks, parts.modules, parts.optimizer, parts.scheduler
-        return Checkpoints(parts.config, parts.world, *state, parts.vocabulary, parts.log)
-
-    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
-        """See :class:`Program`."""
-        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas)
-
-    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
-        """See :class:`Program`."""
-        iterations, batch = run.config.validation.eval_iters, run.stepper.topology.global_batch_size
-        if not iterations or split not in run.splits:
-            return True
-        batches = (run.batches(split, (earlier * iterations + i) * batch) for i in range(iterations))
-        loss = evaluate(run.stepper, batches, stop)
-        if loss is not None:
-            run.log.evaluation(run.position.iteration, split, loss)
-        return loss is not None
-
-    def begin(self, run: TrainingRun) -> None:
-        """See :class:`Program`: nothing is."""
-
-    def completed(self, run: TrainingRun) -> None:
-        """See :class:`Program`: nothing is."""
-
-    def forget_iteration(self, parts: WorkerParts) -> None:
-        """See :class:`Program`: nothing is outside."""
-
-
-def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
-    """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone.
-
-    Of the topology, model and optimizer depend on ranks and groups, and reduce over these.  Datasets, the schedule of
-    learning rates and ``train_iters`` depend on the global batch, which ``--global-batch-size`` makes independent of
-    the number of workers.
-
-    Raises:
-        ConfigError, TokenizerError: something that the flags name is unusable.
-        StopRequested: a worker was asked to stop, and nobody waits for this one.
-    """
-    batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
-    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
-    flags = config.tokenizer
-    tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size, flags.tokenizer_revision)
-    rows = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
-    vocabulary = Vocabulary(tokenizer.vocab_size, rows)
-    log = Log(config, world, rows, train_iters, timers)
-    if release := transformer_engine():
-        log.message(f"Transformer Engine {release}")
-    if world.device.type == "cuda" and (sentence := about_bits(config)):
-        log.message(sentence)
-    stop.check_set_up(world, loses=stop.may_lose(world.job))
-    phases.done("tokenizer")
-
-    nodes = nodes_of(config, world.size, world.job.helpers)
-    plans = first_plans(config, nodes) if config.elastic.elastic else None
-    chunks = build_model(config, rows, providers.model, plans)
-    modules = ModuleState(chunks)
-    optimizer = build_optimizer(config, chunks)
-    scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
-    chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
-    stop.check_set_up(world, loses=stop.may_lose(world.job))
-    phases.done("model")
-    reach("rebuilding")
-
-    datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
-    for line in datasets.described:
-        log.message(line)
-    announce_restarts(config, log)
-    streams = _streams(config, datasets)
-    stop.check_set_up(world, loses=stop.may_lose(world.job))
-    phases.done("data")
-    auto = auto_policy(config, log)
-    state = chunks, modules, optimizer, scheduler
-    parts = WorkerParts(config, world, *state, providers, streams, train_iters, vocabulary, log, auto)
-    if plans is not None:
-        track_moving_state(parts, plans, nodes)
-    return parts
 
 
 def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -> None:
@@ -235,7 +103,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints
     if parts.replicas is not None:
-        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocabulary.rows)
+        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocabulary_rows)
         if not is_settled(parts.replicas, parts.shards):
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
@@ -269,12 +137,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.remains.trained = True
     lacks = _missed(parts, session, checkpoints, engine.saved_by)
     parts.began = position.iteration if parts.began is None else parts.began
-    data = parts.streams, splits, parts.train_iters, parts.vocabulary, parts.rebalancer, guests
+    data = parts.streams, splits, parts.train_iters, parts.vocabulary_rows, parts.rebalancer, guests
     run = config, world, program, stepper, checkpoints, session, parts.auto, log
     return TrainingRun(*run, *data, stops=stops, missed=lacks)
 
 
-def _missed(parts: WorkerParts, session: Session, checkpoints: Checkpoints, saved_by: str | None) -> Duties:
+def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
     """Duties of the last completed iteration that are not done; a collective call."""
     at, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
 
@@ -318,30 +186,6 @@ def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
     return ElasticTurns(seed, topology, elastic_layers(parts.chunks))
 
 
-def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> TrainingRun:
-    """Runs :func:`build` and :func:`start`."""
-    return start(build(config, world, providers, stop, phases), stop, phases)
-
-
-def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:
-    """Samples of train, valid and test that the whole run reads."""
-    eval_iters, eval_interval = config.validation.eval_iters, config.validation.eval_interval
-    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
-    eval_iters = eval_iters or 0
-    return train_iters * batch, evaluations * eval_iters * batch, eval_iters * batch
-
-
 def count_parameters(chunks) -> int:
     """Parameters that this worker holds."""
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())
-
-
-def _streams(config: Config, datasets: Datasets) -> dict[str, BatchStream | None]:
-    def stream(dataset, **options):
-        return None if dataset is None else BatchStream(dataset, **options)
-
-    return {
-        "train": stream(datasets.train, num_workers=config.data.num_workers),
-        "valid": stream(datasets.valid, wrap=True),
-        "test": stream(datasets.test, wrap=True),
-    }

@@ -84,6 +84,18 @@ class Saves(ABC):
                 self._finalize(blocking=True)
 
     @abstractmethod
+    def newest(self, seconds: float | None = None) -> int | None:
+        """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
+
+    @abstractmethod
+    def load(self) -> Position | None:
+        """Loads the checkpoint that the flags name; returns None on a first start.
+
+        Raises:
+            CheckpointError: on all workers: a file is missing or damaged, or the checkpoint is of another model.
+        """
+
+    @abstractmethod
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """Returns the function of the forked process that writes a checkpoint, and the functions that follow it."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 
@@ -15,28 +13,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
-from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.deterministic import is_exact, promises_bits
-from megatron.pretraining.config.flag import dashed
-from megatron.pretraining.config.tokenizer import TokenizerFlags, on_hub
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
-from moc.files.decode import parse
 from moc.files.text import shown
 from moc.runtime.agreement import first_line
 from moc.runtime.world import World
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
-
-_SHAPE = {  # flags that must be equal for weights to fit, by flag group
-    "network": ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-                "kv_channels", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
-                "untie_embeddings_and_output_weights", "qk_layernorm", "qk_layernorm_full_width"),
-    "moe": ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate"),
-}  # fmt: skip
-
 
 NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 """What its parameters' names begin with in Transformer Engine's layers, and in megatron-core's own."""
@@ -89,11 +74,6 @@ def training_state(
         "grad_scaler": grad_scaler_state(optimizer),
         "sample_order": sample_order(config, world),
     } | dict(described)
-
-
-def describe(config: Config, tokens: int) -> dict:
-    """Model and tokenizer, which stay the same while a worker trains; ``tokens`` are the vocabulary's, unpadded."""
-    return {"shape": shape(config), "model": model(config, tokens), "tokenizer": tokenizer(config.tokenizer)}
 
 
 def grad_scaler_state(optimizer: VotedOptimizer) -> dict | None:
@@ -214,20 +194,6 @@ def _products(config: Config) -> str | None:
     return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of Transformer Engine"
 
 
-def check_shape(config: Config, saved: dict, where: object) -> None:
-    """Raises ``CheckpointError`` if a checkpoint holds another model.
-
-    A flag that is newer than the checkpoint had its default when that was saved.
-    """
-    for name, value in shape(config).items():
-        if (there := saved.get(name, all_flags()[name].default)) != value:
-            raise CheckpointError(
-                f"{where} holds another model: {dashed(name)} is {shown(there)} there, {value} here. Fix: pass the "
-                "value of the checkpoint, or load another one",
-                code="checkpoint-of-another-model",
-            )
-
-
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
     """Warns of each setting that changes the order of samples since the run that saved."""
     for name, value in sample_order(config, world).items():
@@ -236,27 +202,6 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
                 f"WARNING: {name.replace('_', ' ')} was {shown(saved[name])} and is {value}: the order of samples "
                 "changes from here on, and some may be read twice or never"
             )
-
-
-def shape(config: Config) -> dict:
-    """The values that must be equal for weights to fit, by flag name, as they read back from JSON."""
-    groups = {group: getattr(config, group) for group in _SHAPE}
-    values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
-    return parse(json.dumps(values))
-
-
-def model(config: Config, tokens: int) -> dict:
-    """All flags of network and experts by field name, and ``vocab_size`` without padding: what converters read."""
-    flags = config.to_dict()
-    return parse(json.dumps(flags["network"] | flags["moe"] | {"vocab_size": tokens}))
-
-
-def tokenizer(flags: TokenizerFlags) -> dict:
-    """Kind, file or name, and revision of the tokenizer; a file is recorded with its whole path."""
-    path = flags.tokenizer_model
-    if path is not None and not on_hub(path):
-        path = os.path.abspath(path)
-    return {"type": flags.tokenizer_type, "model": path, "revision": flags.tokenizer_revision}
 
 
 def sample_order(config: Config, world: World) -> dict:

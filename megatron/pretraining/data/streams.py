@@ -6,42 +6,18 @@ reads ahead from there, without reading what precedes it.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.datasets import gpt_dataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.pretraining.config import Config, ConfigError
-from megatron.pretraining.config.flag import refuse
-from megatron.pretraining.data import index_cache
-from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.topology import Topology
-from moc.output import counted
 from moc.runtime.children import serve_host
 
 Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """The three splits; a split without data, or that the run does not read, is None.
-
-    ``described`` has a line for each split that is read, identical on all workers.
-    """
-
-    train: torch.utils.data.Dataset | None
-    valid: torch.utils.data.Dataset | None
-    test: torch.utils.data.Dataset | None
-    described: tuple[str, ...] = ()
 
 
 class BatchStream:
@@ -116,57 +92,3 @@ class _IndexLists:
 
     def __iter__(self):
         return self._make(*self._where)
-
-
-def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> Datasets:
-    """Builds the splits on the pipeline stages that read them; a collective call.
-
-    ``samples`` are needed for training, validation and test.
-
-    Raises:
-        ConfigError: on all workers, if a split is empty or there are too few training samples.
-    """
-    data, core = config.data, gpt_dataset_config(config, tokenizer)
-    drop_unread(core, samples)
-    splits = splits_of(core, samples)
-    refuse_empty(splits, core)
-    if data.mock_data:  # suppresses a warning on every worker that the mock data have no cache path
-        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
-    index_cache.read_plainly()
-    dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
-    train, valid, test = builder.build()
-    datasets = Datasets(train, valid, test, tuple(split.describe(data.seq_length) for split in splits))
-    refuse(
-        train is not None and len(train) < samples[0],
-        f"the run wants {counted(samples[0], 'sample')}, and prefixes without weights are read only once. Fix: give "
-        "each a weight, or train for less",
-        code="samples-too-few",
-    )
-    return datasets
-
-
-def gpt_dataset_config(config: Config, tokenizer) -> GPTDatasetConfig:
-    """Translates the flags into megatron-core's dataset configuration."""
-    data = config.data
-    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
-    has_per_split = any(per_split)
-    return GPTDatasetConfig(
-        random_seed=config.rng.seed,
-        sequence_length=data.seq_length,
-        blend=get_blend_from_list(list(data.data_path)) if data.data_path else None,
-        blend_per_split=[get_blend_from_list(list(p)) if p else None for p in per_split] if has_per_split else None,
-        split=None if has_per_split else data.split,
-        path_to_cache=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
-        tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        # without document boundaries the mask is causal, which the attention builds itself
-        create_attention_mask=data.reset_attention_mask,
-    )
-
-
-def _stage_reads_data() -> bool:
-    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.pretraining.config.derive import installed
@@ -15,19 +14,6 @@ from moc.runtime.agreement import first_line
 
 _DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a tokenizer: neither code nor weights
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """How many tokens there are.
-
-    Attributes:
-        tokens: of the tokenizer.
-        rows: of the embedding, which is padded.
-    """
-
-    tokens: int
-    rows: int
 
 
 class TokenizerError(UserError, ValueError):
@@ -78,12 +64,6 @@ def build_tokenizer(
         f"there is no tokenizer type {tokenizer_type!r}. Fix: choose one of {', '.join(TOKENIZER_TYPES)}",
         code="value-not-a-choice",
     )
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``."""
-    multiple = divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def _existing(tokenizer_type: str, path: str | None) -> str:

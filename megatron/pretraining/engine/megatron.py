@@ -15,7 +15,6 @@ from megatron.pretraining.checkpoint import contents, repeats
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.optimizer import EXACT
@@ -23,14 +22,11 @@ from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
-from megatron.pretraining.model.shape import model_shape
 from moc.session.engine import Gradients, Outcome
-from moc.sharding.layout import Layout
 from moc.state.adam import Rules
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
-from moc.state.shape import model_operators
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,6 @@ class Model:
     check: Callable[[dict, str], None]
 
 
-def model_of_flags(config: Config, vocabulary: Vocabulary) -> Model:
-    """The model that the flags describe."""
-    pp, vpp = config.parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    layout, layers = Layout(pp, pp=pp, vpp=vpp), config.network.num_layers
-    return Model(
-        operators=model_operators(model_shape(config.network, config.moe, vocabulary.rows)),
-        stages=tuple(layout.stage_of_layer(layer, layers) for layer in range(layers)),
-        described=contents.describe(config, vocabulary.tokens),
-        check=lambda shape, where: contents.check_shape(config, shape, where),
-    )
-
-
 class MegatronEngine:
     """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used.
 
@@ -74,12 +58,11 @@ class MegatronEngine:
         config: Config,
         stepper: Stepper,
         stream: BatchStream | None,
-        vocabulary: Vocabulary,
-        replicas: Replicas | None = None,
-        model: Model | None = None,
+        replicas: Replicas | None,
+        model: Model,
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
-        self._model = model or model_of_flags(config, vocabulary)  # once: each snapshot has its description
+        self._model = model
         self._repeated = repeats.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None

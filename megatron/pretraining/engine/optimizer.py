@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.engine.owned import (
     drop_gradients,
     gather_layers,
@@ -32,12 +30,7 @@ from megatron.pretraining.engine.owned import (
     sharded_members,
     sharded_part,
 )
-from megatron.pretraining.engine.rates import RateSchedule
 from megatron.pretraining.engine.sharded import ShardedOptimizer
-from megatron.pretraining.engine.small_moments import SmallMomentsAdam
-from megatron.pretraining.engine.zero.build import build_zero_optimizer
-from megatron.pretraining.engine.zero.chunk import ZeroChunk
-from megatron.pretraining.model.build import compute_dtype
 from moc.state.adam import gradient_factor
 
 EXACT, STOCK = "exact", "stock"
@@ -218,83 +211,8 @@ def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(norms).square().sum()
 
 
-def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
-    """Builds the optimizer over the model chunks and sets fp16's loss scale on the model."""
-    chunk: Any = chunks[0]
-    if isinstance(chunk, ZeroChunk):
-        core = build_zero_optimizer(config, chunk, optimizer_config(config))
-    else:
-        groups = gradient_groups(config)
-        core = get_megatron_optimizer(
-            optimizer_config(config), [*chunks], use_gloo_process_groups=False, pg_collection=groups
-        )
-    if moments := config.mixed_precision.moments:
-        for member in members(core):
-            member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
-    if config.shards_by_blocks:
-        shard_by_blocks(core, chunks)
-    chunk.config.grad_scale_func = core.scale_loss
-    return VotedOptimizer(core, chunks, config.regularization.clip_grad, config.regularization.grad_norm)
-
-
 def shard_by_blocks(core: Any, chunks: Sequence[DistributedDataParallel]) -> None:
     """Puts a sharded optimizer in the place of megatron-core's one of dense parameters."""
     dense, group = members(core)[0], chunks[0].dp_cp_group
     sharded = ShardedOptimizer(dense, [*parameters_and_masters(dense)], group)
     core.chained_optimizers[core.chained_optimizers.index(dense)] = sharded
-
-
-def optimizer_config(config: Config) -> OptimizerConfig:
-    """Translates the flags into megatron-core's ``OptimizerConfig``."""
-    regularization, precision = config.regularization, config.mixed_precision
-    return OptimizerConfig(
-        optimizer=regularization.optimizer,
-        lr=config.learning_rate.lr,
-        min_lr=config.learning_rate.min_lr,
-        weight_decay=regularization.weight_decay,
-        adam_beta1=regularization.adam_beta1,
-        adam_beta2=regularization.adam_beta2,
-        adam_eps=regularization.adam_eps,
-        sgd_momentum=regularization.sgd_momentum,
-        clip_grad=regularization.clip_grad,
-        fp16=precision.fp16,
-        bf16=precision.bf16 and precision.main_params_dtype == "fp32",  # True makes megatron-core keep fp32 masters
-        params_dtype=compute_dtype(config),
-        loss_scale=precision.loss_scale,
-        initial_loss_scale=precision.initial_loss_scale,
-        min_loss_scale=precision.min_loss_scale,
-        loss_scale_window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.shards_by_blocks,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-    )
-
-
-def build_scheduler(config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int) -> RateSchedule:
-    """Builds the schedule of learning rate and weight decay; its clock counts samples, ``batch`` per iteration."""
-    rate, regularization = config.learning_rate, config.regularization
-    decay = rate.lr_decay_samples or (rate.lr_decay_iters or 0) * batch or train_samples
-    warmup = rate.lr_warmup_samples or rate.lr_warmup_iters * batch
-    if rate.lr_warmup_fraction is not None:
-        warmup = rate.lr_warmup_fraction * decay
-    return RateSchedule(
-        optimizer.core,
-        init_lr=rate.lr_warmup_init,
-        max_lr=rate.lr,
-        min_lr=rate.min_lr,
-        lr_warmup_steps=warmup,  # pyright: ignore[reportArgumentType]  # a fraction may be a float, as in Megatron-LM
-        lr_decay_steps=decay,
-        lr_decay_style=rate.lr_decay_style,
-        start_wd=_first(regularization.start_weight_decay, regularization.weight_decay),
-        end_wd=_first(regularization.end_weight_decay, regularization.weight_decay),
-        wd_incr_steps=train_samples,
-        wd_incr_style=regularization.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=rate.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=rate.override_opt_param_scheduler,
-        wsd_decay_steps=rate.lr_wsd_decay_samples or (rate.lr_wsd_decay_iters or 0) * batch or None,
-        lr_wsd_decay_style=rate.lr_wsd_decay_style,
-    )
-
-
-def _first(value, default):
-    return default if value is None else value

@@ -22,7 +22,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, TimedCommunicator, pipeline_of
-from megatron.pretraining.model.build import compute_dtype
 from megatron.pretraining.process.topology import Topology
 from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogEntry, LogReader, directory_of
@@ -295,3 +294,9 @@ def boundary_shape(config: Config) -> tuple[int, int, int]:
     parallel = config.parallel
     parts = parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of the compute weights and of the tensors between pipeline stages."""
+    precision = config.mixed_precision
+    return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32

@@ -106,11 +106,21 @@ def take_device(config: Config, local_rank: int) -> None:
 
 
 def mend_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Repairs megatron-core's local experts with biases; a hook of the model builder."""
-    if not torch.cuda.is_available():
-        build = import_module("megatron.pretraining.model.build")
-        for chunk in chunks:
-            build.mend_experts(chunk)
+    """Repairs megatron-core's local experts with biases on a CPU; a hook of the model builder.
+
+    Without other workers, the experts' linear layers pass through one-worker collectives, and autograd rejects the
+    in-place addition of the bias to their output.  With tensor parallelism, the biases of different experts are treated
+    as replicas of one: their gradients are summed, and counted once in the norm.  The dispatcher communicates for the
+    experts; their linear layers, which are never split if they have biases, need no communication.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()] if not torch.cuda.is_available() else []
+    for layer in modules:
+        module: Any = layer
+        if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
+            module.explicit_expert_comm = True
+            if getattr(module, "bias", None) is not None:
+                module.bias.sequence_parallel = False
+                module.bias.tensor_model_parallel = True  # not a replica: each worker's bias counts in the norm
     return chunks
 
 

@@ -15,7 +15,6 @@ from megatron.core.utils import check_param_hashes_across_dp_replicas, get_model
 from megatron.training import initialize_megatron, training
 
 from megatron.pretraining.config import Config, ConfigError
-from megatron.pretraining.data.tokenizer import Vocabulary
 from megatron.pretraining.duties import due
 from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import MegatronEngine
@@ -123,10 +122,10 @@ class StockProgram:
         streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
         announce_restarts(config, log)
         phases.done("data")
-        vocabulary = Vocabulary(args.padded_vocab_size or 0, args.padded_vocab_size or 0)
         state = chunks, ModuleState(chunks), optimizer, scheduler
         policy = auto_policy(config, log)
-        parts = WorkerParts(config, world, *state, self, streams, args.train_iters, vocabulary, log, policy)
+        sizes = args.train_iters, args.padded_vocab_size or 0
+        parts = WorkerParts(config, world, *state, self, streams, *sizes, log, policy)
         if plans is not None:
             track_moving_state(parts, plans, nodes)
         return parts
@@ -161,7 +160,7 @@ class StockProgram:
     def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
         """The engine, which knows the model by its built chunks."""
         model = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
-        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas, model)
+        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.replicas, model)
 
     def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
         """Evaluates and reports by Megatron-LM's functions, unless a worker was asked to stop."""

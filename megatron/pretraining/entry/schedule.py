@@ -10,11 +10,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import MetricEntry, get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.parts import WorkerParts
@@ -46,7 +45,7 @@ class StockTopology(Topology):
         return get_num_microbatches()
 
 
-class Reports(AuxiliaryLosses):
+class Reports:
     """What Megatron-LM's loss functions report, and its trackers of further losses.
 
     The first value of a report is the loss of the step record.  The others, and the losses of routers, are averaged by
@@ -111,6 +110,16 @@ class Reports(AuxiliaryLosses):
         """The voted means by the names in reports, and of the routers' losses."""
         reported = {name: vote[_SUM + name] / max(vote[_WEIGHT + name], 1.0) for name in self.names or ()}
         return reported | {name: vote[name] for name in self._of_routers}
+
+    def _share(self, entry: MetricEntry) -> torch.Tensor:
+        """Scales a worker's values so that their sum over all workers is the mean.
+
+        Values that megatron-core reduces over tensor- (and data-) parallel ranks are partial sums; others are replicas.
+        """
+        values = entry.values.detach().double() / self._micro_batches
+        if entry.reduce_group is None:
+            return values / (self._world.tensor_size * self._world.data_size)
+        return values / self._world.data_size if entry.needs_dp_avg else values
 
 
 class StockSchedule(Schedule):

@@ -18,6 +18,7 @@ from megatron.training.datasets.data_samplers import build_pretraining_data_load
 from megatron.training.training import build_train_valid_test_datasets
 
 from megatron.pretraining.config import ConfigError
+from megatron.pretraining.data import index_cache
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
@@ -114,6 +115,7 @@ def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple
             code="dataset-provider-unsupported",
         )
     seed_by_sample()
+    index_cache.read_plainly()
     by_stage = []
     for stage in range(chunks):
         one: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
