@@ -201,15 +201,15 @@ def _poisoned(stepper, poison: str | None):
         yield
         weight[0] = healthy
     elif poison == "loss":
-        healthy, stepper.schedule._forward_step = stepper.schedule._forward_step, _forward_to_nan
+        healthy = stepper.schedule._forward_step
+        stepper.schedule._forward_step = lambda *arguments: _poisoned_output(*healthy(*arguments))
         yield
         stepper.schedule._forward_step = healthy
     else:
         yield
 
 
-def _forward_to_nan(batches, model):
-    output, loss = gpt.forward_step(batches, model)
+def _poisoned_output(output, loss):
     return output * float("nan"), loss
 
 

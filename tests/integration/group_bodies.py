@@ -334,8 +334,9 @@ def replace(flags: dict, port: int, rank: int, of: int) -> list:
     """A fresh process in place of the dead one: the sum of ranks in each of its groups."""
     os.environ.update({RANK: str(rank), SIZE: str(of)})
     _joined_by_training(port, generation=1)
-    config, program = program_of(flags)
-    program.connect(config, Job())
+    _, program = program_of(flags)
+    Job().connect()
+    stock._initialize_distributed(program.embedding_ranks, None, None)
     return _sums()
 
 

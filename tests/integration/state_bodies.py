@@ -191,6 +191,7 @@ def _steps(run, count: int) -> list:
         records.append(run.stepper.step(run.position.iteration, batches))
         run.stepper.gather_weights()
         run.session.completed(records[-1], 0.0)
+        run.stepper.auxiliary.drop()  # the log does it
     return records
 
 
