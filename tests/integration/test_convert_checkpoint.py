@@ -81,7 +81,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def regions(contents) -> dict[tuple[str, str], torch.Tensor]:
-    """Every slot of every tensor of the unpartitioned model, without values of user modules, which are not converted."""
+    """Every slot of every tensor of the unpartitioned model; values of user modules are not converted."""
     kept = (tensor for tensor in contents.tensors if not tensor.name.startswith(MODULE_STATE))
     return {(tensor.name, tensor.slot): contents.read(tensor.name, tensor.slot, tensor.region) for tensor in kept}
 
