@@ -121,7 +121,7 @@ def test_a_checkpoint_becomes_a_snapshot_with_which_the_run_goes_on(name, runs, 
 
 def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tmp_path, capfd):
     script = USER_SCRIPT, f"{EP2} {ZERO1}"
-    train(tmp_path, script, "--train-iters 2 --save saved", "whole")
+    train(tmp_path, script, "--train-iters 2 --save saved --save-interval 2", "whole")
     command = [str(tmp_path / "saved"), str(tmp_path / "snapshots")]
     assert program.main(command) == 1
     assert codes_in(capfd.readouterr().err)[-1] == "optimizer-state-missing"
@@ -176,7 +176,10 @@ def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch
     same(regions(DenseContents(was)), regions(DenseContents(again)))
     assert {path.name for path in again.parent.iterdir()} == {again.name, "latest_checkpointed_iteration.txt"}
 
+    assert not (tmp_path / "ran").exists()
+    if policy == "gradient":
+        return  # its gradients are applied, and not computed from the data
     command = [tmp_path / "window", tmp_path / "other", "--", *words, "--seed", "7"]
     assert program.main([str(word) for word in command]) == 1
     assert codes_in(capfd.readouterr().err)[-1] == "replay-differs"
-    assert list((tmp_path / "other").iterdir()) == [] and not (tmp_path / "ran").exists()
+    assert list((tmp_path / "other").iterdir()) == []
