@@ -80,15 +80,12 @@ def _write_corpus(directory: Path, checkout: Path, environment: dict[str, str]) 
     lines = [" ".join(draw.choices(words, k=draw.randint(4, 30))) for _ in range(40)]
     (directory / "text.txt").write_text("\n".join(lines))
     (directory / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    for module, flags in (
-        ("tokenizer_training", "text.txt --output tokenizer --vocab-size 275"),
-        (
-            "preprocess",
-            "text.jsonl --output-prefix text --tokenizer-type SentencePieceTokenizer --tokenizer-model "
-            "tokenizer.model --append-eod",
-        ),
+    tokenizer = "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+    for tool, flags in (
+        ("train_tokenizer", "text.txt --output tokenizer --vocab-size 275"),
+        ("preprocess_data", f"text.jsonl --output-prefix text {tokenizer} --append-eod"),
     ):
-        command = [sys.executable, "-m", f"megatron.pretraining.data.{module}", *flags.split()]
+        command = [sys.executable, checkout / f"tools/{tool}.py", *flags.split()]
         subprocess.run(command, cwd=directory, env=environment, check=True)
 
 
