@@ -16,6 +16,7 @@ from megatron.pretraining.entry.dialects.rules import (
     Line,
     Outcome,
     Rule,
+    becomes,
     ignored,
     of_value,
     refused,
@@ -181,9 +182,7 @@ RULES: dict[str, Rule] = {
     "--moe-loss-coeff": renamed("--moe-aux-loss-coeff"),
     "--moe-expert-parallel-size": renamed("--expert-model-parallel-size"),
     "--num-layers-per-virtual-pipeline-stage": _layers_of_stage,
-    "--qk-layernorm-full-width": refused(
-        "Megatron-LM's options have no norm over all heads", "continue with the previous release"
-    ),
+    "--qk-layernorm-full-width": becomes("--spec", "megatron.pretraining.model.full_width", "layer_spec"),
     "--no-qk-layernorm-full-width": ignored(_DEFAULT),
     "--moe-token-dispatcher-type": _dispatcher,
     "--start-weight-decay": _constant("--start-weight-decay"),
