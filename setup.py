@@ -15,8 +15,9 @@ setup(
         "megatron.pretraining": ["py.typed", "presets/*.yaml"],
         # Links to files of the repository, which moc-examples copies.
         "megatron.pretraining.examples": [
-            *("files/pretrain_gpt_moe.py", "files/examples/*.*", "files/scripts/recipes/*", "files/scripts/slurm/*"),
+            *(f"files/{name}" for name in ("pretrain_gpt_moe.py", "examples/*.*", "tools/*.py")),
             *(f"files/scripts/{name}" for name in ("common.sh", "quickstart.sh", "torchrun.py", "train.sh")),
+            *("files/scripts/recipes/*", "files/scripts/slurm/*"),
         ],
     },
 )

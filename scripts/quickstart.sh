@@ -192,7 +192,7 @@ echo "Text: $corpus"
 if [[ -e $out/tokenizer.model ]]; then
     echo "Already there: $out/tokenizer.model"
 else
-    "$PYTHON" -m megatron.pretraining.data.tokenizer_training --input "$corpus" --output "$out/tokenizer" --overwrite \
+    "$PYTHON" tools/train_tokenizer.py --input "$corpus" --output "$out/tokenizer" --overwrite \
         --vocab-size 4096 --model-type bpe --max-bytes 4M
 fi
 
@@ -200,7 +200,7 @@ say "3/6 Preparing the dataset"
 if [[ -e $out/data_text_document.idx ]]; then
     echo "Already there: $out/data_text_document.idx"
 else
-    "$PYTHON" -m megatron.pretraining.data.preprocess --input "$corpus" --output-prefix "$out/data" --overwrite \
+    "$PYTHON" tools/preprocess_data.py --input "$corpus" --output-prefix "$out/data" --overwrite \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$out/tokenizer.model" --append-eod \
         --workers "$(nproc)"
 fi
@@ -224,7 +224,7 @@ fi
 run_training "${train[@]}"
 
 say "6/6 Plotting the loss"
-"$PYTHON" -m moc.report.loss "$out/log" --output "$out/loss.png"
+"$PYTHON" tools/plot_loss.py "$out/log" --output "$out/loss.png"
 
 say "Done"
 losses

@@ -51,7 +51,7 @@ class Checkpoint:
     @property
     def region_files(self) -> list[str]:
         """Names of the listed region files: all of Format v1, and those with optimizer state of dense checkpoints."""
-        return sorted(name for name in self.files if self.format == SNAPSHOT or name.startswith(f"{OPTIMIZER}/"))
+        return sorted(name for name in self.files if self.format == SNAPSHOT or is_of_optimizer(name))
 
     @property
     def weight_files(self) -> list[str]:
@@ -61,6 +61,11 @@ class Checkpoint:
     def bytes_of(self, names: list[str]) -> int:
         """Bytes of these files, as listed."""
         return sum(self.files[name]["bytes"] for name in names)
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Whether a file of a dense checkpoint has boxes of optimizer state."""
+    return name.startswith(f"{OPTIMIZER}/") and name.endswith(".safetensors")
 
 
 def is_checkpoint(path: Path) -> bool:

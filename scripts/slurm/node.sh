@@ -47,8 +47,8 @@ clean() { # what this node's part of the job leaves; memory is kept for a job th
     case $KEEP_MEMORY:${status:-} in
         yes:75 | yes:70 | yes:137 | yes:) ;;
         *)
-            [[ $SNAPSHOTS == /snapshots ]] ||
-                (contained python -m moc.inspect.memory --memory-dir "$MEMORY" --remove --ended --ckpt-dir "$SNAPSHOTS")
+            [[ ! -e tools/clean_memory.py || $SNAPSHOTS == /snapshots ]] ||
+                (contained python tools/clean_memory.py --memory-dir "$MEMORY" --remove --ended --ckpt-dir "$SNAPSHOTS")
             ;;
     esac
     rm -rf "$TMPDIR"

@@ -23,13 +23,15 @@ from pathlib import Path
 from tests.worlds import REPOSITORY
 
 DATA = REPOSITORY / "tests/data/previous_release"
+PRINTED = DATA / "printed.yaml"
+"""What ``--print-config`` printed for the run ``save``."""
 STATE = "state"
 STOP = 4
 MODEL = """
     --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 16 --num-experts 4
     --topk 2 --moe-loss-coeff 0.01 --swiglu --no-squared-relu --disable-bias-linear --position-embedding-type rope
     --layernorm-epsilon 1e-5 --make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 4
-    --train-iters 8 --lr 1e-2 --log-interval 1 --eval-iters 0 --num-workers 0 --data-path text_document
+    --train-iters 8 --lr 1e-2 --log-interval 1 --eval-iters 0 --num-workers 0 --data-path corpus_text_document
     --split 969,30,1 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 """
 _SNAPSHOTS = f"--snapshot-interval 1 --ckpt-keep 1 --ckpt-dir {STATE}"
@@ -38,6 +40,8 @@ _ELASTIC = "--elastic --elastic-slots 4 --elastic-min-replicas 1 --calculate-per
 RUNS = {
     "save": _SAVES,
     "save-bf16": f"{_SAVES} --bf16 --use-distributed-optimizer",
+    "gelu": f"{_SAVES} --no-swiglu --add-bias-linear --position-embedding-type learned_absolute --expert-interval 2",
+    "qk-norm": f"--ckpt-policy full {_SNAPSHOTS} --qk-layernorm --qk-layernorm-full-width",
     "full": f"--ckpt-policy full {_SNAPSHOTS}",
     "sparse": f"--ckpt-policy sparse {_SNAPSHOTS} --sparse-window 2",
     "gradient": f"--ckpt-policy gradient --ckpt-tier memory --persist-interval 1 {_SNAPSHOTS}",
@@ -80,21 +84,22 @@ def _write_corpus(directory: Path, checkout: Path, environment: dict[str, str]) 
     lines = [" ".join(draw.choices(words, k=draw.randint(4, 30))) for _ in range(40)]
     (directory / "text.txt").write_text("\n".join(lines))
     (directory / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    for module, flags in (
-        ("tokenizer_training", "text.txt --output tokenizer --vocab-size 275"),
-        (
-            "preprocess",
-            "text.jsonl --output-prefix text --tokenizer-type SentencePieceTokenizer --tokenizer-model "
-            "tokenizer.model --append-eod",
-        ),
+    tokenizer = "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+    for tool, flags in (
+        ("train_tokenizer", "--input text.txt --output tokenizer --vocab-size 275"),
+        ("preprocess_data", f"--input text.jsonl --output-prefix corpus {tokenizer} --append-eod"),
     ):
-        command = [sys.executable, "-m", f"megatron.pretraining.data.{module}", *flags.split()]
+        command = [sys.executable, checkout / f"tools/{tool}.py", *flags.split()]
         subprocess.run(command, cwd=directory, env=environment, check=True)
 
 
+def _program(directory: Path, checkout: Path, environment: dict[str, str], flags: str) -> str:
+    command = [sys.executable, checkout / "pretrain_gpt_moe.py", *MODEL.split(), *flags.split()]
+    return subprocess.run(command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def _run(directory: Path, checkout: Path, environment: dict[str, str], flags: str, log: str) -> dict[str, list[float]]:
-    command = [sys.executable, checkout / "pretrain_gpt_moe.py", *MODEL.split(), *flags.split(), "--log-dir", log]
-    subprocess.run(command, cwd=directory, env=environment, check=True)
+    _program(directory, checkout, environment, f"{flags} --log-dir {log}")
     events = map(json.loads, (directory / log / "events.jsonl").read_text().splitlines())
     return {str(e["iteration"]): [e["loss"], e["grad_norm"]] for e in events if e["type"] == "iteration"}
 
@@ -108,7 +113,8 @@ def main(checkout: Path, core: Path, names: list[str]) -> None:
         corpus = Path(place)
         if not names:
             _write_corpus(corpus, checkout, environment)
-            _pack("corpus", corpus, "tokenizer.model", "text_document.bin", "text_document.idx")
+            _pack("corpus", corpus, "tokenizer.model", "corpus_text_document.bin", "corpus_text_document.idx")
+            PRINTED.write_text(_program(corpus, checkout, environment, f"{RUNS['save']} --print-config"))
     for name in names or RUNS:
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place)

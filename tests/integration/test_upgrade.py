@@ -27,6 +27,15 @@ def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
     assert "--topk 2: read as --moe-router-topk 2" in ended.output and "order of samples" not in ended.output
 
 
+def test_a_printed_configuration_continues_the_run(tmp_path):
+    previous_release.unpack("corpus", tmp_path)
+    previous_release.unpack("save", tmp_path)
+    ended = run(tmp_path, OWN_PROGRAM, 1, FRONT, base=f"--config {previous_release.PRINTED}")
+    assert ended.code == 0, ended.output[-4000:]
+    expected = {int(iteration): tuple(values) for iteration, values in previous_release.recorded()["save"].items()}
+    assert ended.losses == expected
+
+
 def test_another_model_is_refused_by_its_flag(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     for name in ("save", "full"):

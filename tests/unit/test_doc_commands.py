@@ -86,7 +86,9 @@ def test_printed_commands_work(page, command, place, monkeypatch):
     if words[:3] == ["python", "-m", "moc.launch"]:
         words[:3] = ["mocrun"]
     if words[0].startswith("moc-"):
-        words[:1] = ["python", "-m", INSTALLED[words[0]].partition(":")[0]]
+        module = INSTALLED[words[0]].partition(":")[0]
+        tools = (path for path in (ROOT / "tools").glob("*.py") if f"from {module} import main" in path.read_text())
+        words[:1] = ["python", f"tools/{next(tools).name}"]
     program, *rest = words
     if "FLAGS_OF_MEGATRON_DEEPSPEED" in words:
         translated(words)

@@ -41,7 +41,7 @@ from megatron.pretraining.convert.regions import (
     write_regions,
 )
 from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
-from moc.inspect.checkpoint import OPTIMIZER
+from moc.inspect.checkpoint import OPTIMIZER, is_of_optimizer
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.region import Region
 from moc.store import dense_files
@@ -76,7 +76,7 @@ class DenseContents(ConvertedState):
             )
         self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
         listed = manifest["files"] if manifest else {}
-        regions = sorted(name for name in listed if name.startswith(f"{OPTIMIZER}/") and name.endswith(".safetensors"))
+        regions = sorted(filter(is_of_optimizer, listed))
         self._regions = RegionReader((directory / name for name in regions), verify=True)
         self.facts = self._facts(directory, manifest, len(regions))
         shapes = {key: shape for key, (shape, _) in everything.items()}

@@ -132,6 +132,8 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.gradient_accumulation_fusion = False
     if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
         args.masked_softmax_fusion = False
+    if not torch.cuda.is_available():  # there are no kernels, and other sums have other bits
+        args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
 
 
 def _check_workers(config: Config, given: Collection[str]) -> None:

@@ -14,6 +14,10 @@ FILES = Path(__file__).parent / "files"
 """Has the files at their places in the repository."""
 
 _TRAIN = ("pretrain_gpt_moe.py", "scripts/common.sh", "scripts/train.sh", "scripts/torchrun.py", "scripts/recipes/*")
+_QUICKSTART = (
+    *("pretrain_gpt_moe.py", "scripts/common.sh", "scripts/quickstart.sh"),
+    *("tools/train_tokenizer.py", "tools/preprocess_data.py", "tools/plot_loss.py"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,13 @@ def examples() -> dict[str, Example]:
     """All examples by name; each recipe is one."""
     scripts = {
         "pretrain": Example("pretrain_gpt_moe.py, which torchrun and mocrun start", ("pretrain_gpt_moe.py",)),
-        "quickstart": Example(
-            "scripts/quickstart.sh: trains on text on a CPU, loses a worker, resumes",
-            ("pretrain_gpt_moe.py", "scripts/common.sh", "scripts/quickstart.sh"),
-        ),
+        "quickstart": Example("scripts/quickstart.sh: trains on a CPU, loses a worker, resumes", _QUICKSTART),
         "train": Example("scripts/train.sh: starts a training by the name of a recipe; all recipes", _TRAIN),
-        "slurm": Example("scripts/slurm: templates for Slurm; train.sh and all recipes", (*_TRAIN, "scripts/slurm/*")),
+        "slurm": Example(
+            "scripts/slurm: templates for Slurm; train.sh and all recipes",
+            (*_TRAIN, "scripts/slurm/*", "tools/clean_memory.py"),
+        ),
+        "tools": Example("the programs of tools/, which are also commands such as moc-convert", ("tools/*.py",)),
         "pure_torch": Example("a training loop of plain PyTorch under mocrun", ("examples/pure_torch.py",)),
         "spot_trace": Example("a trace of 48 nodes for moc-simulate", ("examples/spot_trace.txt",)),
     }

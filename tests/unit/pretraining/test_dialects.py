@@ -139,6 +139,7 @@ def test_a_dialect_is_named_or_found(known):
         ("--topk 2", "megatron-deepspeed"),
         ("--topk 2 --ckpt-policy full", "moc"),
         ("--topk 2 --moe-min-capacity 4 --ckpt-policy full", "megatron-deepspeed"),
+        ("--topk 2 --deepspeed --ckpt-policy full", "megatron-deepspeed"),
         ("--no-bf16", "moc"),
         ("--layernorm-epsilon 1e-6 --ckpt-policy full", "megatron-lm"),
     ],

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 COPIED = {
     *(path for path in (ROOT / "scripts/slurm").iterdir()),
     *(path for path in (ROOT / "scripts/recipes").iterdir()),
+    *(ROOT / "tools").glob("*.py"),
     *(path for path in (ROOT / "examples").iterdir() if path.is_file()),
     *(ROOT / "scripts" / name for name in ("common.sh", "quickstart.sh", "torchrun.py", "train.sh")),
     ROOT / "pretrain_gpt_moe.py",

@@ -335,23 +335,13 @@ def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
 
 
 RECIPE = "it", "a", "b", "c d"
-PYTHON = """#!/usr/bin/env bash
-[ "$2" = moc.inspect.memory ] || exit 0  # the launcher does nothing
-shift 2
-IFS="|"
-printf %s "$*" >cleaned
-"""
-
-
-@pytest.fixture
-def cleans(tmp_path):
-    """A program ``python`` that notes how memory is cleaned."""
-    (tmp_path / "python").write_text(PYTHON)
-    (tmp_path / "python").chmod(0o755)
+CLEAN = "import sys, pathlib; pathlib.Path('cleaned').write_text('|'.join(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize("code, keep, cleaned", [(0, "yes", True), (75, "yes", False), (75, "no", True)])
-def test_with_mocrun_nodes_are_tidied_up(tmp_path, cleans, code, keep, cleaned):
+def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "temporary").mkdir()
     training = f"touch $TMPDIR/there; exit {code}"
     job = with_mocrun(tmp_path, training).submit(*RECIPE, TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
@@ -371,8 +361,13 @@ def test_with_mocrun_nodes_are_tidied_up(tmp_path, cleans, code, keep, cleaned):
         (("own.py",), "/dev/shm", None),
     ],
 )
-def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, cleans, command, memory, directory):
+def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, command, memory, directory):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "own.py").touch()
+    python = f'#!/usr/bin/env bash\n[ "$1" = -m ] || exec {sys.executable} "$@"\n'  # the launcher does nothing
+    (tmp_path / "python").write_text(python)
+    (tmp_path / "python").chmod(0o755)
     assert with_mocrun(tmp_path, "exit 0").submit(*command).wait(120) == 0
     cleaned = tmp_path / "cleaned"
     removed = f"--memory-dir|{memory}|--remove|--ended|--ckpt-dir|{directory}"

@@ -90,7 +90,8 @@ def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
     having = [one for one in _OTHERS if counts[one.name]]
     having = [one for one in having if one.name in marked or not one.needs_mark] or having
     likely = [one for one in having if counts[one.name] == max(counts[each.name] for each in having)]
-    return [one for one in likely if one.name in marked] or likely or [OLDER]
+    likely = [one for one in likely if one.name in marked] or likely or [OLDER]
+    return [one for one in likely if not one.needs_mark] or likely
 
 
 def _in(dialect: Dialect, given: Sequence[Given], of_script: Collection[str]) -> Translation:

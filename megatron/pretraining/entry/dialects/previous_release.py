@@ -16,6 +16,7 @@ from megatron.pretraining.entry.dialects.rules import (
     Line,
     Outcome,
     Rule,
+    becomes,
     ignored,
     of_value,
     refused,
@@ -100,6 +101,12 @@ def _layers_of_stage(line: Line, values: Sequence[str]) -> Outcome:
     return Outcome(("--num-layers-per-virtual-pipeline-stage", *values))
 
 
+def _dispatcher(line: Line, values: Sequence[str]) -> Outcome:
+    if "--elastic" in line:
+        return Outcome(("--moe-token-dispatcher-type", "alltoall"), "--elastic has a dispatcher in its place")
+    return Outcome(("--moe-token-dispatcher-type", *values))
+
+
 def _constant(option: str) -> Rule:
     """The first or last weight decay, which Megatron-LM refuses if the weight decay is constant."""
 
@@ -175,10 +182,9 @@ RULES: dict[str, Rule] = {
     "--moe-loss-coeff": renamed("--moe-aux-loss-coeff"),
     "--moe-expert-parallel-size": renamed("--expert-model-parallel-size"),
     "--num-layers-per-virtual-pipeline-stage": _layers_of_stage,
-    "--qk-layernorm-full-width": refused(
-        "Megatron-LM's options have no norm over all heads", "continue with the previous release"
-    ),
+    "--qk-layernorm-full-width": becomes("--spec", "megatron.pretraining.model.full_width", "layer_spec"),
     "--no-qk-layernorm-full-width": ignored(_DEFAULT),
+    "--moe-token-dispatcher-type": _dispatcher,
     "--start-weight-decay": _constant("--start-weight-decay"),
     "--end-weight-decay": _constant("--end-weight-decay"),
     "--main-params-dtype": of_value(
@@ -218,6 +224,8 @@ def _defaults(line: Line) -> Sequence[Outcome]:
         found.append(Outcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
     if "--fp8-format" in line and "--fp8-recipe" not in line:
         found.append(Outcome(("--fp8-recipe", "tensorwise"), "its default"))
+    if "--elastic" in line and "--moe-token-dispatcher-type" not in line:
+        found.append(_dispatcher(line, ()))
     if "--transformer-impl" not in line and find_spec("transformer_engine") is None:
         found.append(Outcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
     return found

@@ -76,7 +76,8 @@ class Dialect:
         rules: by option.
         defaults: options that have another default than in Megatron-LM, and were not given.
         marks: options of this release that suggest the dialect if several are equally likely.
-        needs_mark: without a mark, a dialect that has any of the options is likelier.
+        needs_mark: without a mark, a dialect that has any of the options is likelier; with one, a dialect that has as
+            many and a mark.
     """
 
     name: str
