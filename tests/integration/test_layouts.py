@@ -34,6 +34,7 @@ def test_thirty_iterations(layout, end, data):
     assert len(alone.losses) == 30
     assert alone.losses[-1] < alone.losses[0] - 0.4
     assert_alike(train(layout, thirty | dict(exit_interval=end)), alone, end)
+FULL_WIDTH = ["megatron.pretraining.model.full_width", "layer_spec"]
 
 
 OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layout)
@@ -72,7 +73,7 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
         {},
     ),
     "dense layers mixed in, heads normed together": (
-        "PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0], qk_layernorm=True, qk_layernorm_full_width=True), {}
+        "PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0], qk_layernorm=True, spec=FULL_WIDTH), {}
     ),
     "no experts": ("TP2", dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather"), {}),
     "dropped tokens": ("EP4", dict(moe_expert_capacity_factor=0.8), {}),

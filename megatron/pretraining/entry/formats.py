@@ -19,7 +19,7 @@ from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.model import fp8
 
 _MOMENTS = {"exp_avg_dtype": ("fp32", "fp16", "fp8"), "exp_avg_sq_dtype": ("fp32", "fp16")}
-_PRODUCTS = "moc_fp8_format"
+_PRODUCTS = "moc_fp8"
 
 
 def take_formats(args: Any) -> None:
