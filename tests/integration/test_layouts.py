@@ -34,6 +34,8 @@ def test_thirty_iterations(layout, end, data):
     assert len(alone.losses) == 30
     assert alone.losses[-1] < alone.losses[0] - 0.4
     assert_alike(train(layout, thirty | dict(exit_interval=end)), alone, end)
+
+
 FULL_WIDTH = ["megatron.pretraining.model.full_width", "layer_spec"]
 
 

@@ -9,12 +9,11 @@ import sys
 import pytest
 import torch
 
-from megatron.pretraining.config import compose
-from megatron.pretraining.model.shape import model_shape
+from megatron.pretraining.planning.model import operators_of
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.state.operators import operator_of
-from moc.state.shape import model_operators
 from moc.store.regions import RegionReader
+from tests.configs import config_of
 from tests.integration.test_training_state import covered, whole
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY, run_world
@@ -123,10 +122,8 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     """Bytes by rank, from flags alone."""
     layout, flags = WORLDS[name]
     size, parallel = LAYOUTS[layout]
-    config = compose(FLAGS | SMALL | parallel | dict(mock_data=True) | flags)
+    config = config_of(FLAGS | SMALL | parallel | dict(mock_data=True) | flags, size)
     sizes = config.parallel
-    width = config.network.make_vocab_size_divisible_by * sizes.tensor_model_parallel_size
-    shape = model_shape(config.network, config.moe, -(-FLAGS["vocab_size"] // width) * width)
     ranks = Layout(
         world=size,
         tp=sizes.tensor_model_parallel_size,
@@ -138,7 +135,7 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     zero = flags["use_distributed_optimizer"]
     compute = StateBytes(0, weights, 0) if zero else StateBytes(weights, 0, 0)  # it is saved as the masters are
     state = StateBytes(0, 4, 8) if plan == "full" else compute
-    items = cut_large(contents(model_operators(shape), ranks, state, zero=zero))
+    items = cut_large(contents(operators_of(config, None, FLAGS["vocab_size"]), ranks, state, zero=zero))
     return loads(items, assign(items, SCHEMES[scheme]), size)
 
 

@@ -102,6 +102,8 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         if defaults.get(OWN_PROGRAM):
             _complete(args, read.given)
         problems.check(formats.take_formats, args)
+        if read.own.get("elastic") and "moe_token_dispatcher_type" not in read.given:
+            args.moe_token_dispatcher_type = "alltoall"  # elastic layers have a dispatcher of their own
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, {})

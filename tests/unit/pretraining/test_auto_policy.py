@@ -11,8 +11,6 @@ from types import SimpleNamespace  # noqa: E402
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.pretraining.config import compose  # noqa: E402
-from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.session import auto_policy, in_force, lasting  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
@@ -27,13 +25,15 @@ from moc.simulate.live_costs import every_candidate, flags_of_candidate  # noqa:
 from moc.simulate.planner import PlanLimits  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
-from moc.state.shape import model_operators  # noqa: E402
+from moc.state.shape import ModelShape, model_operators  # noqa: E402
 from moc.store.storage import LocalPlace  # noqa: E402
 from moc.store.store import Store  # noqa: E402
+from tests.configs import config_of  # noqa: E402
 
 MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
 TRAINING = dict(micro_batch_size=1, train_iters=1, lr=1.0, mock_data=True, tokenizer_type="NullTokenizer")
 AUTO = dict(ckpt_policy="auto", save="nowhere", vocab_size=10, max_position_embeddings=8, add_bias_linear=False)
+SHAPE = ModelShape((1, 1), 8, 32, 8, 8, 4, 10, 8, 8, 64, linear_bias=False)
 FREE = PlanLimits(plt=1.0, policies=("selective",), replicas=(1,))
 BYTES = {Detail.FULL: 12, Detail.MASTER: 4, Detail.COMPUTE: 2}
 
@@ -58,7 +58,7 @@ class Run:
     """One that measures what it is told."""
 
     def __init__(self, directory, state=None, nodes=("a",), may_replay=True, **flags):
-        self.config = compose(MODEL | TRAINING | AUTO | flags)
+        self.config = config_of(MODEL | TRAINING | AUTO | flags)
         self.log = Log(directory)
         self.auto, self.iteration = auto_policy(self.config, self.log), 0
         left = (
@@ -66,7 +66,7 @@ class Run:
         )
         self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
         self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, first=True)).snapshot
-        operators = model_operators(model_shape(self.config.network, self.config.moe, 10))
+        operators = model_operators(SHAPE)
         parameters = {operator.name: operator.parameters for operator in operators}
         self.full = 12.0 * sum(parameters.values())
 
@@ -282,8 +282,8 @@ def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_
         monkeypatch.setenv(name, str(value))
     elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=12, ckpt_dir="there")
     flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
-    found = lasting(compose(flags))
+    found = lasting(config_of(flags))
     assert (found.least, found.most, found.ranks, found.parts) == (4, 8, ranks, parts)
     assert all(0.0 <= chance <= 1.0 for chance in found.survivals())
     monkeypatch.setenv(environment.LEAST_PLACES, "8")
-    assert lasting(compose(flags)) is None
+    assert lasting(config_of(flags)) is None

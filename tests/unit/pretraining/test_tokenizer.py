@@ -7,10 +7,8 @@ import threading
 
 import pytest
 import sentencepiece
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron.pretraining.data.tokenizer import TokenizerError, build_tokenizer, padded_vocab_size
+from megatron.pretraining.data.tokenizer import TokenizerError, build_tokenizer
 from tests.errors import raises
 
 TEXT = ["one two three four five six", "def f(x):\n    return x\n"] * 20
@@ -195,15 +193,3 @@ def test_a_truncated_model_is_refused(train, tmp_path):
     path.write_bytes(open(train("whole"), "rb").read()[:-1000])
     with raises("tokenizer-unusable", "short.model"):
         build_tokenizer("SentencePieceTokenizer", str(path))
-
-
-@given(st.integers(1, 200_000), st.integers(1, 256), st.integers(1, 16))
-def test_padding_of_the_vocabulary(size, divisible_by, ranks):
-    padded = padded_vocab_size(size, divisible_by, ranks)
-    assert padded % (divisible_by * ranks) == 0
-    assert 0 <= padded - size < divisible_by * ranks
-
-
-def test_padding_as_megatron_does_it():
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(50257, 128, 8) == 51200

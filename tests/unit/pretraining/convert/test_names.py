@@ -11,10 +11,9 @@ cpu.install()  # comes before megatron.core
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.distributed import HashStore  # noqa: E402
 
-from megatron.pretraining.checkpoint.contents import shape as shape_of  # noqa: E402
-from megatron.pretraining.config import compose  # noqa: E402
+from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
 from megatron.pretraining.convert.names import (  # noqa: E402
     StockPlace,
     extra_states,
@@ -22,9 +21,10 @@ from megatron.pretraining.convert.names import (  # noqa: E402
     stock_places,
     unpartitioned_places,
 )
-from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
+from megatron.pretraining.entry.configuration import described as described_by_arguments  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.state.region import Region  # noqa: E402
+from tests.configs import config_of  # noqa: E402
 
 TINY = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100,
             num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, seq_length=16, num_experts=4,
@@ -44,7 +44,7 @@ MODELS = {
     "normed over all heads, gated shared experts": dict(
         SWIGLU,
         qk_layernorm=True,
-        qk_layernorm_full_width=True,
+        spec=["megatron.pretraining.model.full_width", "layer_spec"],
         moe_shared_expert_intermediate_size=40,
         moe_shared_expert_gate=True,
     ),
@@ -61,11 +61,11 @@ def build():
     """Builds a real model as its only worker would."""
 
     def build(flags: dict):
-        config = compose(TINY | flags)
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        config = config_of(TINY | flags)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return build_gpt(config, transformer_config(config), 128, None), shape_of(config)
+        return built(config, 128), {"shape": {}, "model": described_by_arguments(config.arguments)}
 
     yield build
     parallel_state.destroy_model_parallel()
