@@ -84,14 +84,13 @@ def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -
 
 def operators_of(flags: list[str]) -> list[Operator]:
     """The operators of the program's model."""
-    from megatron.pretraining.arguments import parse_config
-    from megatron.pretraining.model.shape import model_shape
-    from moc.state.shape import model_operators
+    from megatron.pretraining.entry.offline import config_of_words
+    from megatron.pretraining.planning.model import operators_of
 
-    config = parse_config([*flags, "--train-iters", "1"])
-    assert config.tokenizer.vocab_size is not None
-    rows = config.tokenizer.vocab_size + 1  # NullTokenizer adds one token
-    return model_operators(model_shape(config.network, config.moe, rows))
+    config = config_of_words([*flags, "--train-iters", "1"], None)
+    tokens = config.tokenizer.vocab_size
+    assert tokens is not None
+    return operators_of(config, None, tokens + 1)  # NullTokenizer adds one token
 
 
 def parameters(flags: list[str]) -> dict[str, int]:

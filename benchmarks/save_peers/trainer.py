@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 
@@ -12,24 +14,21 @@ def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
     Returns:
         The :class:`megatron.pretraining.parts.TrainingRun`, its ``StopRequests``, and the ``Phases`` of the start.
     """
-    from megatron.pretraining.arguments import parse_config
-
-    config = parse_config(flags)
-
-    from megatron.pretraining.process import cpu
-
-    cpu.install()
-    from megatron.pretraining.pretrain_gpt_moe import providers
-    from megatron.pretraining.process.initialize import initialize
+    import_module("moc.megatron")  # before others import megatron-core
+    from megatron.pretraining.entry import gpt
+    from megatron.pretraining.entry.pretrain import prepared
     from megatron.pretraining.process.phases import Phases
     from megatron.pretraining.process.stopping import StopRequests
-    from megatron.pretraining.setup import set_up
+    from megatron.pretraining.setup import start
+    from moc.runtime.job import Job
 
-    phases = Phases()
+    sys.argv = ["pretrain_gpt_moe.py", *flags]
+    config, program = prepared(gpt.program_of(gpt.configured()))
+    phases, stop = Phases(), StopRequests(config)
     phases.done("import")
-    stop, world = StopRequests(config), initialize(config)
+    world = program.connect(config, Job())
     phases.done("join")
-    return set_up(config, world, providers(), stop, phases), stop, phases
+    return start(program.build(config, world, stop, phases), stop, phases), stop, phases
 
 
 def measured_peer(own, flags: Sequence[str], saver_of) -> dict:

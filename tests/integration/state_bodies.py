@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.pretraining import pretrain_gpt_moe as program
 from megatron.pretraining.engine.module_state import ModuleState
-from megatron.pretraining.engine.optimizer import build_optimizer
 from megatron.pretraining.engine.state import MegatronState
-from megatron.pretraining.model.build import build_model
+from megatron.pretraining.entry.stock import get_args, replaced
 from moc.state.detail import Detail
 from moc.state.interface import FreezingError
 from tests.integration.bodies import digest, with_run
@@ -180,8 +178,9 @@ def _state(run) -> MegatronState:
 
 def _fresh_state(run) -> MegatronState:
     config = run.config.replace("rng", seed=run.config.rng.seed + 1)
-    chunks = build_model(config, run.vocabulary.rows, program.providers().model)
-    return MegatronState(chunks, build_optimizer(config, chunks).core, ModuleState(chunks))
+    with replaced(get_args(), seed=config.rng.seed):
+        chunks, optimizer, _ = run.program._set_up(config, None)
+    return MegatronState(chunks, optimizer, ModuleState(chunks))
 
 
 def _steps(run, count: int) -> list:

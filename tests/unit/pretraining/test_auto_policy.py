@@ -280,7 +280,7 @@ def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_
     places = {environment.LEAST_PLACES: 4, environment.PLACES: 8, "LOCAL_WORLD_SIZE": per_node}
     for name, value in places.items():
         monkeypatch.setenv(name, str(value))
-    elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=12, ckpt_dir="there")
+    elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=48, ckpt_dir="there")
     flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
     found = lasting(config_of(flags))
     assert (found.least, found.most, found.ranks, found.parts) == (4, 8, ranks, parts)
