@@ -103,7 +103,7 @@ def same(one, other):
 def real():
     """Shape of every tensor of the real model, as its only worker holds it."""
 
-    def built(flags):
+    def shapes(flags):
         config = configured(model_of(**flags), 32)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -112,7 +112,7 @@ def real():
         pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
         return {piece.name: tuple(piece.global_shape) for held in pieces for piece in held}
 
-    yield built
+    yield shapes
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
