@@ -120,18 +120,17 @@ def _of_boxes(directory: Path) -> dict[str, Any]:
 
 def _of_optimizer(state: Any) -> dict[str, Any]:
     """Number of updates and loss scale in the optimizer part of a common state; chained optimizers count together."""
-    steps = [int(step) for step in _found(state, "common_step")]
+    steps = [int(step) for name in ("common_step", "step") for step in _found(state, name)]
     scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
     return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
 def _found(state: Any, name: str) -> Iterator[Any]:
     """Yields the values of a key at any depth."""
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if key == name:
-            yield value
-        else:
-            yield from _found(value, name)
+    if isinstance(state, dict) and name in state:
+        yield state[name]
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _found(value, name)
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from megatron.pretraining.convert.hugging_face.families import family_named  # n
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
+from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
 from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, first_state  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
