@@ -21,7 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-from megatron.pretraining import errors, loop, setup
+from megatron.pretraining import errors, loop
 from megatron.pretraining.checkpoint import writer
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.entry import gpt
@@ -29,14 +29,12 @@ from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
-from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process import rank0 as first_worker
-from megatron.pretraining.process.phases import Phases
-from moc.runtime.job import Job
+from megatron.pretraining.process import stopping
 from moc.session import snapshots
 from moc.store.errors import CheckpointError
 from tests.integration import plain
-from tests.integration.own_program import changed, program_of
+from tests.integration.own_program import program_of
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 loop.LAST_TRIES_S = snapshots.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
@@ -74,21 +72,6 @@ def train_unchecked(flags: dict) -> dict:
     """As :func:`train`, where directories cannot be written any more after they were checked."""
     with mock.patch.object(loop, "check_outputs"):
         return train(flags)
-
-
-def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
-    """Runs the loop in several generations of one worker, each with further flags; the step records."""
-    told = {"start": 0, "records": []}
-    _watch(told)
-    config, program = program_of(flags)
-    stop, phases = stopping.StopRequests(config), Phases()
-    parts = program.build(config, program.connect(config, Job()), stop, phases)
-    for more in each:
-        parts.config = changed(config, more)
-        loop.train(setup.start(parts, stop, phases), stop)
-        parts.go_on_after(None)
-    initialize.shut_down()
-    return told["records"]
 
 
 def _watch(told: dict) -> None:
@@ -332,10 +315,10 @@ def die_while_writing(flags: dict) -> None:
     """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
 
     def die(run):
-        real = writer.write_files
-        writer.write_files = lambda *args: (time.sleep(600), real(*args))
+        real = writer.write_regions
+        writer.write_regions = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
-        while not any(Path(flags["save"]).glob(".iter_*")):
+        while not any(Path(flags["save"]).glob(".iter_*/__0_*")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 

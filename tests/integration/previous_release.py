@@ -43,6 +43,8 @@ RUNS = {
     "gradient": f"--ckpt-policy gradient --ckpt-tier memory --persist-interval 1 {_SNAPSHOTS}",
     "pec": f"--ckpt-policy pec {_SNAPSHOTS}",
     "selective": f"--ckpt-policy selective {_SNAPSHOTS} --selective-experts 2",
+    "formats": f"--ckpt-policy sparse {_SNAPSHOTS} --sparse-window 2 --bf16 --exp-avg-dtype fp8 --fp8-format hybrid "
+    "--exp-avg-sq-dtype fp16",
     "deepspeed": f"{_SAVES} --deepspeed --zero-stage 2",
     "elastic": f"--ckpt-policy full {_SNAPSHOTS} {_ELASTIC}",
     "elastic-save": f"{_SAVES} {_ELASTIC}",

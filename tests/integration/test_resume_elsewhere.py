@@ -83,7 +83,7 @@ def test_finetune_takes_weights_alone(saved, data):
 
 def test_no_load_optim_goes_on_with_fresh_moments(saved, data):
     directory, whole = saved("EP4", {})
-    rest = train("EP2", data | dict(load=directory, ckpt_step=3, load_optim=False))
+    rest = train("EP2", data | dict(load=directory, ckpt_step=3, no_load_optim=True))
     assert rest.start == 3
     assert rest.losses[0] == pytest.approx(whole.losses[3], abs=CLOSE)
     assert rest.losses[2] != pytest.approx(whole.losses[5], abs=CLOSE)

@@ -147,13 +147,13 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
             f"{where} holds masters in {there}, not in {masters}. Fix: pass --main-params-dtype {there}",
             code="optimizer-format-differs",
         )
-    there, here = saved.get("moments"), config.mixed_precision.moments
-    if (there and tuple(there)) != here:
+    there, here = (tuple(of or 2 * (masters,)) for of in (saved.get("moments"), config.mixed_precision.moments))
+    if there != here:
         flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
-        remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
-        formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
+        stored = saved.get("moments")
+        remedy = f"pass {flags.format(*there)}" if stored else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
         raise CheckpointError(
-            f"{where} holds moments in {formats[0]}, not in {formats[1]}. Fix: {remedy}",
+            f"{where} holds moments in {' and '.join(there)}, not in {' and '.join(here)}. Fix: {remedy}",
             code="optimizer-format-differs",
         )
 
@@ -209,8 +209,9 @@ def _products(config: Config) -> str | None:
     precision = config.mixed_precision
     if precision.fp8_format is None:
         return None
-    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.network.transformer_impl]
-    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
+    if config.network.transformer_impl == "local":  # torch's have one kind of scaling
+        return f"tensorwise fp8 products ({precision.fp8_format}) of torch"
+    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of Transformer Engine"
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:

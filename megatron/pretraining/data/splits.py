@@ -101,17 +101,17 @@ def _figure(epochs: float) -> str:
     return f"{epochs:,.3g}" if 0.01 <= epochs < 1000 else f"{epochs:,.0f}" if epochs >= 1000 else "under 0.01"
 
 
-def drop_unread(config: GPTDatasetConfig, samples: Sequence[int]) -> None:
+def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None:
     """Drops evaluation splits of which the run needs no sample, since megatron-core would look for one."""
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
         if parts is not None:
             train, *others = zip(parts, samples, strict=True)
-            setattr(config, name, [train[0], *(part if wanted else None for part, wanted in others)])
+            setattr(config, name, [train[0], *(None if wanted == 0 else part for part, wanted in others)])
 
 
 def splits_of(
-    config: GPTDatasetConfig, samples: Sequence[int], corpus: Callable[[str], Corpus] = IndexedCorpus
+    config: GPTDatasetConfig, samples: Sequence[int | None], corpus: Callable[[str], Corpus] = IndexedCorpus
 ) -> tuple[Split, ...]:
     """The splits that megatron-core is to build, for the samples that the run needs of each."""
     separate, opened, found = config.blend_per_split, {}, []
@@ -132,10 +132,10 @@ def splits_of(
     return tuple(found)
 
 
-def _samples_of_each(wanted: int, datasets: int, weights: Sequence[float] | None) -> list[float | None]:
+def _samples_of_each(wanted: int | None, datasets: int, weights: Sequence[float] | None) -> list[float | None]:
     if datasets == 1:
         return [wanted]
-    if weights is None:
+    if weights is None or wanted is None:
         return [None] * datasets
     return [wanted * weight / sum(weights) for weight in weights]
 

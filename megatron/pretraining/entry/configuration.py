@@ -28,8 +28,13 @@ OWN_PROGRAM = "moc_own_program"
 """Name, in the arguments, of whether this project's program is running, and no script of a user."""
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
 """Defaults for a user's script, where they differ from our program's: the same bits as Megatron-LM's loop."""
-_RENAMED = {"fp8_format": "fp8", "norm_epsilon": "layernorm_epsilon"}
-"""Megatron-LM's name of a value, by ours."""
+_RENAMED = {
+    "fp8_format": ("moc_fp8", "fp8"),
+    "exp_avg_dtype": ("moc_exp_avg_dtype", "exp_avg_dtype"),
+    "exp_avg_sq_dtype": ("moc_exp_avg_sq_dtype", "exp_avg_sq_dtype"),
+    "norm_epsilon": ("layernorm_epsilon",),
+}
+"""Arguments by our name of a value; the first one that is given counts."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -120,7 +125,9 @@ def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
 
 
 def _value(arguments: Namespace, flag: Flag) -> object:
-    return _plain(getattr(arguments, _RENAMED.get(flag.name, flag.name), flag.default))
+    *first, last = _RENAMED.get(flag.name, (flag.name,))
+    given = (getattr(arguments, name, None) for name in first)
+    return _plain(next((value for value in given if value is not None), getattr(arguments, last, flag.default)))
 
 
 def _plain(value: Any) -> Any:

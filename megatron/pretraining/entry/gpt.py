@@ -22,9 +22,10 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.program import StockProgram
@@ -95,7 +96,11 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """The datasets of the three splits, on each worker."""
+    """The datasets of the three splits, on each worker.
+
+    Raises:
+        ConfigError: on all workers, if a split is empty or there are too few training samples.
+    """
     args = get_args()
     blend, by_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -114,9 +119,22 @@ def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) ->
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
+    sizes = [count or 0 for count in counts]  # None is one of unlimited size
+    drop_unread(config, sizes)
+    splits = splits_of(config, sizes)
+    refuse_empty(splits, config)
+    for split in splits:
+        print_rank_0(f" {split.describe(args.seq_length)}")
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    sizes: Any = [*counts]  # None for a split of unlimited size
-    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    wanted: Any = [*counts]
+    train, *others = BlendedMegatronDatasetBuilder(kind, wanted, lambda: True, config).build()
+    refuse(
+        train is not None and len(train) < sizes[0],
+        f"the run needs {sizes[0]} samples, and prefixes without weights are read only once. Fix: give each a weight, "
+        "or train for less",
+        code="samples-too-few",
+    )
+    return train, *others
 
 
 build_datasets.is_distributed = True

@@ -35,12 +35,22 @@ _ONE_WORKER = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
+    "tensor_parallel_num_weight_shards": None,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "defer_embedding_wgrad_compute": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
     "tp_comm_overlap": False,
 }
 """Megatron-LM's arguments of an unpartitioned model."""
 _WITHOUT_KERNELS = {
     "transformer_impl": "local",  # layers of Transformer Engine take memory of a GPU
     "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_enable_deepep": False,
+    "window_size": None,
     "fp8": None,
     "fp4": None,
     "perform_initialization": False,

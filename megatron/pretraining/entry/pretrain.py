@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.training import training
 
 from megatron.pretraining import loop
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config import ConfigError, check_backend
 from megatron.pretraining.entry import command_line, cpu
 from megatron.pretraining.entry.configuration import MegatronConfig, config_of
 from megatron.pretraining.entry.program import StockProgram
@@ -78,6 +79,7 @@ def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
     cpu.adapt(args)
     training.update_train_iters(args)
     config = config_of(args, command_line.read().own)
+    check_backend(config, args.distributed_backend, torch.cuda.is_available())
     check_releases(config)
     _leave_to_vote(args, program.container)
     return config, program

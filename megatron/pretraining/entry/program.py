@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -164,7 +164,7 @@ class StockProgram:
         return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.vocabulary, parts.replicas, model)
 
     def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
-        """Evaluates and reports by Megatron-LM's functions; the stop request is looked at afterwards."""
+        """Evaluates and reports by Megatron-LM's functions, unless a worker was asked to stop."""
         args, iteration = get_args(), run.position.iteration
         if not args.eval_iters or split not in run.splits or not (final or self._evaluates_at(iteration)):
             return True
@@ -176,34 +176,32 @@ class StockProgram:
         args.consumed_valid_samples = before * samples
         collected = _Losses()
         suffix = {False: "", True: f" on {'validation' if split == 'valid' else 'test'} set"}[final]
-        with run.stepper.modules.unchanged():
-            training.evaluate_and_print_results(
-                f"iteration {iteration}{suffix}",
-                collected.of(self.forward_step),
-                stream.iteration(run.stepper.topology, before * samples),
-                run.stepper.chunks,
-                iteration,
-                self.process_non_loss_data,
-                get_model_config(run.stepper.chunks[0]),
-                verbose=final,
-                write_to_tensorboard=not args.skip_train,
-                non_loss_data_func=self.non_loss_data,
-            )
+        stoppable = functools.partial(_stoppable, training.get_forward_backward_func, run.world, stop)
+        try:
+            with run.stepper.modules.unchanged(), replaced(training, get_forward_backward_func=stoppable):
+                training.evaluate_and_print_results(
+                    f"iteration {iteration}{suffix}",
+                    collected.of(self.forward_step),
+                    stream.iteration(run.stepper.topology, before * samples),
+                    run.stepper.chunks,
+                    iteration,
+                    self.process_non_loss_data,
+                    get_model_config(run.stepper.chunks[0]),
+                    verbose=final,
+                    write_to_tensorboard=not args.skip_train,
+                    non_loss_data_func=self.non_loss_data,
+                )
+        except _Stopped:
+            _forget_iteration(run.stepper.chunks)
+            return False
         clear_trackers()
         sums = sum_over_workers(collected.ballot(run.world) | {"stop": float(stop.pending)}, run.world)
         run.log.evaluation(iteration, split, sums["loss"] / max(sums["weight"], 1.0))
         return not sums["stop"]
 
     def forget_iteration(self, parts: WorkerParts) -> None:
-        """Clears timers, trackers and modes that an interrupted iteration or evaluation has left."""
-        timers = get_timers()
-        for timer in timers._timers.values():
-            timer._started = False
-            timer.reset()
-        get_model_config(parts.chunks[0]).timers = timers
-        for chunk in parts.chunks:
-            chunk.train()
-        clear_trackers()
+        """Clears what an interrupted iteration or evaluation has left."""
+        _forget_iteration(parts.chunks)
 
     def begin(self, run: TrainingRun) -> None:
         """Starts profilers."""
@@ -294,6 +292,35 @@ class StockProgram:
 def _log_of(parts: WorkerParts) -> StockLog:
     assert isinstance(parts.log, StockLog)  # build() has made it
     return parts.log
+
+
+class _Stopped(Exception):
+    """An evaluation ends on all workers, since one was asked to stop."""
+
+
+def _stoppable(choose: Callable[..., Any], world: World, stop: StopRequests, **options: Any) -> Callable[..., Any]:
+    """A schedule of megatron-core that raises :class:`_Stopped` before it begins if a worker was asked to stop."""
+    schedule = choose(**options)
+
+    def scheduled(**arguments: Any) -> Any:
+        alone = arguments.get("collect_non_loss_data")  # the last worker plots what it collects
+        if not alone and sum_over_workers({"stop": float(stop.pending)}, world)["stop"]:
+            raise _Stopped
+        return schedule(**arguments)
+
+    return scheduled
+
+
+def _forget_iteration(chunks: Sequence[torch.nn.Module]) -> None:
+    """Clears timers, trackers and modes that an interrupted iteration or evaluation has left."""
+    timers = get_timers()
+    for timer in timers._timers.values():
+        timer._started = False
+        timer.reset()
+    get_model_config(chunks[0]).timers = timers
+    for chunk in chunks:
+        chunk.train()
+    clear_trackers()
 
 
 class _Losses:

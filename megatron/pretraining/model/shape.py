@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.pretraining.config import MoeFlags, NetworkFlags
-from moc.state.shape import ModelShape, model_operators
+from moc.state.shape import ModelShape
 
 
 def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelShape:
@@ -29,11 +29,3 @@ def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelS
         qk_norm_full_width=network.qk_layernorm_full_width,
         tied=not network.untie_embeddings_and_output_weights,
     )
-
-
-def count_parameters(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> tuple[int, int]:
-    """Total and active weights of a model (active: used by one token); arguments as of :func:`model_shape`."""
-    operators = model_operators(model_shape(network, moe, vocab_size))
-    total = sum(operator.parameters for operator in operators)
-    idle = sum(o.parameters for o in operators if o.expert is not None and o.expert >= moe.moe_router_topk)
-    return total, total - idle

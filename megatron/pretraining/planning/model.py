@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -38,7 +40,9 @@ def config_of(
     Raises:
         ConfigError: the options cannot work; it has all problems that can be found together.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # results are the same on every machine, and no GPU's memory is used
+    if "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # without a GPU, every machine builds the same layers
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)")  # of kernels, which no tool runs
     options = list(_RUN)
     for flag, value in (
         ("--model", model),

@@ -115,7 +115,7 @@ def test_options_for_experts_override_the_defaults(known):
         ("--data-impl lazy", "--data-impl"),
         ("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
         ("--rampup-batch-size 3 2 10 --global-batch-size 8 --seq-length 2", "--rampup-batch-size"),
-        ("--dialect moc --exp-avg-dtype fp8", "--exp-avg-dtype"),
+        ("--dialect moc --main-params-dtype bf16", "--main-params-dtype"),
         ("--model tiny --no-untie-embeddings-and-output-weights", "--model tiny"),
         ("--model tiny --num-experts none --no-bf16", "--num-experts"),
     ],

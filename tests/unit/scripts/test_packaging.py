@@ -55,7 +55,9 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel):
     ours = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.py")}
     copied = {path for example in examples().values() for path in example.paths()}
     ours |= {f"megatron/pretraining/examples/files/{path}" for path in copied}
-    assert files == ours | {"moc/py.typed", "megatron/pretraining/py.typed"}
+    presets = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron/pretraining/presets").glob("*.yaml")}
+    assert "megatron/pretraining/presets/tiny.yaml" in presets
+    assert files == ours | presets | {"moc/py.typed", "megatron/pretraining/py.typed"}
     assert {name.partition("/")[0] for name in files} == {"megatron", "moc"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 

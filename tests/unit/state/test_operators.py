@@ -16,7 +16,6 @@ from megatron.pretraining.config import Config, compose  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_parameters  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.presets import PRESETS  # noqa: E402
 from moc.state.operators import OPERATORS, operator_of  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
 
@@ -92,13 +91,6 @@ def test_an_unknown_name_is_an_error_that_names_it(name):
 
 def operators(config: Config, vocabulary: int):
     return model_operators(model_shape(config.network, config.moe, vocabulary))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_operators_of_a_preset_have_names_of_their_own(name):
-    config, vocabulary = compose({**RUN, **PRESETS[name].values}), PRESETS[name].vocab_size
-    found = operators(config, vocabulary)
-    assert len({o.name for o in found}) == len(found)
 
 
 def test_facts_of_operators_follow_from_their_names():

@@ -16,7 +16,6 @@ from megatron.pretraining.entry.dialects.rules import (
     Line,
     Outcome,
     Rule,
-    becomes,
     ignored,
     of_value,
     refused,
@@ -27,8 +26,6 @@ from megatron.pretraining.presets import PRESETS
 _NEVER = "1000000000"
 _ACCEPTED = ignored("it had no effect")
 _DEFAULT = "it is the default"
-_FP32 = {"fp32": becomes(why="it is the only format")}
-_NO_FORMATS = refused("megatron-core's optimizers keep this state in fp32", "continue with the previous release")
 
 
 def _switched_on(name: str, off: str) -> Rule:
@@ -184,9 +181,10 @@ RULES: dict[str, Rule] = {
     "--no-qk-layernorm-full-width": ignored(_DEFAULT),
     "--start-weight-decay": _constant("--start-weight-decay"),
     "--end-weight-decay": _constant("--end-weight-decay"),
-    "--main-params-dtype": of_value(_FP32, _NO_FORMATS),
-    "--exp-avg-dtype": of_value(_FP32, _NO_FORMATS),
-    "--exp-avg-sq-dtype": of_value(_FP32, _NO_FORMATS),
+    "--main-params-dtype": of_value(
+        {"fp32": ignored("it is the only format")},
+        refused("megatron-core's optimizers keep master weights in fp32", "continue with the previous release"),
+    ),
     "--tokenizer-revision": _commit,
     "--tokenizer-model": _tokenizer,
     "--trust": ignored("a checkpoint without a manifest loads, and is not verified"),

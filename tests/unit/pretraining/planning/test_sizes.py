@@ -130,14 +130,6 @@ def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, argv, sentence):
     assert sentence in error and error.count("\n") == 1
 
 
-def test_it_needs_no_torch():
-    program = "import sys, plan_checkpoint; plan_checkpoint.main(['--case', '3']); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": str(REPOSITORY / "tools")}, capture_output=True, text=True
-    )
-    assert done.stdout.endswith("False\n"), done.stderr
-
-
 EXPLAIN = (
     "--case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 --snapshot-gbs 1 --persist-gbs 0.1 "
     "--restart-s 120 --mtbf-hours 24"
