@@ -28,7 +28,7 @@ PRINTED = DATA / "printed.yaml"
 STATE = "state"
 STOP = 4
 MODEL = """
-    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 16 --num-experts 4
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 16 --num-experts 4
     --topk 2 --moe-loss-coeff 0.01 --swiglu --no-squared-relu --disable-bias-linear --position-embedding-type rope
     --layernorm-epsilon 1e-5 --make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 4
     --train-iters 8 --lr 1e-2 --log-interval 1 --eval-iters 0 --num-workers 0 --data-path corpus_text_document
@@ -122,8 +122,8 @@ def main(checkout: Path, core: Path, names: list[str]) -> None:
             _run(directory, checkout, environment, f"{RUNS[name]} --exit-interval {STOP}", "first")
             _pack(name, directory, STATE)
             losses[name] = _run(directory, checkout, environment, RUNS[name], "second")
-    (DATA / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
+        (DATA / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*(Path(word).resolve() for word in sys.argv[1:3]), sys.argv[3:])
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:])

@@ -7,15 +7,13 @@ import sys
 
 import pytest
 
-from tests.integration.test_precision import BF16, FP16
-from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.integration import entry_jobs
+from tests.integration.entry_jobs import EP2, MOE, OWN_PROGRAM, ZERO1
 from tests.worlds import REPOSITORY
 
-RUNS = {
-    "PP2xEP2": {},
-    "TP2xEP2": BF16,
-    "interleaved": FP16,
-    "EP2": dict(use_distributed_optimizer=False, optimizer="sgd", moe_layer_freq=[0, 1]),
+RUNS = {  # flags, layers with experts, slots of optimizer state
+    "bf16, ZeRO": (f"{EP2} {ZERO1} --bf16", [0, 1, 2, 3], 3),
+    "sgd, stages": (f"{MOE} --pipeline-model-parallel-size 2 --optimizer sgd --moe-layer-freq [0,1,1,0]", [1, 2], 2),
 }
 
 
@@ -25,35 +23,29 @@ def run(name, *argv):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("layout", RUNS)
-def test_a_real_checkpoint(layout, data, tmp_path):
-    train(layout, data | RUNS[layout] | dict(save=str(tmp_path), save_interval=2, train_iters=3))
-    whole = run("verify_checkpoint", tmp_path, "--all")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_checkpoint(name, tmp_path):
+    flags, layers, slots = RUNS[name]
+    saves = "--front megatron --train-iters 3 --save saved --save-interval 2"
+    ended = entry_jobs.run(tmp_path, OWN_PROGRAM, 2, f"{flags} {saves}")
+    assert ended.code == 0, ended.output[-4000:]
+    saved = tmp_path / "saved"
+    whole = run("verify_checkpoint", saved, "--all")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert whole.stdout.count(": whole, ") == 2
 
-    told = json.loads(run("inspect_checkpoint", tmp_path, "--by", "operator", "--json").stdout)
-    assert told["complete"] and told["iteration"] == 3 and told["consumed_samples"] == 3 * FLAGS["global_batch_size"]
-    assert (told["loss_scale"] is not None) == (layout == "interleaved")
+    told = json.loads(run("inspect_checkpoint", saved, "--by", "operator", "--json").stdout)
+    assert told["complete"] and told["iteration"] == 3
     rows = {row["name"]: row for row in told["rows"]}
-    slots = 2 if told["optimizer"] == "sgd" else 3
     assert all(row["bytes"] == 4 * slots * row["parameters"] for row in rows.values())
-    expert = FLAGS["hidden_size"] * FLAGS["ffn_hidden_size"] * 3
-    layers = (FLAGS | LAYOUTS[layout][1])["num_layers"]
-    holds_experts = RUNS[layout].get("moe_layer_freq", [1] * layers)
     experts = {name: row["parameters"] for name, row in rows.items() if "expert" in name}
-    assert experts == {
-        f"layers.{i}.expert.{e}": expert
-        for i, here in enumerate(holds_experts)
-        if here
-        for e in range(FLAGS["num_experts"])
-    }
+    assert experts == {f"layers.{layer}.expert.{expert}": 3 * 64 * 64 for layer in layers for expert in range(4)}
     assert "other" not in rows
 
-    damaged = random.choice([path for path in (tmp_path / "iter_0000003").rglob("*.*") if path.name != "manifest.json"])
+    damaged = random.choice([path for path in (saved / "iter_0000003").rglob("*.*") if path.name != "manifest.json"])
     content = bytearray(damaged.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     damaged.write_bytes(content)
-    found = run("verify_checkpoint", tmp_path)
-    assert found.returncode == 1 and f"{damaged.relative_to(tmp_path / 'iter_0000003')}: " in found.stdout
-    assert run("verify_checkpoint", tmp_path, "--iteration", "2").returncode == 0
+    found = run("verify_checkpoint", saved)
+    assert found.returncode == 1 and f"{damaged.relative_to(saved / 'iter_0000003')}: " in found.stdout
+    assert run("verify_checkpoint", saved, "--iteration", "2").returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -132,6 +133,15 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     for entry in entries:
         counts[operator_or_other(entry.name)][entry.slot] += entry.region.numel
     return {operator: dict(slots) for operator, slots in counts.items()}
+
+
+def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The number of parameters of each operator, by which a training state describes a model."""
+    counts: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if not is_module_state(name):
+            counts[operator_or_other(name)] += math.prod(shape)
+    return dict(counts)
 
 
 def check_whole(contents: ConvertedState) -> None:

@@ -7,10 +7,8 @@ buffers of a distributed optimizer (``dp_reshardable``) can only be read by the 
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,10 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint import fragments  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
-from megatron.pretraining.convert.contents import MASTER  # noqa: E402
+from megatron.pretraining.convert.contents import MASTER, shape_by_operator  # noqa: E402
 from megatron.pretraining.convert.names import StockPlace  # noqa: E402
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
-from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.runtime.agreement import first_line  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
@@ -76,9 +73,6 @@ def training_state(directory: Path, common: Mapping[str, Any], places: Mapping[s
         CheckpointError: ``optimizer/`` is damaged.
     """
     values = described(common["args"])
-    shape: Counter[str] = Counter()
-    for name, place in places.items():
-        shape[operator_or_other(name)] += math.prod(place.shape)
     return {
         "iteration": common["iteration"],
         "consumed_samples": values.get("consumed_train_samples", 0),
@@ -91,7 +85,7 @@ def training_state(directory: Path, common: Mapping[str, Any], places: Mapping[s
         "scheduler": common.get("opt_param_scheduler"),
         "grad_norm": "exact" if values.get(OWN_PROGRAM) else "stock",
         "sample_order": {},
-        "shape": dict(shape),
+        "shape": shape_by_operator({name: place.shape for name, place in places.items()}),
         "model": values,
         "tokenizer": tokenizer_of(values),
     }
@@ -126,18 +120,17 @@ def _of_boxes(directory: Path) -> dict[str, Any]:
 
 def _of_optimizer(state: Any) -> dict[str, Any]:
     """Number of updates and loss scale in the optimizer part of a common state; chained optimizers count together."""
-    steps = [int(step) for step in _found(state, "common_step")]
+    steps = [int(step) for name in ("common_step", "step") for step in _found(state, name)]
     scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
     return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
 def _found(state: Any, name: str) -> Iterator[Any]:
     """Yields the values of a key at any depth."""
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if key == name:
-            yield value
-        else:
-            yield from _found(value, name)
+    if isinstance(state, dict) and name in state:
+        yield state[name]
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _found(value, name)
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

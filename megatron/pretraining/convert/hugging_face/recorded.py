@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +13,12 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # no
 
 from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
+from megatron.pretraining.convert.contents import shape_by_operator  # noqa: E402
 from megatron.pretraining.convert.hugging_face.described import Described, described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
 from moc.errors import code_of  # noqa: E402
-from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.regions import Entry  # noqa: E402
@@ -90,9 +88,6 @@ def first_state(
     model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any], tensors: Iterable[Entry]
 ) -> dict[str, Any]:
     """``training_state.json`` of a checkpoint that no run has written."""
-    shape: Counter[str] = Counter()
-    for tensor in tensors:
-        shape[operator_or_other(tensor.name)] += math.prod(tensor.global_shape)
     return {
         **dataclasses.asdict(Position()),
         "optimizer": None,
@@ -100,7 +95,7 @@ def first_state(
         "params_dtype": dtype,
         "scheduler": None,
         "grad_scaler": None,
-        "shape": dict(shape),
+        "shape": shape_by_operator({tensor.name: tensor.global_shape for tensor in tensors}),
         "sample_order": {},
         "model": dict(model),
         "tokenizer": {name: tokenizer.get(f"tokenizer_{name}") for name in ("type", "model")},

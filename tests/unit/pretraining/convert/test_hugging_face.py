@@ -28,6 +28,7 @@ from megatron.pretraining.convert.hugging_face.families import family_named  # n
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
+from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
 from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, first_state  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
@@ -103,7 +104,7 @@ def same(one, other):
 def real():
     """Shape of every tensor of the real model, as its only worker holds it."""
 
-    def built(flags):
+    def shapes(flags):
         config = configured(model_of(**flags), 32)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -112,7 +113,7 @@ def real():
         pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
         return {piece.name: tuple(piece.global_shape) for held in pieces for piece in held}
 
-    yield built
+    yield shapes
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
