@@ -14,7 +14,6 @@ from hypothesis import settings
 from tests import shared
 
 gc.disable()  # until all tests are collected
-os.environ.setdefault("MOC_FRONT", "moc")  # of jobs that name no --front, in tests that still use the older flags
 
 if not os.environ.get("CI"):  # there, hypothesis' own profile does it, and takes the same examples each time
     settings.register_profile("patient", deadline=None)  # a busy machine is no defect

@@ -17,7 +17,7 @@ PRETRAIN = REPOSITORY / "tests/codes/mistaken_pretrain.py"
 LOOP = REPOSITORY / "tests/codes/mistaken_loop.py"
 CALLS = REPOSITORY / "tests/codes/mistaken_calls.py"
 MODEL = (
-    "--front megatron --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 "
     "--micro-batch-size 1 "
     "--tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 --train-iters 2 --eval-iters 0 "
     "--transformer-impl local --num-workers 0"
@@ -62,7 +62,7 @@ def user_script(code: str, words: str = "", named: str = "", status: int = 1, wo
 
 def front(words: str, named: str) -> Case:
     """Training with Megatron-LM's flags."""
-    words = f"{PROGRAM} --front megatron {' '.join(MEGATRON.split())} {words}"
+    words = f"{PROGRAM} {' '.join(MEGATRON.split())} {words}"
     return Case("mocrun", words, 2, named)
 
 

@@ -43,7 +43,6 @@ class Launched:
         candidates: nodes that may have the controller.
         launcher: module of the launcher.
         program: of the workers, in the repository.
-        front: the entry point of that program.
         cold: as a user starts it, by new Python processes; forks of the warm one cost a tenth (:mod:`tests.warm`).
     """
 
@@ -59,7 +58,6 @@ class Launched:
         candidates: int = 1,
         launcher: str = "moc.launch",
         program: str = PROGRAM,
-        front: str = "megatron",
         cold: bool = False,
     ):
         size, parallel = LAYOUTS[layout]
@@ -74,7 +72,7 @@ class Launched:
             numbers += ["--spares", str(spares)] if spares else []
             addresses = [f"127.0.0.1:{port}" for port in free_ports(candidates)]
             self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
-        self._program = [str(REPOSITORY / program), "--front", front]
+        self._program = [str(REPOSITORY / program)]
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers, self._lost = secrets.token_hex(32), [], set()
         self._start, self._events = contextlib.nullcontext if cold else warm.starts, Events(self.log / "events.jsonl")

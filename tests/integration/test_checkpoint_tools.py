@@ -26,7 +26,7 @@ def run(name, *argv):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_real_checkpoint(name, tmp_path):
     flags, layers, slots = RUNS[name]
-    saves = "--front megatron --train-iters 3 --save saved --save-interval 2"
+    saves = "--train-iters 3 --save saved --save-interval 2"
     ended = entry_jobs.run(tmp_path, OWN_PROGRAM, 2, f"{flags} {saves}")
     assert ended.code == 0, ended.output[-4000:]
     saved = tmp_path / "saved"

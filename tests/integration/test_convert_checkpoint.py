@@ -20,25 +20,24 @@ from tests.integration.entry_jobs import BASE, EP2, MOE, OWN_PROGRAM, USER_SCRIP
 from tests.integration.snapshot_files import node_memory
 from tests.integration.tiny import train as trained
 
-OWN = "--front megatron"
 ELASTIC = "--elastic --elastic-slots 4 --elastic-min-replicas 1 --calculate-per-token-loss --micro-batch-size 1"
 BIASES = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
 RUNS = {  # program and flags of two workers
     "a script": (USER_SCRIPT, EP2),
     "a script, bf16, ZeRO": (USER_SCRIPT, f"{EP2} {ZERO1} --dist-ckpt-optim-fully-reshardable --bf16"),
-    "bf16, ZeRO": (OWN_PROGRAM, f"{OWN} {EP2} {ZERO1} --bf16"),
+    "bf16, ZeRO": (OWN_PROGRAM, f"{EP2} {ZERO1} --bf16"),
     "fp16, stages, some layers dense, router biases": (
         OWN_PROGRAM,
-        f"""{OWN} {MOE} {ZERO1} {BIASES} --fp16 --initial-loss-scale 1024 --pipeline-model-parallel-size 2
+        f"""{MOE} {ZERO1} {BIASES} --fp16 --initial-loss-scale 1024 --pipeline-model-parallel-size 2
             --moe-layer-freq [0,1,1,0]""",
     ),
     "shared experts, tied embeddings, sequence parallel": (
         OWN_PROGRAM,
-        f"""{OWN} {EP2} --moe-shared-expert-intermediate-size 32 --tensor-model-parallel-size 2 --sequence-parallel
+        f"""{EP2} --moe-shared-expert-intermediate-size 32 --tensor-model-parallel-size 2 --sequence-parallel
             --expert-tensor-parallel-size 1""",
     ),
-    "elastic": (OWN_PROGRAM, f"{OWN} {MOE} {ELASTIC}"),
-    "deepspeed": (OWN_PROGRAM, f"{OWN} {EP2} --deepspeed --zero-stage 1"),
+    "elastic": (OWN_PROGRAM, f"{MOE} {ELASTIC}"),
+    "deepspeed": (OWN_PROGRAM, f"{EP2} --deepspeed --zero-stage 1"),
 }
 
 
@@ -157,7 +156,7 @@ def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch
     monkeypatch.chdir(here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    flags = f"""{OWN} {EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1
+    flags = f"""{EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1
         --clip-grad 0.3 --train-iters 12 --lr-decay-iters 12"""
     taken = f"{flags} --ckpt-blocking --ckpt-keep 12"
     kill = "--inject", "kill ranks=0,1 iteration=9 point=before_vote"
@@ -167,7 +166,7 @@ def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch
     full = f"{taken} --ckpt-policy full --snapshot-interval 1 --ckpt-dir full --exit-interval 8"
     assert run(tmp_path, OWN_PROGRAM, 2, full, log="full_log").code == 0
 
-    words = shlex.split(f"{BASE} {flags.removeprefix(OWN)}")
+    words = shlex.split(f"{BASE} {flags}")
     convert(tmp_path / "window", tmp_path / "again", "--", *words)
     (again,) = (tmp_path / "again").glob("iter_*")
     convert(tmp_path / "full", tmp_path / "dense", "--iteration", int(again.name[5:]))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.recovery
 
 SAVE = "--save saved --save-interval 4"
 OF_MEGATRON_DEEPSPEED = """
-    --front megatron --deepspeed --deepspeed_config {} --no-pipeline-parallel --num-experts 4 --topk 2
+    --deepspeed --deepspeed_config {} --no-pipeline-parallel --num-experts 4 --topk 2
     --moe-expert-parallel-size 2 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.5 --create-moe-param-group
     --moe-min-capacity 4 --deepspeed-activation-checkpointing --checkpoint-activations --log-batch-size-to-tensorboard
 """

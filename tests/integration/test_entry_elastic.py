@@ -5,7 +5,6 @@ import pytest
 from tests.integration.entry_jobs import MOE, OWN_PROGRAM, SCRIPTS, ZERO1, needs_scripts, run
 
 ELASTIC = f"{MOE} --elastic --elastic-slots 4 --elastic-min-replicas 1 --calculate-per-token-loss --micro-batch-size 1"
-OWN = "--front megatron"
 
 
 def losses(ended) -> list:
@@ -27,7 +26,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(tmp_path):
 
 @pytest.mark.parametrize("zero", ["", ZERO1])
 def test_a_saved_checkpoint_is_loaded_by_another_number_of_workers(zero, tmp_path):
-    flags = f"{OWN} {ELASTIC} {zero} --save saved --save-interval 4"
+    flags = f"{ELASTIC} {zero} --save saved --save-interval 4"
     whole = losses(run(tmp_path / "whole", OWN_PROGRAM, 2, flags))
     losses(run(tmp_path, OWN_PROGRAM, 2, f"{flags} --exit-interval 4"))
     again = run(tmp_path, OWN_PROGRAM, 3, f"{flags} --load saved", log="again")

@@ -27,7 +27,7 @@ def convert(*argv):
 
 
 def train(directory, flags, size=2, base=BASE):
-    ended = run(directory, OWN_PROGRAM, size, f"--front megatron {flags}", base=base)
+    ended = run(directory, OWN_PROGRAM, size, f"{flags}", base=base)
     assert ended.code == 0, ended.output[-4000:]
     return ended
 

@@ -22,7 +22,7 @@ from tests.worlds import REPOSITORY
 
 PROGRAM = str(REPOSITORY / "pretrain_gpt_moe.py")
 BASE = (
-    "--front megatron --model micro --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 "
+    "--model micro --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3 "
     "--train-iters 2 --micro-batch-size 1 --eval-iters 0 --transformer-impl local"
 )
 

@@ -10,7 +10,7 @@ from tests.overlay import edited
 from tests.worlds import REPOSITORY
 
 FLAGS = (
-    "--front megatron --model tiny --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --train-iters 1 "
+    "--model tiny --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --train-iters 1 "
     "--lr 1e-3 --micro-batch-size 1 --global-batch-size 4 --eval-iters 0 --num-workers 0"
 )
 TRAIN = ["pretrain_gpt_moe.py", *FLAGS.split()]

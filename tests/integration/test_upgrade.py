@@ -10,8 +10,6 @@ from tests.integration import previous_release
 from tests.integration.entry_jobs import OWN_PROGRAM, run
 from tests.integration.previous_release import MODEL, RUNS, STATE, STOP
 
-FRONT = "--front megatron"
-
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
@@ -20,7 +18,7 @@ def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
         pytest.importorskip("deepspeed")
     previous_release.unpack("corpus", tmp_path)
     previous_release.unpack(name, tmp_path)
-    ended = run(tmp_path, OWN_PROGRAM, 1, f"{FRONT} {RUNS[name]}", base=MODEL)
+    ended = run(tmp_path, OWN_PROGRAM, 1, RUNS[name], base=MODEL)
     assert ended.code == 0, ended.output[-4000:]
     expected = {int(iteration): tuple(values) for iteration, values in previous_release.recorded()[name].items()}
     assert ended.losses == expected and min(expected) == STOP + 1
@@ -30,7 +28,7 @@ def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
 def test_a_printed_configuration_continues_the_run(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     previous_release.unpack("save", tmp_path)
-    ended = run(tmp_path, OWN_PROGRAM, 1, FRONT, base=f"--config {previous_release.PRINTED}")
+    ended = run(tmp_path, OWN_PROGRAM, 1, "", base=f"--config {previous_release.PRINTED}")
     assert ended.code == 0, ended.output[-4000:]
     expected = {int(iteration): tuple(values) for iteration, values in previous_release.recorded()["save"].items()}
     assert ended.losses == expected
@@ -40,7 +38,7 @@ def test_another_model_is_refused_by_its_flag(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     for name in ("save", "full"):
         previous_release.unpack(name, tmp_path)
-        ended = run(tmp_path, OWN_PROGRAM, 1, f"{FRONT} {RUNS[name]} --num-experts 2", base=MODEL)
+        ended = run(tmp_path, OWN_PROGRAM, 1, f"{RUNS[name]} --num-experts 2", base=MODEL)
         assert ended.code != 0 and codes_in(ended.output) == ["checkpoint-of-another-model"], ended.output[-3000:]
         assert "--num-experts is 4 there, 2 here" in ended.output
 
@@ -48,7 +46,7 @@ def test_another_model_is_refused_by_its_flag(tmp_path):
 def test_weights_alone_begin_anew_and_a_damaged_file_is_named(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     previous_release.unpack("save", tmp_path)
-    flags = f"{FRONT} --load {STATE} --exit-interval 1"
+    flags = f"--load {STATE} --exit-interval 1"
     tuned = run(tmp_path, OWN_PROGRAM, 1, f"{flags} --finetune", base=MODEL)
     assert tuned.code == 0 and [*tuned.losses] == [1], tuned.output[-3000:]
     directory = dense_files.directory_of(tmp_path / STATE, STOP)
