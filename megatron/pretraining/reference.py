@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.pretraining.arguments import build_parser
 from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
 from moc.event_types import EVENTS, EVERY
@@ -35,17 +35,13 @@ def flags_page() -> str:
     """Flags of training and of the launcher, and the commands."""
     parts = [
         f"# Flags\n\n{_NOTE}\n",
-        "Flags of `pretrain_gpt_moe.py` (`moc-pretrain`) by group, then those of [`mocrun`](#mocrun), then the "
-        "[other commands](#commands).\nUnderscores may stand for dashes in a `--config` file. A switch has a second "
-        "spelling that turns it off. A dash means: no default,\nor one that follows from other flags "
-        "(`--print-config` shows it).\n",
+        "Flags of this project, which `pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have beside\n"
+        "Megatron-LM's own (`--help-all` lists both), then those of [`mocrun`](#mocrun), then the [other\n"
+        "commands](#commands). Underscores may stand for dashes in a `--config` file. A switch has a second\n"
+        "spelling that turns it off. A dash means: no default, or one that follows from other flags.\n",
     ]
-    for group in build_parser()._action_groups:
-        actions = [action for action in group._group_actions if action.dest != "help"]
-        if actions:
-            title = "Start" if group.title == "options" else group.title
-            about = [f"{group.description}\n"] if group.description else []
-            parts += [f"## {title}\n", *about, _flag_table(actions)]
+    for title, description, actions in own_sections():
+        parts += [f"## {title}\n", *([f"{description}\n"] if description else []), _flag_table(actions)]
     own = [action for action in launch.build_parser()._actions if action.option_strings]
     parts += [
         "## mocrun\n",
@@ -109,7 +105,7 @@ def _flag_table(actions: Iterable[argparse.Action]) -> str:
 
 
 def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
-    flag = all_flags().get(action.dest)
+    flag = all_flags().get(action.dest.removeprefix(PREFIX))
     dashed = [spelling for spelling in action.option_strings if "_" not in spelling]
     metavar = str(action.metavar or "") or ("" if action.nargs == 0 else action.dest.upper())
     if flag is not None and flag.nargs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
-from megatron.pretraining.arguments import add_flag
 from megatron.pretraining.config.flag import Flag, flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.presets import PRESETS
@@ -37,6 +37,7 @@ _GENERAL: dict[str, dict[str, Any]] = {
     },
     "model": {
         "choices": (*PRESETS,),
+        "metavar": "NAME",
         "help": "Start from the options of this model; files and the command line override them.",
     },
     "print-config": {
@@ -63,6 +64,19 @@ def own_flags() -> list[Flag]:
     ]
 
 
+def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
+    """Title, description and options of each section of the page of flags."""
+    box: Any = add_own_flags(argparse.ArgumentParser(add_help=False))
+    by_name = {action.dest.removeprefix(PREFIX): action for action in box._actions}
+    yield "Start", "", [by_name[name.replace("-", "_")] for name in _GENERAL]
+    for group in OWN_GROUPS:
+        kind = group_classes()[group]
+        title, _, description = (kind.__doc__ or "").partition(": ")
+        actions = [by_name[flag.name] for flag in flags_of(kind) if flag.name in by_name]
+        yield title.rstrip("."), description[:1].upper() + description[1:], actions
+    yield "Other", "", [by_name[name] for names in _OWN_FLAGS.values() for name in names]
+
+
 def own_names() -> frozenset[str]:
     """Names of our flags in groups that otherwise have flags of Megatron-LM."""
     return frozenset(name for names in _OWN_FLAGS.values() for name in names)
@@ -75,5 +89,38 @@ def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
             box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
     for flag in own_flags():
-        add_flag(box, flag, PREFIX + flag.name)
+        _add_flag(box, flag, PREFIX + flag.name)
     return parser
+
+
+class _Switch(argparse.Action):
+    """Stores whether the spelling turns the flag on or off."""
+
+    def __init__(self, option_strings, dest, off=(), **kwargs):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+        self.off = off
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string not in self.off)
+
+
+def _add_flag(box: argparse._ArgumentGroup, flag: Flag, dest: str) -> None:
+    """Adds a flag to a group of a parser; the parser has no value under ``dest`` if the flag is not given."""
+    text = (flag.help + _describe_default(flag)).replace("%", "%%")
+    if flag.kind is bool:
+        box.add_argument(
+            *flag.on, *flag.off, dest=dest, action=_Switch, off=flag.off, help=text, default=argparse.SUPPRESS
+        )
+        return
+    metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
+    words: dict[str, Any] = dict(nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind])
+    box.add_argument(*flag.on, dest=dest, help=text, default=argparse.SUPPRESS, **words)
+
+
+_METAVARS = {int: "N", float: "X", str: "NAME", tuple: "WORD"}
+
+
+def _describe_default(flag: Flag) -> str:
+    if flag.kind is bool:
+        return f" (default: {'on' if flag.default else 'off'})"
+    return "" if flag.default is None else f" (default: {flag.default})"

@@ -6,8 +6,8 @@ import shlex
 import pytest
 import yaml
 
-from megatron.pretraining.arguments import parse_config
-from moc.errors import codes_in
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.entry.offline import config_of_words
 
 DENSE = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -18,18 +18,15 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parall
 PP2 = "--pipeline-model-parallel-size 2"
 
 
-def parse(flags="", base=BASE):
-    return parse_config(shlex.split(f"{base} {flags}"))
+def parse(flags="", base=BASE, workers=None):
+    return config_of_words(shlex.split(f"{base} {flags}"), workers)
 
 
-def refusal(capsys, flags, base=BASE):
-    """The codes of the problems, in order, and their sentences; the process exits with code 2."""
-    with pytest.raises(SystemExit) as exit:
-        parse(flags, base)
-    assert exit.value.code == 2
-    output = capsys.readouterr().err
-    sentences = [line.split("error: ", 1)[1] for line in output.splitlines() if not line.startswith("usage: ")]
-    return codes_in("\n".join(sentences)), "\n".join(sentences)
+def refusal(flags, base=BASE, workers=None):
+    """The codes of the problems, in order, and their sentences."""
+    with pytest.raises(ConfigError) as found:
+        parse(flags, base, workers)
+    return [problem.code for problem in found.value.problems], "\n".join(map(str, found.value.problems))
 
 
 def assert_refused(refused, expected):

@@ -81,7 +81,7 @@ def test_aliases_and_negations_are_keys_too(tmp_path):
     ],
 )
 def test_files_that_are_refused(capsys, tmp_path, content, code, named):
-    codes, sentences = refusal(capsys, f"--config {write(tmp_path, content)}", "")
+    codes, sentences = refusal(f"--config {write(tmp_path, content)}", "")
     assert code in codes and named in sentences
     assert "--hidden-size is missing" not in sentences or "hid" not in str(content)  # does not follow from the mistake
 
@@ -89,7 +89,7 @@ def test_files_that_are_refused(capsys, tmp_path, content, code, named):
 @pytest.mark.parametrize("content", [[1], "a: [", "[" * 20_000])
 def test_of_a_file_that_cannot_be_read_nothing_else_is_reported(capsys, tmp_path, content):
     path = write(tmp_path, content)
-    codes, sentence = refusal(capsys, f"--config {path}", "")
+    codes, sentence = refusal(f"--config {path}", "")
     assert codes == ["config-file-unreadable"] and str(path) in sentence
 
 
@@ -112,7 +112,7 @@ def test_a_later_file_overrides_an_earlier_one(tmp_path):
 
 def test_two_models_contradict(capsys, tmp_path):
     path = write(tmp_path, {"model": "tiny"})
-    assert_refused(refusal(capsys, f"--model micro --config {path}"), "flags-exclude-each-other --model")
+    assert_refused(refusal(f"--model micro --config {path}"), "flags-exclude-each-other --model")
     assert parse(f"--config {path}").model == "tiny"
 
 

@@ -140,21 +140,21 @@ REFUSED = {  # ds_config: the code, and what the sentence names
 @pytest.mark.parametrize("content", REFUSED)
 def test_refused(content, tmp_path, capsys):
     (tmp_path / "ds.json").write_text(content)
-    codes, sentence = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
+    codes, sentence = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
     code, *named = REFUSED[content]
     assert codes == [code] and all(name in sentence for name in named), sentence
 
 
 def test_a_long_key_and_a_long_value_are_shortened(tmp_path, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"a" * 5000: "b" * 5000, "gradient_clipping": ["c" * 5000]}))
-    codes, sentences = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json")
+    codes, sentences = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json")
     assert sorted(codes) == ["ds-config-key-unsupported", "ds-config-value-invalid"] and len(sentences) < 2000
 
 
 def test_all_refused_keys_are_reported_together(tmp_path, capsys):
     content = {"tomorrow": 1, "optimizer": {"type": "Lamb"}, "gradient_clipping": "much", "scheduler": {"a": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    codes, sentences = refusal(capsys, f"--deepspeed --deepspeed_config {tmp_path}/ds.json --topk 99")
+    codes, sentences = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json --topk 99")
     unsupported = "ds-config-key-unsupported"
     expected = [unsupported, "ds-config-value-unsupported", "ds-config-value-invalid", unsupported]
     assert codes == [*expected, "flag-exceeds-another"], sentences
@@ -174,7 +174,7 @@ def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):
     flags = given({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 5e-4}}})
     assert parse(flags, without("--lr", base)).training.micro_batch_size == 4
     path = write(tmp_path, {"lr": 1e-3})
-    codes, sentence = refusal(capsys, f"{flags} --config {path}", without("--lr", base))
+    codes, sentence = refusal(f"{flags} --config {path}", without("--lr", base))
     assert codes == ["ds-config-contradicts-flag"] and "optimizer.params.lr" in sentence
 
 
@@ -217,13 +217,13 @@ COMBINED = [  # flags, codes and what the sentences name
 
 @pytest.mark.parametrize(("flags", "expected"), COMBINED)
 def test_combinations_are_refused(flags, expected, capsys):
-    assert_refused(refusal(capsys, f"--deepspeed {flags} --transformer-impl local"), expected)
+    assert_refused(refusal(f"--deepspeed {flags} --transformer-impl local"), expected)
 
 
 @pytest.mark.parametrize("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
 def test_the_engine_must_be_asked_for(flag, capsys):
     if "json" not in flag:
-        assert_refused(refusal(capsys, flag), f"flag-needs-another {flag.split()[0]} --deepspeed")
+        assert_refused(refusal(flag), f"flag-needs-another {flag.split()[0]} --deepspeed")
 
 
 def test_flags_of_launch_scripts_are_taken():
@@ -235,10 +235,10 @@ def test_flags_of_launch_scripts_are_taken():
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
-    codes, sentence = refusal(capsys, "--deepspeed")
+    codes, sentence = refusal("--deepspeed")
     assert codes == ["package-missing"] and "pip install 'deepspeed>=0.19,<0.20'" in sentence
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
-    codes, sentence = refusal(capsys, "--deepspeed")
+    codes, sentence = refusal("--deepspeed")
     assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed_fit.WANTED in sentence
 
 

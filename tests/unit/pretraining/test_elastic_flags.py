@@ -63,16 +63,16 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "expected"), REFUSED)
 def test_flags_that_do_not_go_together(flags, expected, capsys):
-    assert_refused(refusal(capsys, flags), expected)
+    assert_refused(refusal(flags), expected)
 
 
 def test_a_model_without_experts(capsys):
-    assert_refused(refusal(capsys, ELASTIC, DENSE), "elastic-needs-flag --elastic --num-experts")
+    assert_refused(refusal(ELASTIC, DENSE), "elastic-needs-flag --elastic --num-experts")
 
 
 def test_torchrun(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert_refused(refusal(capsys, ELASTIC), "elastic-under-torchrun --elastic")
+    assert_refused(refusal(ELASTIC), "elastic-under-torchrun --elastic")
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("flags, expected", REFUSED, ids=[flags[:70] for flags, _ in REFUSED])
 def test_refused_with_a_sentence(capsys, flags, expected):
-    assert_refused(refusal(capsys, flags), expected)
+    assert_refused(refusal(flags), expected)
 
 
 @pytest.mark.parametrize(
@@ -318,24 +318,24 @@ def test_refused_with_a_sentence(capsys, flags, expected):
     ],
 )
 def test_missing_flags_are_named(capsys, missing, expected):
-    assert_refused(refusal(capsys, "", without(missing)), expected)
+    assert_refused(refusal("", without(missing)), expected)
 
 
 @pytest.mark.parametrize("flag", ["--moe-router-topk 4", "--moe-z-loss-coeff 1", "--moe-aux-loss-coeff 1", "--topk 1"])
 def test_flags_of_experts_need_experts(capsys, flag):
     named = flag.split()[0].replace("--topk", "--moe-router-topk")
-    assert_refused(refusal(capsys, flag, DENSE), f"flag-has-no-effect {named} --num-experts")
+    assert_refused(refusal(flag, DENSE), f"flag-has-no-effect {named} --num-experts")
 
 
 def test_bubbles_are_chosen_by_for_experts(capsys):
     flags = f"{PP2} --ckpt-policy selective --save x --selective-hide bubble"
-    assert_refused(refusal(capsys, flags, DENSE), "flag-needs-another --selective-hide")
+    assert_refused(refusal(flags, DENSE), "flag-needs-another --selective-hide")
     assert parse(flags).snapshot.selective_hide == "bubble"
 
 
 def test_expert_parallelism_needs_experts(capsys):
     expected = "flag-needs-another --expert-model-parallel-size --num-experts"
-    assert_refused(refusal(capsys, "--expert-model-parallel-size 2", DENSE), expected)
+    assert_refused(refusal("--expert-model-parallel-size 2", DENSE), expected)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_expert_parallelism_needs_experts(capsys):
 )
 def test_kernels_that_are_not_installed(capsys, monkeypatch, flags, package):
     monkeypatch.setattr(together, "installed", lambda package: False)
-    codes, sentence = refusal(capsys, f"{flags} --transformer-impl local" if "impl" not in flags else flags)
+    codes, sentence = refusal(f"{flags} --transformer-impl local" if "impl" not in flags else flags)
     assert codes == ["package-missing"] and flags.split()[0] in sentence and package in sentence
 
 
@@ -357,18 +357,18 @@ def test_grouped_gemm_and_biases(capsys, monkeypatch):
     for module in (derive, together):
         monkeypatch.setattr(module, "installed", lambda package: package == "transformer_engine")
     expected = "expert-biases-unsupported --moe-grouped-gemm --no-bias-dropout-fusion"
-    assert_refused(refusal(capsys, "--moe-grouped-gemm"), expected)
+    assert_refused(refusal("--moe-grouped-gemm"), expected)
     assert parse("--moe-grouped-gemm --no-bias-dropout-fusion").moe.moe_grouped_gemm
     assert parse("--moe-grouped-gemm --disable-bias-linear").moe.moe_grouped_gemm
 
 
 def test_split_is_not_for_separate_datasets(capsys, dataset):
     base = without("--mock-data")
-    divided = refusal(capsys, f"--train-data-path {dataset} --split 9,1,0", base)
+    divided = refusal(f"--train-data-path {dataset} --split 9,1,0", base)
     assert_refused(divided, "flag-has-no-effect --split --train-data-path")
-    alone = refusal(capsys, f"--valid-data-path {dataset}", base)
+    alone = refusal(f"--valid-data-path {dataset}", base)
     assert_refused(alone, "data-source-missing --valid-data-path --train-data-path")
-    both = refusal(capsys, f"--data-path {dataset} --train-data-path {dataset} --split 9,1,0", base)
+    both = refusal(f"--data-path {dataset} --train-data-path {dataset} --split 9,1,0", base)
     assert_refused(both, "flags-exclude-each-other flag-has-no-effect --data-path --train-data-path --split")
     config = parse(f"--train-data-path {dataset} --valid-data-path {dataset}", base)
     assert config.data.split is None and config.data.train_data_path == (dataset,)
@@ -376,10 +376,10 @@ def test_split_is_not_for_separate_datasets(capsys, dataset):
 
 def test_missing_dataset_files_are_named(capsys, dataset, tmp_path):
     base = without("--mock-data")
-    codes, sentence = refusal(capsys, "--data-path /no/corpus", base)
+    codes, sentence = refusal("--data-path /no/corpus", base)
     assert codes == ["data-file-missing"] and "/no/corpus.idx" in sentence and "/no/corpus.bin" in sentence
     (tmp_path / "half.idx").touch()
-    codes, sentence = refusal(capsys, f"--data-path 1 {dataset} 2 {tmp_path / 'half'}", base)
+    codes, sentence = refusal(f"--data-path 1 {dataset} 2 {tmp_path / 'half'}", base)
     assert codes == ["data-file-missing"] and "half.bin" in sentence and "half.idx" not in sentence
     config = parse(f"--data-path 1 {dataset} 2 {dataset}", base)
     assert config.data.data_path == ("1", dataset, "2", dataset)
@@ -410,12 +410,12 @@ def test_tokenizers_that_may_exist(monkeypatch, tmp_path):
 def test_a_tokenizer_of_the_hub_needs_its_commit(capsys, monkeypatch, revision):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: package == "transformers")
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model owner/name {revision} --transformer-impl local"
-    assert_refused(refusal(capsys, flags), "tokenizer-not-pinned --tokenizer-model --tokenizer-revision")
+    assert_refused(refusal(flags), "tokenizer-not-pinned --tokenizer-model --tokenizer-revision")
 
 
 def test_a_directory_has_no_commit(capsys, tmp_path):
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --tokenizer-revision {'0a' * 20}"
-    codes, _ = refusal(capsys, flags)
+    codes, _ = refusal(flags)
     assert "flag-has-no-effect" in codes and "tokenizer-not-pinned" not in codes
 
 
@@ -433,7 +433,7 @@ def test_jobs_are_offline_unless_told_otherwise(monkeypatch):
 def test_huggingface_needs_its_package(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2"
-    codes, sentences = refusal(capsys, flags)
+    codes, sentences = refusal(flags)
     assert "package-missing" in codes and "transformers" in sentences
 
 
@@ -441,7 +441,7 @@ def test_other_workers_let_the_first_one_speak(capsys, monkeypatch):
     waits = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(first_worker.time, "sleep", waits.append)
-    refusal(capsys, "--lr 0")
+    refusal("--lr 0")
     assert waits and waits[0] > 0
     with pytest.raises(SystemExit):
         parse("--print-config")
@@ -460,7 +460,7 @@ def test_faults_are_read_from_words_semicolons_and_files():
 
 
 def test_faults_that_cannot_be_are_refused(capsys):
-    assert_refused(refusal(capsys, '--log-dir log --inject "kill rank=1"'), "value-unreadable --inject")
-    assert_refused(refusal(capsys, '--inject "kill rank=1 iteration=2"'), "flag-needs-another --inject --log-dir")
+    assert_refused(refusal('--log-dir log --inject "kill rank=1"'), "value-unreadable --inject")
+    assert_refused(refusal('--inject "kill rank=1 iteration=2"'), "flag-needs-another --inject --log-dir")
     expected = "flag-needs-another --inject-seed --inject-mtbf-iterations"
-    assert_refused(refusal(capsys, "--inject-seed 3"), expected)
+    assert_refused(refusal("--inject-seed 3"), expected)
