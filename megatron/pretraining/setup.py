@@ -116,7 +116,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     stops = stop.check_set_up(world, loses and position.iteration > 0)
     phases.done("load")
 
-    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
+    reads = {split: float(s is not None and s.has_data) for split, s in parts.streams.items()}
+    readers = sum_over_workers(reads, world)
     splits = {split for split, count in readers.items() if count}
     if "train" not in splits:
         raise ConfigError(

@@ -348,7 +348,7 @@ def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
 
 @pytest.mark.parametrize(
     "mistake, code, sentence",
-    [(dict(num_experts=3), 2, "--num-experts"), (dict(ckpt_memory_dir="/dev/null"), 1, "--ckpt-memory-dir")],
+    [(dict(num_experts=3), 2, "Number of experts"), (dict(ckpt_memory_dir="/dev/null"), 1, "--ckpt-memory-dir")],
     ids=["in the flags", "in what they find"],
 )
 def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):

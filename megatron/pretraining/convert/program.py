@@ -24,13 +24,14 @@ examples:
   python tools/convert_checkpoint.py snapshots checkpoints                  # Format v1 to dense
   python tools/convert_checkpoint.py checkpoints snapshots --writers 8      # dense to Format v1, in 8 files
   python tools/convert_checkpoint.py snapshots/iter_0000100 recut --to snapshot --writers 2
-  python tools/convert_checkpoint.py snapshots checkpoints -- --model tiny ...   # a window of sparse snapshots
+  python tools/convert_checkpoint.py snapshots checkpoints -- --config run.yaml  # a window of sparse snapshots
   python tools/convert_checkpoint.py checkpoints mixtral --to hf --family mixtral --verify
   python tools/convert_checkpoint.py mixtral checkpoints                    # from transformers: iter_0000000
 
 snapshot    Format v1 (docs/reference/format.md): what the policies save
 torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
-            state, schedule and position beside them, with which --load goes on bit by bit as the run would have
+            state, schedule and position beside them, with which --load continues bit for bit.  What --save wrote is
+            read as well; optimizer state of a script of Megatron-LM must belong to single weights (not dp_reshardable)
 hf          a directory of transformers: safetensors, config.json and the tokenizer; weights alone.  OUTPUT is that
             directory.  Families are mixtral, qwen2_moe, qwen3_moe, glm4_moe and olmoe.  From one, a dense checkpoint
             of iteration 0 is made, and model.yaml for --config beside it

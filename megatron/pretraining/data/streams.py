@@ -27,6 +27,8 @@ class BatchStream:
     of the dataset, instead of running out of batches.
     """
 
+    has_data = True
+
     def __init__(self, dataset: torch.utils.data.Dataset, num_workers: int = 0, wrap: bool = False):
         self._dataset, self._num_workers, self._wrap = dataset, num_workers, wrap
         self._reader: Iterator[Batch] | None = None
