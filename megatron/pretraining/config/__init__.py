@@ -1,6 +1,6 @@
-"""The flags, by group: frozen dataclasses that validate themselves.  See ``megatron.pretraining.arguments``."""
+"""The flags, by group: frozen dataclasses that validate themselves."""
 
-from megatron.pretraining.config.composed import Config, compose
+from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.data import split_blend
 from megatron.pretraining.config.flag import ConfigError
 from megatron.pretraining.config.moe import MoeFlags
@@ -41,7 +41,6 @@ __all__ = [
     "check_placement",
     "check_world",
     "copy_by_copy",
-    "compose",
     "data_parallel_size",
     "global_batch_size",
     "layout_sizes",

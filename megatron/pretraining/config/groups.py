@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import typing
@@ -10,7 +11,6 @@ from collections.abc import Mapping
 from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.data import DataFlags
 from megatron.pretraining.config.deepspeed import DeepSpeedFlags
-from megatron.pretraining.config.derive import virtual_stages
 from megatron.pretraining.config.elastic import ElasticFlags
 from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
@@ -27,7 +27,7 @@ from megatron.pretraining.config.training import RngFlags, TrainingFlags
 
 
 @dataclasses.dataclass(frozen=True)
-class FlagGroups:
+class FlagGroups(abc.ABC):
     """Every flag in force, by group."""
 
     network: NetworkFlags
@@ -55,20 +55,9 @@ class FlagGroups:
     """Values given by the user and the preset; all others are defaults or derived."""
 
     @property
+    @abc.abstractmethod
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Virtual stages that each worker alternates between, or None without an interleaved schedule."""
-        parallel = self.parallel
-        return virtual_stages(
-            self.network.num_layers,
-            parallel.pipeline_model_parallel_size,
-            parallel.num_layers_per_virtual_pipeline_stage,
-            parallel.num_virtual_stages_per_pipeline_rank,
-        )
-
-    @property
-    def overlaps_p2p(self) -> bool:
-        """Whether pipeline stages transfer outside of batches, which only the interleaved schedule does."""
-        return bool(self.virtual_pipeline_model_parallel_size) and self.parallel.overlap_p2p_comm
+        """Virtual stages of each worker; None without an interleaved schedule."""
 
     @property
     def snapshot_dir(self) -> str | None:
@@ -80,11 +69,6 @@ class FlagGroups:
     def shards_by_blocks(self) -> bool:
         """Whether dense optimizer state is sharded in blocks that several workers hold, and not by megatron-core."""
         return self.elastic.elastic and self.parallel.use_distributed_optimizer
-
-    @property
-    def num_moe_layers(self) -> int:
-        """Number of layers with experts."""
-        return sum(self.moe.expert_layers(self.network.num_layers))
 
 
 @functools.cache

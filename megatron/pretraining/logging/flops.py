@@ -35,11 +35,11 @@ def flops_per_sample(config: Config, vocab_size: int) -> float:
     attention = network.hidden_size * (2 * queries + 2 * network.kv_channels * groups)
     scores = queries * seq  # query x key and probability x value, each half masked
     gate = 3 if network.swiglu else 2
-    dense_layers = network.num_layers - config.num_moe_layers
+    dense_layers = network.num_layers - moe_layers(config)
     weights = (
         network.num_layers * (attention + scores)
         + dense_layers * gate * network.hidden_size * network.ffn_hidden_size
-        + config.num_moe_layers * _expert_weights(config, gate)
+        + moe_layers(config) * _expert_weights(config, gate)
         + network.hidden_size * vocab_size
     )
     return 6.0 * seq * weights
@@ -49,7 +49,7 @@ def expert_share(config: Config, vocab_size: int) -> float:
     """The part of :func:`flops_per_sample` that routed experts do, 0 to 1."""
     moe, gate = config.moe, 3 if config.network.swiglu else 2
     width = (moe.moe_ffn_hidden_size or config.network.ffn_hidden_size) * moe.moe_router_topk
-    routed = config.num_moe_layers * gate * config.network.hidden_size * width
+    routed = moe_layers(config) * gate * config.network.hidden_size * width
     return 6.0 * config.data.seq_length * routed / flops_per_sample(config, vocab_size)
 
 
@@ -69,3 +69,8 @@ def peak_tflops() -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return _PEAK_TFLOPS.get(max((key for key in _PEAK_TFLOPS if key in name), key=len, default=""))
+
+
+def moe_layers(config: Config) -> int:
+    """Number of layers with experts."""
+    return sum(config.moe.expert_layers(config.network.num_layers))

@@ -6,8 +6,6 @@ import math
 import os
 import random
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 
 import numpy
 import torch
@@ -16,22 +14,19 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.pretraining.config import (
     Config,
-    check_backend,
     check_fewest,
     check_placement,
     check_world,
 )
 from megatron.pretraining.config.deterministic import deterministic_environment
-from megatron.pretraining.elastic.domains import build_domains
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.nodes import (
     goes_on_in_process,
-    order_of_ranks,
     parts_of_model,
     per_node,
     workers_of_job,
 )
-from moc.runtime.environment import fewest_nodes, numbers_of_nodes
+from moc.runtime.environment import fewest_nodes
 from moc.runtime.job import Job
 from moc.runtime.world import World
 
@@ -49,28 +44,6 @@ COLLECTIVES_ONLY = """
 
 Pipeline stages and ring attention (context parallelism) have transfers.
 """
-
-
-def initialize(config: Config, job: Job | None = None) -> World:
-    """Joins the job (by default the one that torchrun's environment describes) and builds every process group.
-
-    Raises:
-        ConfigError: the flags do not fit the number of workers or the backend.
-    """
-    job = job or Job()
-    take_parts(config, job)
-    backend = config.parallel.distributed_backend or cpu.default_backend()
-    check_backend(config, backend, torch.cuda.is_available())
-    _choose_device(config)
-    job.collectives_only = COLLECTIVES_ONLY
-    job.unbatched = ["PIPELINE_MODEL_PARALLEL_GROUP"] if config.overlaps_p2p else []
-    job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
-    build = partial(_build_groups, config, job)
-    build()
-    let_regroup(config, job, build)
-    world = world_of(job)
-    seed_streams(config.rng.seed, 0, world)
-    return world
 
 
 def take_parts(config: Config, job: Job) -> None:
@@ -145,16 +118,6 @@ def seed_streams(seed: int, iteration: int, world: World, micro_batch: int | Non
     tensor_parallel.model_parallel_cuda_manual_seed(base)
 
 
-def _choose_device(config: Config) -> None:
-    if torch.cuda.is_available():
-        if config.training.deterministic_mode:
-            be_deterministic(config)
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    elif "OMP_NUM_THREADS" not in os.environ:
-        # one thread per worker: results do not depend on the machine, and workers do not compete for cores
-        torch.set_num_threads(1)
-
-
 def be_deterministic(config: Config) -> None:
     """Makes CUDA, cuBLAS, NCCL and Transformer Engine deterministic, before any of them is used.
 
@@ -167,19 +130,3 @@ def be_deterministic(config: Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     # A resumed or replayed run meets shapes in another order, for which torch.compile may generate other kernels.
     torch.compiler.set_stance("force_eager")
-
-
-def _build_groups(config: Config, job: Job) -> None:
-    parallel = config.parallel
-    with order_of_ranks(config, job.helpers):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
-            create_gloo_process_groups=False,
-        )
-        build_domains(config, numbers_of_nodes()[1] * per_node() if fewest_nodes() is not None else job.size)
