@@ -31,15 +31,14 @@ from megatron.pretraining.process import cpu
 cpu.install()  # comes before megatron.core
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save  # noqa: E402
 
-from megatron.pretraining import arguments  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import check_metadata  # noqa: E402
 from megatron.pretraining.checkpoint.writer import _read_report  # noqa: E402
 from megatron.pretraining.config import ds_config  # noqa: E402
-from megatron.pretraining.config.composed import compose  # noqa: E402
 from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_hashes  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
+from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.planning.selective_choice import read_routing  # noqa: E402
 from moc.elastic.plan import Plan, Settings  # noqa: E402
 from moc.elastic.plan import plan as make_plan  # noqa: E402
@@ -606,7 +605,7 @@ TYPES: dict[str, FileType] = {
         beside=lambda: {".metadata": metadata_file()},
     ),
     "--config": FileType(
-        "flags.yaml", lambda path: compose(arguments.read_config_file(path)), _json_changed(FLAGS), _flags
+        "flags.yaml", lambda path: config_of_words(["--config", str(path)]), _json_changed(FLAGS), _flags
     ),
     "--deepspeed-config": _json_type("ds.json", lambda path: ds_config.settings_in(str(path)), DS_CONFIG),
     "--trace": FileType("trace.csv", read_trace, _changed_trace, _trace),

@@ -1,26 +1,8 @@
-"""Model FLOPs of an iteration, and the device's peak for comparison."""
+"""Model FLOPs of an iteration."""
 
 from __future__ import annotations
 
-import torch
-
 from megatron.pretraining.config import Config
-
-# dense 16-bit tensor-core peak without sparsity, in TFLOP/s, from NVIDIA's data sheets
-_PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A800": 312.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H800": 989.0,
-    "GH200": 989.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-}
-"""By a part of torch's device name; the longest that is in it counts."""
 
 
 def flops_per_sample(config: Config, vocab_size: int) -> float:
@@ -61,14 +43,6 @@ def _expert_weights(config: Config, gate: int) -> int:
     shared = moe.moe_shared_expert_intermediate_size or 0
     gates = moe.num_experts + moe.moe_shared_expert_gate
     return hidden * (gate * (moe.moe_router_topk * expert + shared) + gates)
-
-
-def peak_tflops() -> float | None:
-    """The device's 16-bit peak in TFLOP/s, or None if unknown (CPUs, other devices)."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return _PEAK_TFLOPS.get(max((key for key in _PEAK_TFLOPS if key in name), key=len, default=""))
 
 
 def moe_layers(config: Config) -> int:

@@ -3,15 +3,16 @@
 import itertools
 import random
 import re
-import shlex
 
-from megatron.pretraining.arguments import build_parser
-from megatron.pretraining.config import ConfigError, check_world, compose
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.composed import all_flags
+from tests.configs import config_of
 from tests.shared import ALL
-from tests.unit.pretraining.flags import BASE
 
-GIVEN = vars(build_parser().parse_known_args(shlex.split(BASE))[0])
+GIVEN = dict(
+    num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, num_experts=8, micro_batch_size=2,
+    train_iters=10, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100,
+)  # fmt: skip
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 ELASTIC = dict(elastic=True, elastic_slots=8, calculate_per_token_loss=True, global_batch_size=16)
 POLICIES = [{}, *(dict(ckpt_policy=name, ckpt_dir="d") for name in
@@ -45,7 +46,6 @@ OTHERS = [
     dict(elastic_everywhere="9"),
     dict(overlap_grad_reduce=True),
     dict(optimizer="sgd"),
-    dict(bf16=True, main_params_dtype="bf16"),
 ]
 BASIC = [*itertools.product(POLICIES, TIERS, ENGINES, MODES, LAYOUTS)]
 WITH = [*itertools.product(BASIC, OTHERS)]
@@ -66,7 +66,7 @@ VERBS = "drop|add|choose|set|take|make|lower|raise|change"
 def refused(flags: dict) -> str | None:
     """Why the flags cannot work on four workers; None if they can."""
     try:
-        check_world(compose(GIVEN | flags), 4)
+        config_of(GIVEN | flags, 4)
     except ConfigError as error:
         return str(error.problems[0])
     return None
