@@ -1,6 +1,8 @@
 """Every command that a page prints works: quick programs run, and others read their flags."""
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import re
@@ -13,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.arguments import build_parser, parse_config
 from megatron.pretraining.config import check_world
+from megatron.pretraining.entry.offline import config_of_words
+from megatron.pretraining.entry.own_flags import add_own_flags
 from moc import launch
 from tests.unit.test_docs import PAGES, ROOT
 
@@ -140,7 +143,7 @@ def config_of(words: list[str]):
     if "..." in words:
         words = [*JOB, *(word for word in words if word != "...")]
     words = [word for word in words if word not in ("FLAGS", "FLAGS...")]
-    return parse_config(words)
+    return config_of_words(words, None)
 
 
 def script(page: Path, words: list[str]) -> None:
@@ -164,6 +167,15 @@ def script(page: Path, words: list[str]) -> None:
     config_of(found[next(at for at, word in enumerate(found) if word.endswith(TRAINING)) + 1 :])
 
 
+@functools.cache
+def options_of_training() -> frozenset[str]:
+    """Option strings of Megatron-LM and of this project."""
+    config_of_words([*JOB], None)  # adapts megatron-core before it is imported
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    importlib.import_module("megatron.training.arguments").add_megatron_arguments(parser)
+    return frozenset(add_own_flags(parser)._option_string_actions)
+
+
 def parsed(words: list[str], monkeypatch) -> None:
     """Starts a program of Python, which ends once it has read its flags."""
     if "torchrun" in words or words[0].startswith("--"):
@@ -182,7 +194,7 @@ def parsed(words: list[str], monkeypatch) -> None:
         known, unknown = read_known(own, args, namespace)
         inside.pop()
         if not inside:  # the others are flags of a training
-            assert read_known(build_parser(), [word for word in unknown if word != "--"])[1] == []
+            assert {word for word in unknown if word.startswith("--") and word != "--"} <= options_of_training()
             raise Understood
         return known, unknown
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import yaml
+from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
 from megatron.pretraining.config import Config, ConfigError
@@ -111,9 +112,19 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             problems.found.append(refusal_of(error))
         else:
             problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
+            if defaults.get(OWN_PROGRAM):
+                problems.check(_check_model, args)
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` if megatron-core refuses the configuration of the model, which a script builds later."""
+    try:
+        core_transformer_config_from_args(args)
+    except Exception as error:
+        raise refusal_of(error) from error
 
 
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:

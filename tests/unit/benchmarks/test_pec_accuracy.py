@@ -12,7 +12,7 @@ import pytest
 from benchmarks.accuracy import plots, report, runs
 from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expected, expected_plt
 from benchmarks.accuracy.results import Results
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.entry.offline import config_of_words
 from moc.policy.adaptive import uniform_plt
 from moc.policy.ledger import Ledger
 from moc.policy.pec_selection import sequential_experts
@@ -53,7 +53,9 @@ def test_only_two_levels_have_a_node_that_is_left():
 
 def test_the_program_understands_the_flags(tmp_path):
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1023"]
-    of = {c.name: parse_config([*data, *c.flags(PLAN, tmp_path, tmp_path)]).snapshot for c in cells(PLAN, seed=1)}
+    of = {
+        c.name: config_of_words([*data, *c.flags(PLAN, tmp_path, tmp_path)], None).snapshot for c in cells(PLAN, seed=1)
+    }
     assert of["fault-free"].ckpt_policy is None and of["baseline"].ckpt_policy == "full"
     partial = of["K=2 I=16 load_aware"]
     assert (partial.experts, partial.snapshot_interval, partial.pec_selection) == ((2, 2), "16", "load_aware")

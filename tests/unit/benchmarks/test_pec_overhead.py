@@ -213,10 +213,10 @@ def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path):
 
 
 def snapshot_config(name: str):
-    from megatron.pretraining.arguments import parse_config
+    from megatron.pretraining.entry.offline import config_of_words
 
     flags = [*methods.model_flags(True), "--train-iters", "9", "--ckpt-dir", "d", "--snapshot-interval", "6"]
-    return parse_config([*flags, *methods.METHODS[name].flags(6).split()]).snapshot
+    return config_of_words([*flags, *methods.METHODS[name].flags(6).split()], None).snapshot
 
 
 def test_each_method_is_what_its_name_says():

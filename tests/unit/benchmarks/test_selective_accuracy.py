@@ -8,7 +8,7 @@ import pytest
 from benchmarks.accuracy import report
 from benchmarks.accuracy.cells import Plan
 from benchmarks.selective_accuracy import BOOSTS, SelectiveCell, cells, made_up, spike, summary, verdicts
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.entry.offline import config_of_words
 
 PLAN = Plan()
 
@@ -28,7 +28,7 @@ def test_each_seed_has_one_run_without_faults_and_one_for_each_boost():
 
 def test_the_program_understands_the_flags(tmp_path):
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1023"]
-    configs = [parse_config([*data, *cell.flags(PLAN, tmp_path, tmp_path)]) for cell in cells(PLAN, seed=1)]
+    configs = [config_of_words([*data, *cell.flags(PLAN, tmp_path, tmp_path)], None) for cell in cells(PLAN, seed=1)]
     assert all(config.moe.drops_tokens for config in configs)  # so that all drop the same ones
     assert [config.snapshot.selective_boost for config in configs] == [None, *BOOSTS]
     assert [config.snapshot.ckpt_policy for config in configs] == [None, *["selective"] * len(BOOSTS)]

@@ -7,7 +7,7 @@ from benchmarks import selective_overhead as overhead
 from benchmarks.live.blocks import Blocks
 from benchmarks.live.nodes import bytes_in
 from benchmarks.overhead.methods import parameters
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.entry.offline import config_of_words
 
 BLOCKS = Blocks(first=4, length=4)
 COUNTS = {"experts": 800, "others": 100, "num_experts": 8}
@@ -65,7 +65,7 @@ def test_what_is_asked_for(found, held):
 
 @pytest.mark.parametrize("way", overhead.WAYS)
 def test_the_program_understands_the_flags_of_a_way(way):
-    parse_config([*overhead.MODEL, *overhead.SELECTIVE, *overhead.WAYS[way], "--ckpt-dir", "d"])
+    config_of_words([*overhead.MODEL, *overhead.SELECTIVE, *overhead.WAYS[way], "--ckpt-dir", "d"], None)
 
 
 def step(network, copies=5.0, memory=1.0):
@@ -92,7 +92,7 @@ def test_network_bytes_never_rise_and_gradients_have_as_many_experts():
 
 @pytest.mark.parametrize("name", ablation.steps())
 def test_the_program_understands_the_flags_of_a_step(name):
-    parse_config([*ablation.MODEL, *ablation.PEERS, *ablation.steps()[name], "--ckpt-dir", "d"])
+    config_of_words([*ablation.MODEL, *ablation.PEERS, *ablation.steps()[name], "--ckpt-dir", "d"], None)
 
 
 def test_memory_is_predicted_with_the_longest_chains():

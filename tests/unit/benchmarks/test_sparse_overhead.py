@@ -5,7 +5,7 @@ import pytest
 from benchmarks.live.blocks import Blocks, between
 from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
 from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.entry.offline import config_of_words
 from moc.state.operators import Operator
 
 
@@ -98,7 +98,7 @@ def test_a_median_is_told_with_what_it_may_be():
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flags_of_a_way_are_flags(way):
     saving = [*WAYS[way].flags.split(), "--ckpt-dir", "d"] if WAYS[way].flags else []
-    parse_config([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving])
+    config_of_words([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving], None)
 
 
 def test_what_is_frozen_in_each_iteration_of_a_replay():

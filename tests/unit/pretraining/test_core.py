@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config.deepspeed_fit import check_deepspeed
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 from moc.errors import codes_in
 
@@ -50,7 +50,7 @@ def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path)
 
 
 def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
-    config = parse_config([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"])
+    config = config_of_words([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"], None)
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     check_deepspeed(config, found := Problems())

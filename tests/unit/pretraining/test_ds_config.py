@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from megatron.pretraining.arguments import valid_config
-from megatron.pretraining.config import check_world, compose, deepspeed_fit, num_microbatches
+from megatron.pretraining.config import check_world, deepspeed_fit, num_microbatches
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
 from megatron.pretraining.config.flag import Problems
 from tests.errors import raises
-from tests.unit.pretraining.flags import BASE, PP2, assert_refused, parse, refusal, without, write
+from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write
 
 TEMPLATE = {  # what Megatron-DeepSpeed's template for ZeRO-2 and experts says, filled in
     "train_batch_size": 32,
@@ -240,16 +239,3 @@ def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
     codes, sentence = refusal("--deepspeed")
     assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed_fit.WANTED in sentence
-
-
-def test_the_launcher_knows_before_the_workers_what_is_to_be_imported(tmp_path):
-    path = write(tmp_path, {"deepspeed": True})
-    assert valid_config([*BASE.split(), "--config", str(path)]).zero.deepspeed
-    assert not valid_config([*BASE.split(), "--config", str(path), "--no-deepspeed"]).zero.deepspeed
-    for refused in (["--lr"], ["--unknown"], ["--zero-stage", "1"]):
-        assert valid_config([*BASE.split(), *refused]) is None  # the workers report it
-
-
-def test_the_configuration_in_force_can_be_given_back(given):
-    config = parse(given(TEMPLATE))
-    assert compose(config.given).to_dict() == config.to_dict() and "deepspeed" in BASE + config.to_yaml()

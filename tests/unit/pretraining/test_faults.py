@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.faults import inject_faults
 from moc.faults import on_reach, reach
 from moc.runtime.job import Job
@@ -20,7 +20,7 @@ def nobody_listens_afterwards():
 
 
 def armed(tmp_path, fault):
-    inject_faults(parse_config([*shlex.split(BASE), "--log-dir", str(tmp_path), "--inject", fault]), Job())
+    inject_faults(config_of_words([*shlex.split(BASE), "--log-dir", str(tmp_path), "--inject", fault], None), Job())
 
 
 def test_workers_that_there_are_not_are_refused(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import device_training
-from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config import check_backend, check_world
+from megatron.pretraining.entry.offline import config_of_words
 from tests.gpu import check, test_many_ranks, test_train
 from tests.gpu.check import FAILED, LATE, NOT_RUN, PASSED, SKIPPED
 from tests.gpu.one_gpu import ASKED, NotHere, one_gpu_environment
@@ -55,7 +55,7 @@ def test_the_program_takes_the_flags_of_its_steps(step):
     workers, flags = FLAGS[step]
     limits = [] if "--train-iters" in flags else ["--train-iters", "3"]
     places = [] if step == "precisions" else ["--ckpt-dir", "x"]
-    config = parse_config([*flags, *limits, *places])
+    config = config_of_words([*flags, *limits, *places], None)
     check_world(config, workers)
     check_backend(config, "nccl")
     check_backend(config, "gloo")
