@@ -31,7 +31,7 @@ from megatron.pretraining.config.world import check_fewest, check_start
 from megatron.pretraining.entry import command_line, cpu, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
-from megatron.pretraining.entry.stock import replaced
+from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.board import Board
@@ -237,6 +237,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+@contextlib.contextmanager
+def refused_by_megatron() -> Iterator[None]:
+    """In this project's program, which has no code of a user: what Megatron-LM raises is about the options.
+
+    Raises:
+        ConfigError: Megatron-LM raised an error.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, TypeError, OSError) as error:
+        if isinstance(error, ConfigError) or not getattr(get_args(), OWN_PROGRAM, False):
+            raise
+        raise refusal_of(error) from error
 
 
 def refusal_of(error: BaseException) -> ConfigError:

@@ -27,6 +27,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.entry.configuration import OWN_PROGRAM
+from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
@@ -101,6 +102,11 @@ def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) ->
     Raises:
         ConfigError: on all workers, if a split is empty or there are too few training samples.
     """
+    with refused_by_megatron():
+        return _built_datasets(counts)
+
+
+def _built_datasets(counts: Sequence[int | None]) -> Any:
     args = get_args()
     blend, by_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(

@@ -25,6 +25,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
+from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.formats import multiply_in_format, store_in_formats
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.model import model_of_chunks
@@ -231,7 +232,7 @@ class StockProgram:
     def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
         """The model chunks, the optimizer and the schedule of learning rates."""
         groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
-        with replaced(training, OptimizerParamScheduler=RateSchedule):
+        with replaced(training, OptimizerParamScheduler=RateSchedule), refused_by_megatron():
             for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
                 if wanted:
                     built: Any = engine.set_up(config, self.container, self.model_type, provider, groups)
