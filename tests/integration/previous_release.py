@@ -36,7 +36,6 @@ MODEL = """
 """
 _SNAPSHOTS = f"--snapshot-interval 1 --ckpt-keep 1 --ckpt-dir {STATE}"
 _SAVES = f"--save {STATE} --load {STATE}"
-_ELASTIC = "--elastic --elastic-slots 4 --elastic-min-replicas 1 --calculate-per-token-loss"
 RUNS = {
     "save": _SAVES,
     "save-bf16": f"{_SAVES} --bf16 --use-distributed-optimizer",
@@ -50,8 +49,6 @@ RUNS = {
     "formats": f"--ckpt-policy sparse {_SNAPSHOTS} --sparse-window 2 --bf16 --exp-avg-dtype fp8 --fp8-format hybrid "
     "--exp-avg-sq-dtype fp16",
     "deepspeed": f"{_SAVES} --deepspeed --zero-stage 2",
-    "elastic": f"--ckpt-policy full {_SNAPSHOTS} {_ELASTIC}",
-    "elastic-save": f"{_SAVES} {_ELASTIC}",
 }
 """Flags by the name of a run: one ``--save`` directory of each optimizer, and one snapshot of each policy."""
 
