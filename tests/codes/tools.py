@@ -371,6 +371,31 @@ CASES = {
         "--input in.txt --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model org/name "
         f"--tokenizer-revision {'0' * 40}",
     ),
+    "tokenizer-incomplete": preprocess(
+        "",
+        "--tokenizer-model",
+        writes(in__txt="1 2\n"),
+        "--input in.txt --output-prefix out --tokenizer-type SentencePieceTokenizer",
+    ),
+    "tokenizer-missing": preprocess(
+        "",
+        "/no/such.model",
+        writes(in__txt="1 2\n"),
+        "--input in.txt --output-prefix out --tokenizer-type SentencePieceTokenizer --tokenizer-model /no/such.model",
+    ),
+    "tokenizer-not-pinned": preprocess(
+        "",
+        "--tokenizer-revision",
+        writes(in__txt="1 2\n"),
+        "--input in.txt --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model org/name",
+    ),
+    "flag-missing": Case(
+        "plan_checkpoint",
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16",
+        1,
+        "--vocab-size",
+    ),
+    "workers-not-divisible": Case("plan_checkpoint", "--model micro --world 3 --pp 2", 1, "--world"),
     "text-invalid": preprocess("", "in.jsonl", writes(in__jsonl="{\n"), TEXT.replace("in.txt", "in.jsonl")),
     "tokenizer-unusable": preprocess(
         "",

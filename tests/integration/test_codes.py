@@ -48,7 +48,7 @@ MAINS = {
     "train_tokenizer": tokenizer_training,
 }
 TOOLS = REPOSITORY / "tools"
-HERE = flags.CASES | launcher.CASES | tools.CASES
+HERE = launcher.CASES | tools.CASES
 """Cases whose error comes before anything that a test process must not do."""
 
 
@@ -88,9 +88,12 @@ def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
     assert status == case.status and code in codes_in(output) and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("code", sorted(jobs.CASES))
+JOBS = jobs.CASES | flags.CASES
+
+
+@pytest.mark.parametrize("code", sorted(JOBS))
 def test_a_job_ends_with_the_code(code, tmp_path):
-    case = jobs.CASES[code]
+    case = JOBS[code]
     if case.make is not None:
         case.make(tmp_path)
     status, output = run(case, tmp_path)
@@ -239,7 +242,7 @@ HERE_TOO = {"zygote-lost", "node-rank-taken", "nodes-missing"}
 def test_each_documented_code_has_a_command_line():
     """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
     codes = documented().keys()
-    here = HERE.keys() | jobs.CASES.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys() | HERE_TOO
+    here = HERE.keys() | JOBS.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys() | HERE_TOO
     assert not codes - here - elsewhere.TESTS.keys() - elsewhere.REASONS.keys()
     assert elsewhere.TESTS.keys() | elsewhere.REASONS.keys() <= codes - here
     for code, file in elsewhere.TESTS.items():

@@ -1,7 +1,6 @@
 """The flags, by group: frozen dataclasses that validate themselves."""
 
 from megatron.pretraining.config.composed import Config
-from megatron.pretraining.config.data import split_blend
 from megatron.pretraining.config.flag import ConfigError
 from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
@@ -46,7 +45,6 @@ __all__ = [
     "layout_sizes",
     "num_microbatches",
     "plan_settings",
-    "split_blend",
     "stage_size",
     "train_iterations",
     "nodes_have_places",

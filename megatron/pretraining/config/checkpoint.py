@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,3 @@ class CheckpointFlags(FlagGroup):
         False, "End with an error if --load holds no checkpoint, instead of starting from iteration 0."
     )
     ckpt_format: str = flag("torch_dist", "Format of the weights; only megatron-core's.", choices=("torch_dist",))
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects options of a save or a load that is not configured."""
-        self.needs(problems, "save_interval", "save")
-        self.needs(problems, "async_save", "save")
-        self.needs(problems, "save_retain_interval", "save_interval")
-        self.multiple(problems, "save_retain_interval", "save_interval")
-        self.needs(problems, "finetune", "load")
-        self.needs(problems, "trust", "load")
-        self.needs(problems, "exit_on_missing_checkpoint", "load")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag
+from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 
 DTYPES = ("fp32", "bf16", "fp16")
 WANTED = "deepspeed>=0.19,<0.20"
@@ -53,14 +53,6 @@ class DeepSpeedFlags(FlagGroup):
     gradient_accumulation_steps: int | None = flag(
         None, "Micro batches in an iteration; follows from the batch sizes, and must agree with them.", limits=">= 1"
     )
-    pipeline_parallel: bool = flag(True, "Accepted for compatibility; off needs --pipeline-model-parallel-size 1.")
-    create_moe_param_group: bool = flag(False, "Accepted for compatibility; experts always have their own groups.")
-    zero_reduce_scatter: bool = flag(False, "Accepted for compatibility; always on.")
-    zero_contigious_gradients: bool = flag(False, "Accepted for compatibility; always on.")
-    remote_device: str = flag("none", "Accepted for compatibility; only none.", choices=("none", "cpu", "nvme"))
-    mlp_type: str = flag("standard", "Accepted for compatibility; only standard.", choices=("standard", "residual"))
-    ds_sequence_parallel_size: int = flag(1, "Accepted for compatibility; only 1.", limits=">= 1")
-    deepspeed_activation_checkpointing: bool = flag(False, "Refused: see --recompute-granularity.")
 
     def validate(self, problems: Problems) -> None:
         """Rejects what needs ``--deepspeed`` without it, other stages, and what this project does otherwise."""
@@ -74,19 +66,6 @@ class DeepSpeedFlags(FlagGroup):
             "Fix: change it",
             code="bucket-size-odd",
         )
-        for name, only, remedy in (
-            (
-                "remote_device",
-                "none",
-                "drop it, since weights stay on the device; --cpu-optimizer moves optimizer state",
-            ),
-            ("mlp_type", "standard", "choose --moe-shared-expert-intermediate-size, experts that process every token"),
-            ("ds_sequence_parallel_size", 1, "choose --tensor-model-parallel-size with --sequence-parallel"),
-            ("deepspeed_activation_checkpointing", False, "choose --recompute-granularity in its place"),
-        ):
-            value = getattr(self, name)
-            given = dashed(name) if value is True else f"{dashed(name)} {value}"
-            problems.refuse(value != only, f"{given} is not supported. Fix: {remedy}", code="flag-unsupported")
 
     def _validate_stage(self, problems: Problems) -> None:
         problems.refuse(

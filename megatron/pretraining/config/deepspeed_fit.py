@@ -12,19 +12,9 @@ from megatron.pretraining.process.core import unchecked
 
 def check_deepspeed(config: FlagGroups, problems: Problems) -> None:
     """Adds flags that cannot be combined with ``--deepspeed``, and a missing package, to the problems."""
-    problems.check(_check_names, config, problems)
     if config.zero.deepspeed:
         for check in (_check_pipeline, _check_data_parallelism, _check_optimizer, _check_package):
             problems.check(check, config, problems)
-
-
-def _check_names(config: FlagGroups, problems: Problems) -> None:
-    size = config.parallel.pipeline_model_parallel_size
-    problems.refuse(
-        not config.zero.pipeline_parallel and size > 1,
-        f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {size}. Fix: drop one of them",
-        code="flags-exclude-each-other",
-    )
 
 
 def _check_pipeline(config: FlagGroups, problems: Problems) -> None:

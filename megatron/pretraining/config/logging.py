@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,3 @@ class LoggingFlags(FlagGroup):
         choices=("max", "minmax", "all"),
     )
     log_dir: str | None = flag(None, "Directory of events.jsonl and of this run's logs.", metavar="DIR")
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects TensorBoard options without TensorBoard."""
-        for name in ("timers", "memory", "validation_ppl"):
-            self.needs(problems, f"log_{name}_to_tensorboard", "tensorboard_dir")

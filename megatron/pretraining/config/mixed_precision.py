@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -60,38 +60,3 @@ class MixedPrecisionFlags(FlagGroup):
         if self.exp_avg_dtype is None and self.exp_avg_sq_dtype is None:
             return None
         return self.exp_avg_dtype or "fp32", self.exp_avg_sq_dtype or "fp32"
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects contradictory formats."""
-        problems.refuse(
-            self.fp16 and self.bf16,
-            "--fp16 and --bf16 exclude each other. Fix: drop one",
-            code="flags-exclude-each-other",
-        )
-        problems.refuse(
-            self.main_params_dtype == "bf16" and not self.bf16,
-            "--main-params-dtype bf16 updates the weights themselves, so they must be in bf16. Fix: add --bf16",
-            code="precision-needs-flag",
-        )
-        problems.refuse(
-            self.main_params_dtype == "bf16" and self.accumulate_allreduce_grads_in_fp32,
-            "--main-params-dtype bf16 also needs gradients in bf16. Fix: drop --accumulate-allreduce-grads-in-fp32",
-            code="flags-exclude-each-other",
-        )
-        problems.refuse(
-            self.fp8_format and not (self.fp16 or self.bf16),
-            f"--fp8-format {self.fp8_format} needs weights in 16 bits. Fix: add --bf16 or --fp16",
-            code="precision-needs-flag",
-        )
-        problems.refuse(
-            self.fp8_recipe == "delayed",
-            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so a resumed run "
-            "would differ. Fix: choose tensorwise, blockwise or mxfp8",
-            code="fp8-recipe-unsupported",
-        )
-        problems.refuse(
-            self.fp32_residual_connection and not (self.fp16 or self.bf16),
-            "--fp32-residual-connection has no effect without --fp16 or --bf16. Fix: add one, or drop it",
-            code="flag-has-no-effect",
-        )
-        self.at_most(problems, "min_loss_scale", "initial_loss_scale")

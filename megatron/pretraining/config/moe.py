@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
+from megatron.pretraining.config.flag import FlagGroup, flag
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
-
-DROPPING_BALANCERS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-
-
-_OF_MEGATRON = {"moe_token_dispatcher_type": "allgather"}
-"""Defaults of Megatron-LM where a flag has none here: scripts for dense models state them."""
 
 
 @dataclass(frozen=True)
@@ -106,79 +100,3 @@ class MoeFlags(FlagGroup):
     def drops_tokens(self) -> bool:
         """Whether experts have a capacity beyond which they drop tokens, and are not filled up to it."""
         return self.moe_expert_capacity_factor is not None and not self.moe_pad_expert_input_to_capacity
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects invalid routing, mostly before megatron-core would."""
-        if self.num_experts is None:
-            changed = (
-                spec.spelling
-                for spec in flags_of(MoeFlags)
-                if vars(self).get(spec.name) not in (None, spec.default, _OF_MEGATRON.get(spec.name))
-            )
-            problems.refuse_without(tuple(changed), "--num-experts")
-            return
-        self.at_most(problems, "moe_router_topk", "num_experts")
-        self.needs(problems, "moe_router_enable_expert_bias", "moe_router_score_function", "sigmoid")
-        self.needs(
-            problems, "moe_router_quantile_balancing_ema", "moe_router_load_balancing_type", "quantile_balancing"
-        )
-        for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
-            self.needs(problems, name, "moe_shared_expert_intermediate_size")
-        self.needs(problems, "moe_shared_expert_overlap", "moe_token_dispatcher_type", "alltoall")
-        problems.check(self._validate_balancing, problems)
-        problems.check(self._validate_router_groups, problems, self.num_experts)
-        problems.check(self._validate_capacity, problems)
-        problems.refuse(
-            self.moe_router_topk == 1
-            and self.moe_router_score_function == "softmax"
-            and not self.moe_router_pre_softmax
-            and self.moe_router_load_balancing_type != "sinkhorn",
-            "--moe-router-topk 1 gives the router no gradient without --moe-router-pre-softmax. Fix: add it",
-            code="router-without-gradient",
-        )
-
-    def _validate_balancing(self, problems: Problems) -> None:
-        problems.refuse(
-            self.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing") and self.moe_aux_loss_coeff,
-            f"--moe-router-load-balancing-type {self.moe_router_load_balancing_type} has no loss. Fix: drop "
-            "--moe-aux-loss-coeff",
-            code="flag-has-no-effect",
-        )
-        problems.refuse(
-            self.moe_router_load_balancing_type == "quantile_balancing" and self.moe_router_num_groups is not None,
-            "--moe-router-load-balancing-type quantile_balancing: group-limited routing is not supported. Fix: drop "
-            "--moe-router-num-groups and --moe-router-group-topk",
-            code="flags-exclude-each-other",
-        )
-
-    def _validate_router_groups(self, problems: Problems, experts: int) -> None:
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        problems.refuse(
-            (groups is None) != (chosen is None),
-            "--moe-router-num-groups and --moe-router-group-topk go together. Fix: give both or neither",
-            code="flag-needs-another",
-        )
-        if groups is None or chosen is None:
-            return
-        self.multiple(problems, "num_experts", "moe_router_num_groups")
-        self.at_most(problems, "moe_router_group_topk", "moe_router_num_groups")
-        problems.refuse(
-            not chosen <= self.moe_router_topk <= chosen * (experts // groups),
-            f"--moe-router-topk {self.moe_router_topk} experts cannot come from --moe-router-group-topk {chosen} "
-            f"groups of {experts // groups}. Fix: change one of them",
-            code="router-groups-too-small",
-        )
-
-    def _validate_capacity(self, problems: Problems) -> None:
-        problems.refuse(
-            self.moe_expert_capacity_factor is not None
-            and self.moe_router_load_balancing_type not in DROPPING_BALANCERS,
-            "--moe-expert-capacity-factor works with --moe-router-load-balancing-type "
-            f"{', '.join(DROPPING_BALANCERS)}, not {self.moe_router_load_balancing_type}. Fix: change one of them",
-            code="capacity-balancing-conflict",
-        )
-        problems.refuse(
-            self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None,
-            "--moe-pad-expert-input-to-capacity needs a positive --moe-expert-capacity-factor. Fix: add it",
-            code="flag-needs-another",
-        )

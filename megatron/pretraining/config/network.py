@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,3 @@ class NetworkFlags(FlagGroup):
     attention_backend: str = flag(
         "auto", "Attention kernel of Transformer Engine.", choices=("auto", "flash", "fused", "unfused", "local")
     )
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects heads that do not fit the width, and two activation functions at once."""
-        problems.refuse(
-            self.kv_channels is None,
-            f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
-            f"{self.num_attention_heads}. Fix: change one of them, or give --kv-channels",
-            code="flag-not-a-multiple",
-        )
-        problems.refuse(
-            not self.group_query_attention and self.num_query_groups not in (None, self.num_attention_heads),
-            f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention. Fix: add it",
-            code="flag-has-no-effect",
-        )
-        self.multiple(problems, "num_attention_heads", "num_query_groups")
-        self.needs(problems, "qk_layernorm_full_width", "qk_layernorm")
-        problems.refuse(
-            self.swiglu and self.squared_relu,
-            "--swiglu and --squared-relu exclude each other. Fix: drop one",
-            code="flags-exclude-each-other",
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,6 @@ class LearningRateFlags(FlagGroup):
         False, "On resume, use the schedule of the checkpoint.", "--use-checkpoint-opt_param-scheduler"
     )
 
-    def validate(self, problems: Problems) -> None:
-        """Rejects limits in the wrong order, and a warm-up or schedule source given twice."""
-        self.at_most(problems, "min_lr", "lr")
-        self.at_most(problems, "lr_warmup_init", "lr")
-        problems.refuse(
-            self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples),
-            "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples. Fix: keep one",
-            code="flags-exclude-each-other",
-        )
-        problems.refuse(
-            self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler,
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other. Fix: drop one",
-            code="flags-exclude-each-other",
-        )
-
 
 @dataclass(frozen=True)
 class RegularizationFlags(FlagGroup):
@@ -78,22 +63,3 @@ class RegularizationFlags(FlagGroup):
     adam_beta2: float = flag(0.999, "Adam: decay rate of the second moment.", limits=">= 0, < 1")
     adam_eps: float = flag(1e-8, "Adam: term added to the denominator.", limits="> 0")
     sgd_momentum: float = flag(0.9, "SGD: momentum.", limits=">= 0")
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects a constant weight decay with two ends, and a varying one without both."""
-        ends = (self.start_weight_decay, self.end_weight_decay)
-        if self.weight_decay_incr_style == "constant":
-            problems.refuse(
-                any(end not in (None, self.weight_decay) for end in ends),
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine. Fix: add "
-                "it, or drop them",
-                code="weight-decay-style-conflict",
-            )
-            return
-        problems.refuse(
-            None in ends,
-            f"--weight-decay-incr-style {self.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay. Fix: add them",
-            code="weight-decay-style-conflict",
-        )
-        self.at_most(problems, "start_weight_decay", "end_weight_decay")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,3 @@ class ParallelFlags(FlagGroup):
     distributed_timeout_minutes: int = flag(
         10, "Minutes to wait for other workers in a collective operation.", limits=">= 1"
     )
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects context parallelism, overlaps without their prerequisites, and virtual stages without a pipeline."""
-        problems.refuse(
-            self.context_parallel_size > 1,
-            f"--context-parallel-size {self.context_parallel_size} is not supported. Fix: leave it at 1",
-            code="flag-unsupported",
-        )
-        self.needs(problems, "overlap_param_gather", "use_distributed_optimizer")
-        self.needs(problems, "overlap_param_gather", "overlap_grad_reduce")
-        layers, stages = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
-        problems.refuse(
-            layers is not None and stages is not None,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank set the same value. "
-            "Fix: drop one",
-            code="flags-exclude-each-other",
-        )
-        spelling = "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
-        problems.refuse(
-            (layers is not None or (stages or 1) > 1) and self.pipeline_model_parallel_size == 1,
-            f"{spelling} needs --pipeline-model-parallel-size greater than 1. Fix: raise it, or drop {spelling}",
-            code="flag-needs-another",
-        )

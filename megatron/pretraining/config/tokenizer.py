@@ -6,8 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from megatron.pretraining.config.derive import installed
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
 
 _TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -26,44 +25,6 @@ class TokenizerFlags(FlagGroup):
         metavar="COMMIT",
     )
     vocab_size: int | None = flag(None, "Vocabulary of the NullTokenizer, before padding.", limits=">= 1")
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects a tokenizer without its model, size or revision, and missing files."""
-        from_hub = self.tokenizer_type == "HuggingFaceTokenizer" and on_hub(self.tokenizer_model or "")
-        problems.refuse(
-            self.tokenizer_revision and not from_hub,
-            "--tokenizer-revision is for the name of a HuggingFace tokenizer on the hub. Fix: drop it",
-            code="flag-has-no-effect",
-        )
-        if self.tokenizer_type == "NullTokenizer":
-            problems.refuse(
-                self.vocab_size is None,
-                "--tokenizer-type NullTokenizer needs --vocab-size. Fix: add it",
-                code="tokenizer-incomplete",
-            )
-            return
-        is_file = self.tokenizer_type == "SentencePieceTokenizer"
-        problems.refuse(
-            not is_file and not installed("transformers"),
-            "--tokenizer-type HuggingFaceTokenizer needs the package transformers. Fix: install it",
-            code="package-missing",
-        )
-        model = self.tokenizer_model
-        if model is None:
-            problems.refuse(
-                True,
-                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model. Fix: add it",
-                code="tokenizer-incomplete",
-            )
-            return
-        problems.refuse(
-            not (os.path.isfile(model) if is_file else from_hub or os.path.exists(model)),
-            f"--tokenizer-model {model} does not exist. Fix: correct the path, or make one with "
-            "tools/train_tokenizer.py",
-            code="tokenizer-missing",
-        )
-        if from_hub:
-            problems.check(refuse_without_commit, model, self.tokenizer_revision)
 
 
 def on_hub(model: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import REQUIRED, FlagGroup, Problems, flag
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag
 
 
 @dataclass(frozen=True)
@@ -58,43 +58,6 @@ class TrainingFlags(FlagGroup):
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU; their values are the same either way.")
     manual_gc: bool = flag(False, "Run Python's garbage collector at the same iterations on all workers.")
     manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", limits=">= 0")
-
-    def validate(self, problems: Problems) -> None:
-        """Rejects a training length given twice or not at all, and incomplete recomputation options."""
-        problems.refuse(
-            self.deterministic_mode and self.allow_nondeterministic,
-            "--deterministic-mode contradicts --allow-nondeterministic. Fix: drop one of them",
-            code="flags-exclude-each-other",
-        )
-        problems.refuse(
-            self.train_iters is None and self.train_samples is None,
-            "the length of the training is missing. Fix: give --train-iters or --train-samples",
-            code="training-length-missing",
-        )
-        problems.refuse(
-            self.train_iters is not None and self.train_samples is not None,
-            "--train-iters and --train-samples exclude each other. Fix: drop one",
-            code="flags-exclude-each-other",
-        )
-        self.multiple(problems, "global_batch_size", "micro_batch_size")
-        self.needs(problems, "manual_gc_interval", "manual_gc")
-        problems.refuse(
-            self.recompute_activations and self.recompute_granularity == "full",
-            "--recompute-activations means --recompute-granularity selective, not full. Fix: drop one of them",
-            code="flags-exclude-each-other",
-        )
-        full = self.recompute_granularity == "full"
-        problems.refuse(
-            full and (self.recompute_method is None or self.recompute_num_layers is None),
-            "--recompute-granularity full needs --recompute-method and --recompute-num-layers. Fix: add them",
-            code="recompute-flags-incomplete",
-        )
-        problems.refuse(
-            not full and (self.recompute_method is not None or self.recompute_num_layers is not None),
-            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full. Fix: "
-            "add that, or drop them",
-            code="recompute-flags-incomplete",
-        )
 
 
 @dataclass(frozen=True)

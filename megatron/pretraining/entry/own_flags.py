@@ -20,13 +20,6 @@ _OWN_FLAGS = {
     "rng": ("initialization",),
 }
 """Our flags in groups that otherwise have flags of Megatron-LM."""
-_OF_A_DIALECT = frozenset(
-    """
-    pipeline_parallel create_moe_param_group zero_reduce_scatter zero_contigious_gradients remote_device mlp_type
-    ds_sequence_parallel_size deepspeed_activation_checkpointing
-    """.split()
-)
-"""Flags of :data:`OWN_GROUPS` that a dialect translates (:mod:`megatron.pretraining.entry.dialects`)."""
 PREFIX = "moc_"
 """Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
 _GENERAL: dict[str, dict[str, Any]] = {
@@ -58,7 +51,7 @@ _GENERAL: dict[str, dict[str, Any]] = {
 def own_flags() -> list[Flag]:
     """Our flags, in the order of ``--help``."""
     classes = group_classes()
-    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group]) if flag.name not in _OF_A_DIALECT]
+    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group])]
     return whole + [
         flag for group, names in _OWN_FLAGS.items() for flag in flags_of(classes[group]) if flag.name in names
     ]
