@@ -20,7 +20,6 @@ from tests.integration.entry_jobs import (
     EP2,
     FULL,
     MOE,
-    OWN_PROGRAM,
     SCRIPTS,
     USER_SCRIPT,
     ZERO1,
@@ -259,9 +258,3 @@ def test_a_replaced_worker_logs_when_the_others_do(tmp_path):
     assert [iteration for iteration, _ in logged(ended.output)] == [1, 3, 6] and len(ended.of("generation")) == 1
     with gzip.open(tmp_path / "board/torch_profile/rank-0.json.gz") as file:
         assert json.load(file)["traceEvents"]
-
-
-def test_a_split_without_data_is_not_evaluated(tmp_path):
-    ended = run(tmp_path, OWN_PROGRAM, 1, "--split 98,2,0 --train-iters 4")
-    assert ended.code == 0, ended.output
-    assert {event["split"] for event in ended.of("evaluation")} == {"valid"}

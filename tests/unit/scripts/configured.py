@@ -12,7 +12,7 @@ from benchmarks.command_lines import simulate_device
 from megatron.pretraining.config import ConfigError
 
 NAMES = (
-    "num_layers", "hidden_size", "num_experts", "moe_router_topk", "bf16", "transformer_impl", "world_size",
+    "num_layers", "hidden_size", "num_experts", "moe_router_topk", "bf16", "world_size",
     "data_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "train_iters",
     "exit_interval",
 )  # fmt: skip

@@ -86,7 +86,7 @@ def test_trainer_accepts_the_flags_of_all_recipes(data):
     """With the options of the recipe's model, its precision and its layout, on GPUs."""
     runs = [run(TRAIN, recipe, "--dry-run", *data) for recipe in RECIPES]
     found = dict(zip(RECIPES, configured(*(flags_of(one.stdout) for one in runs)), strict=True))
-    assert all(one["bf16"] and one["transformer_impl"] == "transformer_engine" for one in found.values())
+    assert all(one["bf16"] for one in found.values())
     shapes = {name: [one[key] for key in MODEL] for name, one in found.items()}
     assert shapes == {
         "deepseek_moe_16b": [28, 2048, 64, 8, 112, 14, 8],
