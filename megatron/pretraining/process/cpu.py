@@ -53,6 +53,7 @@ def install() -> None:
     check_core()
     # both are optional; --help says where they are used
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
+    warnings.filterwarnings("ignore", message="Only transformer-engine>=.* supports MoE experts")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
     warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
     for name, text in _NOTICES.items():
