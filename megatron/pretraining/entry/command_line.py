@@ -16,7 +16,7 @@ from megatron.pretraining.config.ds_config import Setting, agree, ignored_in, se
 from megatron.pretraining.config.flag import UNKNOWN, Problems, flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.dialects import FLAG, nested, previous_release, translated
-from megatron.pretraining.entry.own_flags import PREFIX
+from megatron.pretraining.entry.own_flags import PREFIX, own_parser
 from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
 from moc.files.text import short, shown
@@ -95,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
         words, problems.found = [*translation.words], [*problems.found, *translation.problems]
         values = _read_again(self, words, super().parse_known_args, problems)
         if values.get(f"{PREFIX}help_all"):
-            self.print_help(sys.__stdout__)
+            super().print_help(sys.__stdout__)
             self.exit(0)
         if (path := values.get(f"{PREFIX}deepspeed_config")) and path is not UNKNOWN:
             words = [*_words_of_ds_config(self, path, words, values, problems), *words]
@@ -116,6 +116,10 @@ class _Parser(argparse.ArgumentParser):
         notices += stage
         _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices))
         return argparse.Namespace(**values), []
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints our options; Megatron-LM's and the script's have ``--help-all``."""
+        own_parser(self.prog).print_help(file)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -70,6 +70,12 @@ def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
     yield "Other", "", [by_name[name] for names in _OWN_FLAGS.values() for name in names]
 
 
+def own_parser(program: str) -> argparse.ArgumentParser:
+    """A parser of our options alone, whose help mentions those of Megatron-LM."""
+    parser = argparse.ArgumentParser(program, f"{program} [options of Megatron-LM] [options below]", allow_abbrev=False)
+    return add_own_flags(parser)
+
+
 def own_names() -> frozenset[str]:
     """Names of our flags in groups that otherwise have flags of Megatron-LM."""
     return frozenset(name for names in _OWN_FLAGS.values() for name in names)

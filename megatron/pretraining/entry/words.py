@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry import options
 from megatron.pretraining.entry.dialects import translated
-from megatron.pretraining.entry.own_flags import add_own_flags
+from megatron.pretraining.entry.own_flags import own_parser
 from megatron.pretraining.entry.source_options import options_in
 from megatron.pretraining.words import refuse_unknown
 from moc.errors import with_code
@@ -34,8 +33,7 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
         size: number of workers.
     """
     name = os.path.basename(script)
-    parser = argparse.ArgumentParser(name, f"{name} [options of Megatron-LM] [options below]", allow_abbrev=False)
-    add_own_flags(parser)
+    parser = own_parser(name)
     if any(word in ("-h", "--help") for word in arguments):
         parser.print_help()
         sys.exit(0)
