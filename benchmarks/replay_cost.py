@@ -46,10 +46,8 @@ def measure(run, stop, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     from benchmarks.save_peers.rounds import gather, timed
     from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.loop import iterate
-    from megatron.pretraining.model.shape import model_shape
-    from moc.state.shape import model_operators
 
-    operators = model_operators(model_shape(run.config.network, run.config.moe, run.vocabulary.rows))
+    operators = run.session._engine.operators
     state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
     records = [iterate(run, stop) for _ in range(WARM_UP)]
     first_sample = run.position.consumed_samples - run.stepper.topology.global_batch_size

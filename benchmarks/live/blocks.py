@@ -146,7 +146,7 @@ if __name__ == "__main__":
     from moc.policy import POLICIES
     from moc.session.session import Session
 
-    program.prepare_core()
+    program.warm_up()
     from megatron.core.pipeline_parallel import schedules
 
     for kind in POLICIES.values():

@@ -148,7 +148,8 @@ class _Shape:
 def _operators(shape: Any) -> list[str]:
     """The operators of a model of this shape: the names of all, or sizes; raises ValueError if they are too many."""
     if is_by_operator(shape):
-        return [*decode.convert(shape, _Parameters)]
+        by_operator: Any = _Parameters
+        return [*decode.convert(shape, by_operator)]
     return _operators_of_sizes(decode.convert(shape, _Shape))
 
 

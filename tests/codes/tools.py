@@ -395,7 +395,7 @@ CASES = {
         1,
         "--vocab-size",
     ),
-    "workers-not-divisible": Case("plan_checkpoint", "--model micro --world 3 --pp 2", 1, "--world"),
+    "workers-not-divisible": Case("plan_checkpoint", "--model micro --world 3 --pp 2", 1, "3 ranks"),
     "text-invalid": preprocess("", "in.jsonl", writes(in__jsonl="{\n"), TEXT.replace("in.txt", "in.jsonl")),
     "tokenizer-unusable": preprocess(
         "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, AvailableCheckpoint, RecoveryPath, ReplayPoint
 from moc.session.resume import replay
@@ -32,7 +31,7 @@ def complete_late(flags: dict, pattern: str) -> dict:
     """
 
     def use(run) -> dict:
-        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocabulary)
+        engine = run.session._engine
         state = engine.state
         _steps(run, 1)
         position, kept, steps = run.position, _copies(state), state.steps()
@@ -69,7 +68,7 @@ def apply_again(flags: dict) -> dict:
     """
 
     def use(run) -> dict:
-        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocabulary)
+        engine = run.session._engine
         state = engine.state
         _steps(run, 1)
         position, before, steps, scalars = run.position, _copies(state), state.steps(), engine.scalars(run.position)

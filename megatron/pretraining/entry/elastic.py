@@ -144,6 +144,14 @@ def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> No
         adopt(layers, plan, config.elastic.elastic_dispatch)
 
 
+def complete(args: Any, given: Collection[str]) -> None:
+    """Sets what elastic layers replace, in place of Megatron-LM's defaults: dispatcher, and complete experts."""
+    if "moe_token_dispatcher_type" not in given:
+        args.moe_token_dispatcher_type = "alltoall"
+    if "expert_tensor_parallel_size" not in given:
+        args.expert_tensor_parallel_size = 1
+
+
 @contextlib.contextmanager
 def uneven_batch(args: Any, elastic: bool) -> Iterator[None]:
     """Lets Megatron-LM's check of arguments accept a global batch that data-parallel ranks cannot share evenly."""

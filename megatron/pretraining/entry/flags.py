@@ -103,8 +103,8 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         if defaults.get(OWN_PROGRAM):
             _complete(args, read.given)
         problems.check(formats.take_formats, args)
-        if read.own.get("elastic") and "moe_token_dispatcher_type" not in read.given:
-            args.moe_token_dispatcher_type = "alltoall"  # elastic layers have a dispatcher of their own
+        if read.own.get("elastic"):
+            elastic.complete(args, read.given)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, {})
@@ -186,7 +186,8 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
                     code="tokenizer-unusable",
                 ) from error
         if args.vocab_size is None and args.padded_vocab_size is not None:  # checkpoints record it without padding
-            args.vocab_size = training.get_tokenizer().vocab_size
+            tokenizer: Any = training.get_tokenizer()
+            args.vocab_size = tokenizer.vocab_size
 
     return set_up
 

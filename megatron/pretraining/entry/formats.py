@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.config.flag import Problems
@@ -56,7 +55,7 @@ def take_formats(args: Any) -> None:
     problems.raise_found()
 
 
-def multiply_in_format(args: Any, chunks: Iterable[torch.nn.Module]) -> None:
+def multiply_in_format(args: Any, chunks: Iterable[Any]) -> None:
     """Computes the matrix products of model chunks in 8 bits, if the arguments ask for it."""
     if format := getattr(args, _PRODUCTS, None):
         for chunk in chunks:

@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron.pretraining.entry.configuration import MegatronConfig
 from megatron.pretraining.entry.flags import refusal_of
 from megatron.pretraining.entry.model import operators_of, tensors_in
+from megatron.pretraining.entry.offline import kept_environment
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.model.parameters import parameter_pieces
 from moc.state.operators import Operator
@@ -73,7 +74,7 @@ def operators_on_meta(config: MegatronConfig, rows: int) -> tuple[Operator, ...]
     arguments = copy.copy(config.arguments)
     vars(arguments).update(_ONE_WORKER | _WITHOUT_KERNELS | {"padded_vocab_size": rows})
     described: Any = hybrid_config_from_args if arguments.hybrid_layer_pattern else gpt_config_from_args
-    with _one_worker() as groups, replaced(torch.cuda, current_device=lambda: torch.device("meta")):
+    with kept_environment(), _one_worker() as groups, replaced(torch.cuda, current_device=lambda: torch.device("meta")):
         try:
             model = described(arguments)
             chunk = model.get_builder_cls()(model).build_model(groups)

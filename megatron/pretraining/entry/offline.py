@@ -7,7 +7,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -33,20 +33,27 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
     entry = "megatron.pretraining.entry"
     flags, stock = import_module(f"{entry}.flags"), import_module(f"{entry}.stock")
     arguments: Any = import_module("megatron.training.arguments")
+    place = {"WORLD_SIZE": str(workers or 1), "RANK": "0", "LOCAL_RANK": "0"}
+    with kept_environment(), stock.replaced(sys, argv=[PROGRAM, *words]), contextlib.redirect_stdout(io.StringIO()):
+        os.environ |= place
+        args = arguments.parse_args()
+        if workers is None:
+            args.world_size = _fewest_workers(args)
+        check = arguments.validate_args.__wrapped__
+        flags.problems_of(check, args, import_module(f"{entry}.gpt").DEFAULTS).raise_found()
+    own = import_module(f"{entry}.command_line").read().own
+    return import_module(f"{entry}.configuration").config_of(args, own)
+
+
+@contextlib.contextmanager
+def kept_environment() -> Iterator[None]:
+    """Restores the environment variables afterwards; Megatron-LM sets some for later jobs of the process."""
     before = os.environ.copy()
-    os.environ |= {"WORLD_SIZE": str(workers or 1), "RANK": "0", "LOCAL_RANK": "0"}
     try:
-        with stock.replaced(sys, argv=[PROGRAM, *words]), contextlib.redirect_stdout(io.StringIO()):
-            args = arguments.parse_args()
-            if workers is None:
-                args.world_size = _fewest_workers(args)
-            check = arguments.validate_args.__wrapped__
-            flags.problems_of(check, args, import_module(f"{entry}.gpt").DEFAULTS).raise_found()
+        yield
     finally:
         os.environ.clear()
         os.environ |= before
-    own = import_module(f"{entry}.command_line").read().own
-    return import_module(f"{entry}.configuration").config_of(args, own)
 
 
 def given_options() -> dict[str, Any]:

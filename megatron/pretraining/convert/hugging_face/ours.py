@@ -26,6 +26,7 @@ from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportP
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.recorded import configured  # noqa: E402
 from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
+from megatron.pretraining.entry.offline import kept_environment  # noqa: E402
 from megatron.pretraining.entry.stock import bare_chunks  # noqa: E402
 from megatron.pretraining.model.parameters import (  # noqa: E402
     unpartitioned_buffers,
@@ -69,7 +70,7 @@ def _logits(
         return model(tokens, positions, later).float().numpy()
 
 
-def built(config: Any, rows: int) -> torch.nn.Module:
+def built(config: Any, rows: int) -> Any:
     """The model of a configuration by Megatron-LM's builder; process groups of one worker exist.
 
     Args:
@@ -78,9 +79,10 @@ def built(config: Any, rows: int) -> torch.nn.Module:
     """
     args = config.arguments
     args.padded_vocab_size, args.transformer_impl = rows, "local"
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    (chunk,) = bare_chunks(container, ModelType.encoder_or_decoder, None, groups)
+    with kept_environment():
+        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        (chunk,) = bare_chunks(container, ModelType.encoder_or_decoder, None, groups)
     return unwrap(chunk)
 
 
