@@ -62,7 +62,11 @@ CASES = {
     "flag-needs-another": flags("--inject 'kill rank=0 iteration=2'", named="--log-dir"),
     "flag-has-no-effect": flags("--max-snapshot-lag 1"),
     "flag-exceeds-another": flags(f"{ELASTIC} --elastic-everywhere 5", named="--elastic-everywhere"),
-    "flag-not-a-multiple": snapshots("full", "--ckpt-tier memory --snapshot-interval 3 --persist-interval 4"),
+    "flag-not-a-multiple": snapshots(
+        "full",
+        "--ckpt-tier memory --snapshot-interval 3 --persist-interval 4",
+        named="--persist-interval",
+    ),
     "upstream-logging-unsupported": snapshots("sparse", "--upstream-logging"),
     "grad-norm-unsupported": flags("--grad-norm stock --deepspeed"),
     "initialization-unsupported": flags(f"--initialization stock {ELASTIC8}", workers=2, named="--initialization"),

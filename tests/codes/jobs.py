@@ -174,7 +174,10 @@ CASES = {
     ),
     "gloo-with-gpus": worker("--distributed-backend gloo", "gloo", make=fault(GPUS)),
     "environment-not-deterministic": worker(
-        "--deterministic-mode", "NCCL_ALGO=Tree", make=fault(GPUS), variables={"NCCL_ALGO": "Tree"}
+        "--deterministic-mode",
+        "CUBLAS_WORKSPACE_CONFIG=:1:1",
+        make=fault(GPUS),
+        variables={"CUBLAS_WORKSPACE_CONFIG": ":1:1"},
     ),
     # launchers
     "controller-cannot-start": script(

@@ -318,7 +318,7 @@ def die_while_writing(flags: dict) -> None:
         real = writer.write_regions
         writer.write_regions = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
-        while not any(Path(flags["save"]).glob(".iter_*/__0_*")):
+        while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 

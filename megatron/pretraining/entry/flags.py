@@ -138,6 +138,8 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.save_interval = sys.maxsize
     if args.num_experts and not args.swiglu:
         args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
+    if args.deterministic_mode:
+        os.environ.setdefault("NCCL_ALGO", "Ring")  # Megatron-LM wants it to be set
     engine = find_spec("transformer_engine") is not None
     if not engine and "transformer_impl" not in given:
         args.transformer_impl = "local"
