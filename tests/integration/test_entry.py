@@ -245,7 +245,7 @@ def test_the_entry_point_can_be_disabled(tmp_path):
     ours = run(tmp_path / "ours", script, 1, "")
     assert "loop of megatron.pretraining.entry.pretrain" in ours.output and ours.code == 0
     assert "--no-megatron" in ours.output  # it never calls pretrain()
-    disabled = run(tmp_path / "disabled", script, 1, "", launcher="--no-megatron")
+    disabled = run(tmp_path / "disabled", script, 1, "", launcher="--no-megatron", cold=True)
     assert "megatron.pretraining.entry" not in disabled.output and "--no-megatron" not in disabled.output
 
 

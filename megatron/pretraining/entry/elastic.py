@@ -53,6 +53,16 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
     problems.check(check_elastic, config, problems)
     for option, reason in other_values(arguments, _ONLY):
         problems.refuse(True, f"{option}: {reason}. Fix: drop it, or drop --elastic", code="elastic-excludes-flag")
+    problems.refuse(
+        config.regularization.grad_norm == "stock",
+        "--grad-norm stock is megatron-core's norm, which depends on the number of workers. Fix: drop it, or --elastic",
+        code="grad-norm-unsupported",
+    )
+    problems.refuse(
+        config.rng.initialization == "stock",
+        "--initialization stock draws weights for each replica, and --elastic needs equal ones. Fix: drop one of them",
+        code="initialization-unsupported",
+    )
     kinds = arguments.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         problems.refuse(
