@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron-LM's own format: what they hold beside the weights, without the model that wrote them.
+"""Reads optimizer state, schedule and position from checkpoints in Megatron-LM's format, without building the model.
 
 Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or, if a script of
 Megatron-LM had no distributed optimizer or ``--dist-ckpt-optim-fully-reshardable``, in a tensor for each weight.  Flat

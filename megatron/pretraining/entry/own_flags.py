@@ -71,7 +71,7 @@ def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
 
 
 def own_parser(program: str) -> argparse.ArgumentParser:
-    """A parser of our options alone, whose help mentions those of Megatron-LM."""
+    """A parser of this project's options, whose help mentions Megatron-LM's options."""
     parser = argparse.ArgumentParser(program, f"{program} [options of Megatron-LM] [options below]", allow_abbrev=False)
     return add_own_flags(parser)
 

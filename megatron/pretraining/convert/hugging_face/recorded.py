@@ -103,7 +103,7 @@ def first_state(
 
 
 def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A model whose vocabulary is known: that of its tokenizer, else with its padding."""
+    """A model with the size of its vocabulary; if the tokenizer's is not recorded, the padded size."""
     return {**model, "vocab_size": model.get("vocab_size") or model.get("padded_vocab_size")}
 
 
