@@ -141,8 +141,10 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
     if args.deterministic_mode:
         os.environ.setdefault("NCCL_ALGO", "Ring")  # Megatron-LM wants it to be set
     engine = find_spec("transformer_engine") is not None
-    if not engine and "transformer_impl" not in given:
-        args.transformer_impl = "local"
+    if not engine:
+        args.apply_rope_fusion = False
+        if "transformer_impl" not in given:
+            args.transformer_impl = "local"
     if not engine and find_spec("fused_weight_gradient_mlp_cuda") is None:
         args.gradient_accumulation_fusion = False
     if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
