@@ -136,7 +136,7 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 
 def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The number of parameters of each operator, by which a training state describes a model."""
+    """The number of parameters of each operator: the description of a model in a training state."""
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
         if not is_module_state(name):

@@ -49,7 +49,7 @@ _OF_NO_FAMILY = {
 
 @dataclass(frozen=True)
 class Described:
-    """A model of ours by Megatron-LM's options, derived; what has no effect is left out.
+    """A model by Megatron-LM's derived options, without those that have no effect.
 
     Attributes:
         vocab_size: rows of the embedding without padding.

@@ -1,4 +1,4 @@
-"""What a model is, beside its tensors: as a checkpoint records it, or as the options of its run describe it."""
+"""The description of a model: recorded in a checkpoint, or by the options of its run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
 
 
 def as_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that describe a model, by name; what has its default is left out."""
+    """The options that describe a model, by name, without those that have their default."""
     values = dataclasses.asdict(described(model))
     if not values["group_query_attention"]:
         del values["num_query_groups"]
