@@ -31,7 +31,7 @@ examples:
 snapshot    Format v1 (docs/reference/format.md): what the policies save
 torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
             state, schedule and position, from which --load continues bit for bit.  Checkpoints of --save can be
-            converted, too; optimizer state of a script of Megatron-LM must belong to single weights (not dp_reshardable)
+            converted, too; optimizer state of a script of Megatron-LM must not be dp_reshardable
 hf          a directory of transformers: safetensors, config.json and the tokenizer; weights alone.  OUTPUT is that
             directory.  Families are mixtral, qwen2_moe, qwen3_moe, glm4_moe and olmoe.  From one, a dense checkpoint
             of iteration 0 is made, and model.yaml for --config beside it
