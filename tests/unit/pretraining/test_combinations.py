@@ -12,6 +12,7 @@ from tests.shared import ALL
 GIVEN = dict(
     num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, num_experts=8, micro_batch_size=2,
     train_iters=10, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100,
+    add_bias_linear=False,
 )  # fmt: skip
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 ELASTIC = dict(elastic=True, elastic_slots=8, calculate_per_token_loss=True, global_batch_size=16)

@@ -25,7 +25,7 @@ def members():
 def plan_of(members, workers, load=(1,) * 8, among=None):
     """The plan of workers, each a node; of the nodes numbered ``among``, if they are others than the first ones."""
     nodes = Nodes(tuple(among or range(workers)), 1)
-    return members.plans_for(parse(FLAGS), {0: nodes}, dict.fromkeys(range(4), load))[0]
+    return members.plans_for(parse(FLAGS, workers=4), {0: nodes}, dict.fromkeys(range(4), load))[0]
 
 
 class Nodes(NamedTuple):
@@ -47,6 +47,7 @@ class Held(SimpleNamespace):
 
 def settled(members, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 3), trained=True):
     """Replicas of the first worker after it has settled, and what it has told; the others tell plans, or None."""
+    config = parse(FLAGS, workers=4)
     held = Held(plans={0: mine}, awaited=awaited, wanted=None, loads={}, landed=None)
     others = [one if isinstance(one, tuple) else (one, None) for one in told]
     known = {plan.digest: plan.to_json() for plan in [mine, awaited, *(one for pair in others for one in pair)] if plan}
@@ -60,7 +61,7 @@ def settled(members, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 3),
     monkeypatch.setattr(members.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(members.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     monkeypatch.setenv("MOC_PLACES", "9")
-    return held, members.settle(parse(FLAGS), held, None, trained)
+    return held, members.settle(config, held, None, trained)
 
 
 def test_what_has_landed_on_one_worker_lands_on_all(members, monkeypatch):

@@ -18,7 +18,7 @@ def elastic():
 
 
 def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
-    config = parse(flags)
+    config = parse(flags, workers=4)
     nodes = elastic[0].nodes_of(config, workers)
     return elastic[0].plans_for(config, nodes, dict.fromkeys(range(4), load), previous)
 
