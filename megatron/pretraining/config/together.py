@@ -31,6 +31,14 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
     )
 
 
+def _check_determinism(config: FlagGroups, problems: Problems) -> None:
+    problems.refuse(
+        config.training.deterministic_mode and config.training.allow_nondeterministic,
+        "--deterministic-mode and --allow-nondeterministic contradict each other. Fix: drop one of them",
+        code="flags-exclude-each-other",
+    )
+
+
 def job_shape(config: FlagGroups) -> JobShape:
     """What flags say of the job; the stages of layers, and the pipeline's bubbles, are not known yet."""
     return JobShape(
@@ -102,4 +110,11 @@ def _check_intervals(config: FlagGroups, problems: Problems) -> None:
     problems.refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
 
 
-_OF_OWN_FLAGS = (_check_directories, _check_upstream_logging, _check_policies, _check_intervals, _check_faults)
+_OF_OWN_FLAGS = (
+    _check_directories,
+    _check_upstream_logging,
+    _check_policies,
+    _check_intervals,
+    _check_faults,
+    _check_determinism,
+)

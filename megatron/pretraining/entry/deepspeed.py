@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from megatron.core.distributed import DistributedDataParallel
@@ -47,6 +47,14 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
                 True, f"{option}: {reason}. Fix: drop it, or drop --deepspeed", code="deepspeed-excludes-flag"
             )
     problems.raise_found()
+
+
+def complete(args: Any, own: Mapping[str, Any]) -> None:
+    """Sets the global batch of ``--gradient-accumulation-steps``, if it is not given."""
+    steps = own.get("gradient_accumulation_steps")
+    if own.get("deepspeed") and steps and args.global_batch_size is None:
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+        args.global_batch_size = int(steps) * args.micro_batch_size * max(args.world_size // model, 1)
 
 
 def _check_batch(steps: int | None, arguments: Any, problems: Problems) -> None:

@@ -28,7 +28,7 @@ from megatron import training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_fewest, check_start
-from megatron.pretraining.entry import command_line, cpu, elastic, formats, options
+from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import get_args, replaced
@@ -105,6 +105,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
             elastic.complete(args, read.given)
+        deepspeed.complete(args, read.own)
         try:
             with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
                 check(args, {})

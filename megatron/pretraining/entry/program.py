@@ -15,6 +15,7 @@ from megatron.core.utils import check_param_hashes_across_dp_replicas, get_model
 from megatron.training import initialize_megatron, training
 
 from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config.deterministic import about_bits
 from megatron.pretraining.duties import due
 from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import MegatronEngine
@@ -36,6 +37,7 @@ from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_datasets, streams_of
 from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
+from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.cpu import device
 from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, let_regroup, take_parts, world_of
 from megatron.pretraining.process.nodes import order_of_ranks
@@ -116,6 +118,10 @@ class StockProgram:
         _let_schedule_overlap_communication(args, core_config, chunks)
         optimizer = VotedOptimizer(core, chunks, args.clip_grad, config.regularization.grad_norm)
         log = StockLog(config, world, core)
+        if release := transformer_engine():
+            log.message(f"Transformer Engine {release}")
+        if world.device.type == "cuda" and (sentence := about_bits(config)):
+            log.message(sentence)
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")

@@ -2,12 +2,12 @@
 
 import re
 import shlex
-import sys
 from unittest import mock
 
 import pytest
 import yaml
 
+import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry.offline import config_of_words
 
@@ -23,7 +23,6 @@ PP2 = "--pipeline-model-parallel-size 2"
 def parse(flags="", base=BASE, workers=None):
     """The configuration; what depends on the number of workers is left to ``check_world`` and others."""
     words = shlex.split(f"{base} {flags}")
-    config_of_words(base.split(), None) if "megatron.core" not in sys.modules else None  # it is adapted when imported
     with mock.patch("megatron.pretraining.entry.flags._check_workers"):
         return config_of_words(words, workers)
 

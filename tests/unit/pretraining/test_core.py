@@ -62,9 +62,9 @@ def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeyp
 
 TRANSFORMER_ENGINE = """
 import importlib.machinery, sys, types
-from megatron.pretraining import pretrain_gpt_moe
-pretrain_gpt_moe.prepare_core()
+import moc.megatron
 import megatron.pretraining.loop
+from megatron.pretraining import pretrain_gpt_moe
 module = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 module.__spec__, module.__version__ = importlib.machinery.ModuleSpec("transformer_engine", None), "9.8.7"
 sys.exit(pretrain_gpt_moe.main())

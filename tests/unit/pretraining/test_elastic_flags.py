@@ -20,26 +20,25 @@ SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-t
 NOT_WHOLE = "with a model that does not take whole nodes"
 REFUSED = [
     ("--elastic-slots 4", "flag-has-no-effect --elastic-slots --elastic"),
-    ("--elastic", "flag-needs-another elastic-needs-flag elastic-needs-flag --elastic --elastic-slots"),
+    ("--elastic", "flag-needs-another --elastic --elastic-slots"),
     ("--elastic-domain 8", "flag-has-no-effect --elastic-domain --elastic"),
-    (ELASTIC.replace("--global-batch-size 12", ""), "elastic-needs-flag --elastic --global-batch-size"),
     (ELASTIC.replace("--calculate-per-token-loss", ""), "elastic-needs-flag --elastic --calculate-per-token-loss"),
     (f"{ELASTIC} --elastic-everywhere 5", "flag-exceeds-another --elastic-everywhere --elastic-slots"),
     (f"{ELASTIC} --elastic-everywhere some", "value-unreadable"),
     (f"{ELASTIC} --expert-model-parallel-size 2", "elastic-excludes-flag --expert-model-parallel-size"),
     (
         f"{ELASTIC} --expert-tensor-parallel-size 2",
-        "elastic-excludes-flag expert-biases-unsupported --expert-tensor-parallel-size",
+        "elastic-excludes-flag megatron-options-refused --expert-tensor-parallel-size",
     ),
     (
         f"{ELASTIC} --moe-grouped-gemm",
-        "elastic-excludes-flag package-missing expert-biases-unsupported --moe-grouped-gemm",
+        "elastic-excludes-flag --moe-grouped-gemm",
     ),
     (
         f"{ELASTIC} --moe-token-dispatcher-type flex",
-        "elastic-excludes-flag package-missing flag-needs-another --moe-token-dispatcher-type",
+        "elastic-excludes-flag --moe-token-dispatcher-type",
     ),
-    (f"{ELASTIC} --moe-permute-fusion", "elastic-excludes-flag package-missing --moe-permute-fusion"),
+    (f"{ELASTIC} --moe-permute-fusion", "elastic-excludes-flag megatron-options-refused --moe-permute-fusion"),
     (
         f"{ELASTIC} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
         "elastic-excludes-flag --moe-pad-expert-input-to-capacity",
@@ -129,9 +128,9 @@ def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, repli
 @pytest.mark.parametrize(
     ("flags", "nodes", "per_node", "expected"),
     [
-        ("--expert-model-parallel-size 2", 1, 1, "workers-not-divisible --nnodes"),
+        ("--expert-model-parallel-size 2 --global-batch-size 12", 1, 1, "workers-not-divisible --nnodes"),
         ("--global-batch-size 12", 5, 1, "batch-not-divisible --nnodes --global-batch-size"),
-        (PP2, 3, 1, "workers-not-divisible --nnodes"),
+        (f"{PP2} --global-batch-size 12", 3, 1, "workers-not-divisible --nnodes"),
         (f"{ELASTIC} --elastic-slots 3", 2, 1, "slots-too-few --elastic-slots"),
     ],
 )

@@ -6,10 +6,8 @@ from megatron.pretraining.config import (
     check_backend,
     check_world,
     data_parallel_size,
-    derive,
     global_batch_size,
     num_microbatches,
-    together,
     train_iterations,
 )
 from tests.errors import raises
@@ -17,10 +15,8 @@ from tests.unit.pretraining.flags import PP2, TP2, parse, without
 
 
 def test_batches_follow_from_the_number_of_workers():
-    config = parse(PP2)
-    assert data_parallel_size(config, 8) == 4
-    assert (global_batch_size(config, 8), num_microbatches(config, 8)) == (8, 1)
     config = parse(f"{PP2} --global-batch-size 32")
+    assert data_parallel_size(config, 8) == 4
     assert (global_batch_size(config, 8), num_microbatches(config, 8)) == (32, 4)
     assert train_iterations(config, 8) == 10
     samples = parse("--train-samples 70 --global-batch-size 32", without("--train-iters"))
@@ -79,15 +75,3 @@ def test_gloo_cannot_do_everything():
 def test_gloo_and_gpus_do_not_go_together():
     with raises("gloo-with-gpus", "CUDA_VISIBLE_DEVICES="):
         check_backend(parse("--transformer-impl local"), "gloo", cuda=True)
-
-
-def test_kernels_that_need_cuda(monkeypatch):
-    for module in (derive, together):
-        monkeypatch.setattr(module, "installed", lambda package: True)
-    for flags in ("--moe-grouped-gemm --disable-bias-linear", "--moe-permute-fusion"):
-        config = parse(f"{flags} --transformer-impl local")
-        check_backend(config, "nccl")
-        with raises("cuda-needed", flags.split()[0]):
-            check_backend(config, "gloo")
-    with raises("cuda-needed", "--transformer-impl"):
-        check_backend(parse(), "gloo")
