@@ -40,7 +40,7 @@ def launched(*words, program=PROGRAM, flags=BASE, **environment):
 
 
 def test_a_worker_without_our_launcher_checks_by_itself():
-    command = [sys.executable, "-W", "ignore", PROGRAM, *shlex.split(BASE), "--hiden-size", "64"]
+    command = [sys.executable, "-W", "ignore", PROGRAM, *shlex.split(BASE), "--nonsense", "64"]
     variables = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "PYTHONPATH": str(REPOSITORY)}
     flags = ["--pipeline-model-parallel-size", "2"]
     ended = subprocess.run([*command, *flags], env=variables, capture_output=True, text=True)
@@ -51,7 +51,7 @@ def test_a_worker_without_our_launcher_checks_by_itself():
 def test_a_directory_that_cannot_be_made(flag, tmp_path):
     (tmp_path / "file").touch()
     code, codes, output = launched(flags=f"{BASE} {flag} {tmp_path}/file/directory")
-    assert code == 2 and codes == ["output-not-writable"] and flag in output
+    assert code == 2 and codes[-1] == "output-not-writable" and flag in output
 
 
 def test_a_full_directory():
