@@ -506,14 +506,14 @@ _MEGATRON = (
         (f"{_CORE}.transformer.experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper.tracker", StateHolder(),
          "restores the values of", _MODULES),
         (f"{_MOE}.moe_logging:MetricEntry", Members(_words("values reduce_group needs_dp_avg")), "reads",
-         f"{_OURS}/engine/auxiliary.py"),
+         f"{_OURS}/entry/schedule.py"),
     ),
     *_entries(
         "expert biases",
         (f"{_CORE}.tensor_parallel.layers:ColumnParallelLinear", Members(("explicit_expert_comm",)),
-         "sets attributes of", f"{_OURS}/model/build.py"),
+         "sets attributes of", f"{_OURS}/entry/cpu.py"),
         (f"{_CORE}.tensor_parallel.layers:RowParallelLinear", Members(("explicit_expert_comm",)),
-         "sets attributes of", f"{_OURS}/model/build.py"),
+         "sets attributes of", f"{_OURS}/entry/cpu.py"),
     ),
     *_entries(
         "fp8",
@@ -560,9 +560,7 @@ _MEGATRON = (
         (f"{_CHECKPOINT}.strategies.filesystem_async:get_write_results_queue", Refers(("_results_queue",)),
          "replaces the queue inside", f"{_OURS}/checkpoint/writer.py"),
         (f"{_CHECKPOINT}.strategies.filesystem_async:FileSystemWriterAsync.finish", Parameters(_words("""metadata
-            results"""), only=True), "replaces", f"{_OURS}/checkpoint/dense.py"),
-        (f"{_CHECKPOINT}.serialization:save", Refers(_words("finalize_fns metadata_finalize_fn")),
-         "drops the last finalizer of", f"{_OURS}/checkpoint/dense.py"),
+            results"""), only=True), "replaces", f"{_OURS}/entry/checkpoints.py"),
         (f"{_CHECKPOINT}.strategies.async_utils:AsyncCallsQueue", Members(("async_calls",)), "reads attributes of",
          f"{_OURS}/checkpoint/background.py"),
         (f"{_CHECKPOINT}.strategies.async_utils:_ActiveAsyncRequest", Members(("async_caller",)), "reads fields of",

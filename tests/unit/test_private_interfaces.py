@@ -57,6 +57,8 @@ def test_the_installed_libraries_fulfil_the_whole_table(monkeypatch):
     features = {entry.feature for entry in TABLE}
     if importlib.util.find_spec("transformer_engine") is None:
         features.remove("fp8 by Transformer Engine")
+    if "moc.megatron" in sys.modules:  # it has checked these, and replaced some of them since
+        features = {feature for feature in features if not feature.startswith("megatron.training")}
     assert [str(mismatch) for mismatch in check(features)] == []
 
 
