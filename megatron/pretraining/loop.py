@@ -47,35 +47,40 @@ def pretrain(config: Config, program: Program) -> int:
     stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
     inject_faults(config, job)
     phases.done("import")
-    while True:
-        try:
-            if parts is None:
-                check_outputs(config, job)
-                parts = program.build(config, program.connect(config, job), stop, phases)
-            parts.met(job.built())
-            progress("setup")
-            code = train(start(parts, stop, phases), stop)
-            parts.log.close()
-            shut_down(job)
-            return code
-        except StopRequested as request:
-            if job.rank == 0:
-                print_lines(f" {request}", flush=True)
-            return EXIT_REQUEUE
-        except NoRecoveryPoint:
-            job.start_over()
-        except PolicySwitched:
-            loss = None
-        except GuestsWait:
-            loss = job.meet_guests()
-        except Exception as error:
-            loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
-        assert parts is not None  # a loss before the worker is built is not survived
-        try:
-            parts.go_on_after(loss)
-        except UntrackedChangeError as error:
-            print_lines(f"worker {job.rank}: {error}", flush=True)
-            job.start_over()
+    try:
+        while True:
+            try:
+                if parts is None:
+                    check_outputs(config, job)
+                    parts = program.build(config, program.connect(config, job), stop, phases)
+                parts.met(job.built())
+                progress("setup")
+                code = train(start(parts, stop, phases), stop)
+                parts.log.close()
+                shut_down(job)
+                return code
+            except StopRequested as request:
+                if job.rank == 0:
+                    print_lines(f" {request}", flush=True)
+                return EXIT_REQUEUE
+            except NoRecoveryPoint:
+                job.start_over()
+            except PolicySwitched:
+                loss = None
+            except GuestsWait:
+                loss = job.meet_guests()
+            except Exception as error:
+                loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
+            assert parts is not None  # a loss before the worker is built is not survived
+            try:
+                parts.go_on_after(loss)
+            except UntrackedChangeError as error:
+                print_lines(f"worker {job.rank}: {error}", flush=True)
+                job.start_over()
+    finally:
+        for stream in parts.streams.values() if parts is not None else ():
+            if stream is not None:
+                stream.close()
 
 
 def train(run: TrainingRun, stop: StopRequests) -> int:

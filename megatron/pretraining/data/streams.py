@@ -35,6 +35,10 @@ class BatchStream:
         self._place: tuple[Topology, int] | None = None  # the reader's, in consumed samples, if between iterations
         self._ghost: Batch | None = None
 
+    def close(self) -> None:
+        """Ends the reader processes."""
+        self._reader = None
+
     def iteration(self, topology: Topology, consumed_samples: int) -> Iterator[Batch]:
         """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
         if self._reader is None or self._place != (topology, consumed_samples):

@@ -48,6 +48,10 @@ class StockStream:
         """Whether this worker reads the split."""
         return any(dataset is not None for dataset in self._datasets)
 
+    def close(self) -> None:
+        """Ends the reader processes; at the end of this process, multiprocessing would wait for them without end."""
+        self._readers = []
+
     def iteration(self, topology: Topology, consumed_samples: int) -> Any:
         """The micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
 
