@@ -123,7 +123,7 @@ def training(program: str, words: list[str]) -> None:
     elif "--nproc-per-node" in words:
         per_node = int(words[words.index("--nproc-per-node") + 1])
     if own < len(words):
-        config = config_of([word for word in words[own:] if word != TRAINING])
+        config = config_of([word for word in words[own:] if word != TRAINING], most * per_node)
         check_world(config, most * per_node)
         if least == most == 1:
             check_world(config, per_node)
@@ -138,12 +138,12 @@ def translated(words: list[str]) -> None:
     assert done.returncode == 0 and "zero_stage" in done.stdout, done.stdout + done.stderr
 
 
-def config_of(words: list[str]):
+def config_of(words: list[str], workers: int | None = None):
     """The training's configuration; flags after the dots weigh more than those that they stand for."""
     if "..." in words:
         words = [*JOB, *(word for word in words if word != "...")]
     words = [word for word in words if word not in ("FLAGS", "FLAGS...")]
-    return config_of_words(words, None)
+    return config_of_words(words, workers)
 
 
 def script(page: Path, words: list[str]) -> None:

@@ -126,6 +126,7 @@ def refusal(ended: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "lint.sh"])
 def test_scripts_refuse_a_machine_without_a_suitable_one_in_one_line(machine, script, tmp_path):
     copy = shutil.copytree(ROOT / "scripts", tmp_path / "clone" / "scripts")
+    (tmp_path / "clone/pyproject.toml").touch()
     (machine.path / "nproc").symlink_to(shutil.which("nproc"))
     of_version(machine.path / "python3", 11)
     line = refusal(machine.run(copy / script))
