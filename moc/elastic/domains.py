@@ -28,7 +28,10 @@ def cut(nodes: int, ranks: int, slots: int, experts: int, most: int = MOST_RANKS
     Returns:
         The nodes of each domain, which differ by one at most, the larger ones first.
     """
-    least = -(-experts // slots) if slots else nodes
+    if experts:
+        least = -(-experts // slots) if slots else nodes
+    else:
+        least = 0  # every node has all of them
     of_most = max(1, most // ranks)
     count = max(1, min(-(-nodes // of_most), nodes // max(1, least)))
     size, larger = divmod(nodes, count)

@@ -117,8 +117,8 @@ def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
     world = start(layout, flags)
     results = world.wait()
     assert [result.exit for result in results] == [0, 0], results[0].output
-    (warning,) = (line for line in results[0].output.splitlines() if "WARNING" in line)
-    assert str(spoilt) in warning and only_code(warning) in ("checkpoint-damaged", "checkpoint-unreadable")
+    (warning,) = (line for line in results[0].output.splitlines() if "WARNING" in line and str(spoilt) in line)
+    assert only_code(warning) in ("checkpoint-damaged", "checkpoint-unreadable")
     rest, straight = results[0].value, known(layout, data)
     assert rest["start"] == events(flags, "resume")[-1]["iteration"] == 3
     assert rest["records"] == straight.records[3:]

@@ -38,6 +38,7 @@ def any_case(seed):
         ((2048, 8, 64, 256, 256), (32,) * 64),
         ((2047, 8, 64, 256, 256), (32,) * 63 + (31,)),
         ((1, 1, 2, 4, 1), (1,)),  # no room anyway
+        ((4, 1, 0, 0, 2), (2, 2)),  # every node has all experts
     ],
 )
 def test_as_few_domains_as_have_room_and_no_more_ranks_than_asked(given, found):
