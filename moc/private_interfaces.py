@@ -565,8 +565,6 @@ _MEGATRON = (
          f"{_OURS}/checkpoint/background.py"),
         (f"{_CHECKPOINT}.strategies.async_utils:_ActiveAsyncRequest", Members(("async_caller",)), "reads fields of",
          f"{_OURS}/checkpoint/background.py"),
-        (f"{_CHECKPOINT}.strategies.fully_parallel:FullyParallelSaveStrategyWrapper", Members(_words("""backend
-            version""")), "reads attributes of", f"{_OURS}/checkpoint/writer.py"),
     ),
     *_entries(
         "data files",

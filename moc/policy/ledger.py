@@ -210,11 +210,6 @@ class Ledger:
         return self._since(self.memory)
 
     @property
-    def since_copy(self) -> dict[int, tuple[int, ...]]:
-        """Tokens learned since the newest version of which other nodes have copies, by layer and expert."""
-        return self._since(self.peers)
-
-    @property
     def since_persist(self) -> dict[int, tuple[int, ...]]:
         """Tokens learned since the newest version in storage, by layer and expert."""
         return self._since(self.storage)

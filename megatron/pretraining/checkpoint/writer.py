@@ -14,9 +14,7 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from megatron.pretraining.checkpoint.fragments import path_of
 from moc.files import decode, tree
@@ -133,11 +131,6 @@ def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
         yield failures
     finally:
         setattr(owner, method, write)
-
-
-def write_config(strategy: FullyParallelSaveStrategyWrapper, staging: Path) -> None:
-    """Writes megatron-core's checkpoint metadata, which it reads first; runs on rank 0."""
-    save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
 
 
 def forget_results() -> None:

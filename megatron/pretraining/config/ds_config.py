@@ -105,9 +105,6 @@ _HONOURED = {
 
 _PAIRS = {"optimizer.params.betas": ("adam_beta1", "adam_beta2")}
 
-SETTABLE = frozenset({one.flag for one in _HONOURED.values()}.union(*_PAIRS.values()))
-"""The flags that a ds_config can set."""
-
 _SECTIONS = ("bf16", "bfloat16", "fp16", "optimizer", "optimizer.params", "zero_optimization",
              "zero_optimization.offload_optimizer", "data_types")  # fmt: skip
 

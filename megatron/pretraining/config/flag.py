@@ -8,7 +8,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from moc.errors import UserError, with_code
@@ -115,14 +115,6 @@ class Problems:
         problems = list({str(problem): problem for problem in self.found}.values())
         if problems:
             raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
-
-
-def check_all[**P](checks: Iterable[Callable[P, object]], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Runs all checks; raises ``ConfigError`` with the problems of all."""
-    problems = Problems()
-    for check in checks:
-        problems.check(check, *args, **kwargs)
-    problems.raise_found()
 
 
 def listed(words: Sequence[str]) -> str:

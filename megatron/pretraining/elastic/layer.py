@@ -20,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pretraining.elastic.dispatcher import ElasticDispatcher
 from megatron.pretraining.elastic.groups import dispatch_group, exchange_group
@@ -128,16 +127,6 @@ class ElasticLayer(MoELayer):
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # of what others send here
         nothing = hidden_states.new_zeros(tokens, experts, dtype=dtype)
         return nothing, nothing.bool()
-
-
-def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlockSubmodules:
-    """The layer specification with elastic layers in place of megatron-core's, in place."""
-    layers: Any = spec.layer_specs
-    for layer in layers:
-        parts: Any = layer.submodules
-        if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
-            parts.mlp = functools.partial(_with_function(parts.mlp, ElasticLayer), slots=slots)
-    return spec
 
 
 def _with_function(builder: Any, function: Callable) -> functools.partial:

@@ -25,9 +25,6 @@ from megatron.pretraining.process.topology import Topology
 
 SPLITS = ("train", "valid", "test")
 
-MicroBatches = Iterator[Any] | list[Iterator[Any] | None] | None
-"""Of a worker's model chunk, or of each of its virtual stages; None where the datasets are on another rank."""
-
 
 class StockStream:
     """A split, read by Megatron-LM's data loaders.

@@ -28,7 +28,6 @@ _HERE = "the engine decides"
 _LAYOUT = "checkpoints load in any layout anyway"
 _RECOMPUTES = "it moved activations, and megatron-core recomputes them"
 _NO_DISTILLATION = refused("there is no distillation", "train without a teacher")
-_NO_PATHS = refused("files of data paths are not read", "choose --per-split-data-args-path")
 _NO_POSITIONS = refused("megatron-core has no such position embedding", "choose --position-embedding-type rope")
 
 
