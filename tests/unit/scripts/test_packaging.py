@@ -42,6 +42,8 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "tests").mkdir()
     (source / "tests" / "test_it.py").touch()
+    for command in (["init"], ["remote", "add", "origin", "https://token@example.org/owner/name.git"]):
+        subprocess.run(["git", *command], cwd=source, check=True, capture_output=True)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=300)
 
@@ -84,6 +86,7 @@ def test_the_version_is_that_of_the_package(wheel):
     said = email.message_from_string(of(wheel, "METADATA"))
     assert said["Version"] == moc.__version__ and said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier")
+    assert said.get_all("Project-URL") == ["Repository, https://example.org/owner/name"]
 
 
 def of(wheel, name):
