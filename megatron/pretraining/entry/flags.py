@@ -107,14 +107,17 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             elastic.complete(args, read.given)
         deepspeed.complete(args, read.own)
         try:
-            with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                check(args, {})
+            # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
+            with replaced(args, use_persistent_ckpt_worker=True):
+                with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
+                    check(args, {})
         except (Exception, SystemExit) as error:
             problems.found.append(refusal_of(error))
         else:
             problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
+    args.use_persistent_ckpt_worker = False
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
