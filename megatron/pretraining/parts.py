@@ -18,7 +18,7 @@ from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
-from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.reset import drop_unfinished_iteration
@@ -68,12 +68,12 @@ class Program(Protocol):
         """The collector of further losses."""
         ...
 
-    def checkpoints(self, parts: WorkerParts) -> Saves:
-        """The checkpoints of ``--save`` and ``--load``."""
+    def model(self, parts: WorkerParts) -> Model:
+        """The operators of the built model; a collective call."""
         ...
 
-    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
-        """The engine of the session; a collective call."""
+    def checkpoints(self, parts: WorkerParts, model: Model) -> Saves:
+        """The checkpoints of ``--save`` and ``--load``."""
         ...
 
     def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:

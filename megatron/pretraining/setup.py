@@ -17,6 +17,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.boundary import NoNeighbours
+from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
@@ -82,7 +83,6 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     stop.check_set_up(world, loses)  # the first collective of a generation
     phases.done("meet")
     program, topology = parts.program, parts.program.topology(config, world)
-    checkpoints = program.checkpoints(parts)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
     stepper = Stepper(
         topology=topology,
@@ -98,7 +98,9 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         boundaries=crossing,
     )
     under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
-    engine = program.engine(parts, stepper)
+    model = program.model(parts)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.replicas, model)
+    checkpoints = program.checkpoints(parts, model)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints

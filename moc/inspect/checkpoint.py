@@ -147,7 +147,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
     stock = manifest["format"] == dense_files.OF_MEGATRON
-    for name in (".metadata",) if stock else (STATE, ".metadata"):
+    for name in (".metadata",) if stock else (STATE, ".metadata"):  # scripts of users have no state of ours
         if name not in checkpoint.files:
             checkpoint.problems.append(f"{MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:

@@ -61,10 +61,10 @@ def saved_iterations(root: str | Path) -> list[int]:
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The iteration in the tracker file, or None without a tracker.
+    """The iteration in the tracker file; None without a tracker, or if it names a release, as Megatron-LM's may.
 
     Raises:
-        CheckpointError: the tracker does not contain a number.
+        CheckpointError: the tracker contains neither a number nor ``release``.
     """
     tracker = Path(root) / TRACKER
     try:
@@ -76,6 +76,8 @@ def latest_iteration(root: str | Path) -> int | None:
             f"{tracker} cannot be read ({error.strerror}). Fix: remove it, or load with --ckpt-step",
             code="tracker-invalid",
         ) from None
+    if text == "release":
+        return None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(
             f"{tracker} holds {shown(text)} instead of an iteration. Fix: write the iteration to load into it, or load "

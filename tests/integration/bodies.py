@@ -340,6 +340,11 @@ def train_counting_reads(flags: dict) -> dict:
     return train(flags) | {"reads": reads, "pieces": pieces}
 
 
+def train_and_report_finetune(flags: dict) -> dict:
+    """As :func:`train`; with ``finetune``, the option after it."""
+    return train(flags) | {"finetune": get_args().finetune}
+
+
 def train_when_time_flies(flags: dict, calls: int) -> dict:
     """As :func:`train`; on the last worker an hour passes after so many looks at the clock."""
     looks = iter(range(calls))

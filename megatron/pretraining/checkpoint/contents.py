@@ -72,6 +72,7 @@ def training_state(
         "moments": config.mixed_precision.moments,
         "scheduler": scheduler.state_dict(),
         "grad_scaler": grad_scaler_state(optimizer),
+        "grad_norm": optimizer.norm,
         "sample_order": sample_order(config, world),
     } | dict(described)
 
@@ -142,6 +143,14 @@ def package_of(core: MegatronOptimizer) -> str:
     """The packages that implement an optimizer's updates: ``torch``, ``transformer_engine``, ``apex``, ..."""
     updaters = [getattr(member, "optimizer", None) for member in members(core)]
     return ", ".join(sorted({type(one).__module__.partition(".")[0] for one in updaters if one is not None}))
+
+
+def warn_of_other_run(
+    config: Config, world: World, optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]
+) -> None:
+    """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""
+    warn_of_other_package(optimizer, saved, say)
+    warn_of_other_samples(config, world, saved.get("sample_order") or {}, say)
 
 
 def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:

@@ -149,8 +149,8 @@ class DenseContents(ConvertedState):
                 yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
 
     def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
-        if manifest and manifest["format"] == dense_files.OF_MEGATRON:
-            state = training_state(directory, read_common(directory), self._places, writers > 0)
+        if manifest and dense_files.STATE not in manifest["files"]:
+            state = training_state(read_common(directory), self._places)
         elif manifest:
             state = read_state(directory)
         else:

@@ -21,11 +21,10 @@ cpu.install()  # comes before megatron.core
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
-from megatron.pretraining.checkpoint import fragments  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
 from megatron.pretraining.convert.contents import MASTER, shape_by_operator  # noqa: E402
 from megatron.pretraining.convert.names import StockPlace  # noqa: E402
-from megatron.pretraining.entry.configuration import OWN_PROGRAM, described  # noqa: E402
+from megatron.pretraining.entry.configuration import described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from moc.runtime.agreement import first_line  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -60,30 +59,25 @@ def read_common(directory: Path) -> Mapping[str, Any]:
         ) from None
 
 
-def training_state(directory: Path, common: Mapping[str, Any], places: Mapping[str, StockPlace], boxes: bool) -> dict:
+def training_state(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
     """The content of a ``training_state.json``, as this program's loop would have saved it.
 
     Args:
-        directory: of the checkpoint.
-        common: its common state.
+        common: the common state of a checkpoint with optimizer state in Megatron-LM's format.
         places: of the weights, by name in the unpartitioned model.
-        boxes: whether optimizer state is in ``optimizer/``.
-
-    Raises:
-        CheckpointError: ``optimizer/`` is damaged.
     """
     values = described(common["args"])
     return {
         "iteration": common["iteration"],
         "consumed_samples": values.get("consumed_train_samples", 0),
         "skipped_iterations": 0,
-        "optimizer": values.get("optimizer") if boxes or "optimizer" in common else None,
-        **(_of_boxes(directory) if boxes else _of_optimizer(common.get("optimizer"))),
+        "optimizer": values.get("optimizer") if "optimizer" in common else None,
+        **_of_optimizer(common.get("optimizer")),
         "params_dtype": values.get("params_dtype"),
         "main_params_dtype": values.get("main_params_dtype", "fp32"),
         "moments": [values.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")],
         "scheduler": common.get("opt_param_scheduler"),
-        "grad_norm": "exact" if values.get(OWN_PROGRAM) else "stock",
+        "grad_norm": "stock",
         "sample_order": {},
         "shape": shape_by_operator({name: place.shape for name, place in places.items()}),
         "model": values,
@@ -111,11 +105,6 @@ def optimizer_places(
                 at = weights[name]
                 found.setdefault(slot, {})[name] = StockPlace(key, at.global_shape, at.region, at.stacked)
     return found
-
-
-def _of_boxes(directory: Path) -> dict[str, Any]:
-    state = fragments.read_state(directory)
-    return {"optimizer_step": state.optimizer_step, "grad_scaler": state.grad_scaler}
 
 
 def _of_optimizer(state: Any) -> dict[str, Any]:

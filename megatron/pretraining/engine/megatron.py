@@ -100,7 +100,6 @@ class MegatronEngine:
         )
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
-        state["grad_norm"] = self._stepper.optimizer.norm
         state[repeats.KEY] = self._repeated
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
@@ -127,8 +126,7 @@ class MegatronEngine:
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
         """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""
-        contents.warn_of_other_package(self._stepper.optimizer, saved, say)
-        contents.warn_of_other_samples(self._config, self.world, saved["sample_order"], say)
+        contents.warn_of_other_run(self._config, self.world, self._stepper.optimizer, saved, say)
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]

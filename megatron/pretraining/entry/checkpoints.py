@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pretraining.checkpoint import fragments, writer
+from megatron.pretraining.checkpoint import contents, fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
+from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
-from megatron.pretraining.entry.model import check_shape, model_of_chunks
+from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
+from moc.runtime.group import Aborted, Suspicion
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
+from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
-_FAILURES = (AssertionError, RuntimeError, OSError, KeyError, ValueError, CheckpointException)
-"""What Megatron-LM raises for a checkpoint that it cannot read or write."""
+_FAILURES = (
+    *(AssertionError, RuntimeError, OSError, KeyError, ValueError, SystemExit),
+    *(CheckpointException, CheckpointingException, pickle.UnpicklingError),
+)
+"""What Megatron-LM raises for a checkpoint that it cannot read."""
 
 
 class StockCheckpoints(Saves):
@@ -44,11 +54,14 @@ class StockCheckpoints(Saves):
 
     format = dense_files.OF_MEGATRON
 
-    def __init__(self, parts: WorkerParts):
+    def __init__(self, parts: WorkerParts, model: Model):
         super().__init__(parts.config, parts.world, parts.log)
-        self._parts, self._records = parts, []
-        fragmented = (isinstance(one, FragmentedOptimizer) for one in members(parts.optimizer.core))
-        self._needs_fragments = parts.replicas is not None or any(fragmented)
+        self._parts, self._model, self._records = parts, model, []
+        core = members(parts.optimizer.core)
+        fragmented = any(isinstance(one, FragmentedOptimizer) for one in core)
+        # torch casts what it loads to the dtype of the parameter, which encoded moments do not survive
+        encoded = any(isinstance(getattr(one, "optimizer", None), SmallMomentsAdam) for one in core)
+        self._needs_fragments = parts.replicas is not None or fragmented or encoded
         # this program's checkpoints load in any layout, and Megatron-LM's optimizer state does not
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
@@ -57,7 +70,7 @@ class StockCheckpoints(Saves):
         args = get_args()
         if args.load is None or args.finetune:
             return None
-        look = functools.partial(dense_files.latest_iteration, args.load)
+        look = functools.partial(_iteration_in, Path(args.load))
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def load(self) -> Position | None:
@@ -70,36 +83,43 @@ class StockCheckpoints(Saves):
         args.iteration = args.num_floating_point_operations_so_far = 0
         if args.load is None and args.pretrained_checkpoint is None:
             return None
-        places = [Path(place) for place in (args.load, args.pretrained_checkpoint) if place]
-        verified = {place: self._verify(place) for place in places}
-        place = next((one for one in places if verified[one][0].is_dir()), places[0])
-        directory, manifest = verified[place]
+        root, iteration = run_on_rank0(_chosen, "cannot look for a checkpoint")
+        directory = dense_files.directory_of(root, iteration or 0)
+        manifest = self._verify(directory)
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
             return self._load_boxes(directory, manifest)
-        fragmented = self._needs_fragments or fragments.held_in(verified[places[0]][1])
+        state = None
+        if manifest is not None and dense_files.STATE in manifest["files"]:
+            state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
+        fragmented = self._needs_fragments or state is not None
+        # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
+        shards = args.use_distributed_optimizer and not fragmented
+        settings = {"use_distributed_optimizer": shards, "finetune": args.finetune}  # a pretrained checkpoint sets it
         try:
-            # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
-            shards = args.use_distributed_optimizer and not fragmented
-            with nothing_runs(), replaced(args, use_distributed_optimizer=shards):
+            with nothing_runs(), replaced(args, **settings):
                 loaded: Any = training.load_checkpoint(
                     *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
                 )
+                anew = args.finetune
         except _FAILURES as error:
-            place = args.load or args.pretrained_checkpoint
+            if isinstance(error, (Aborted, Suspicion)):
+                raise
             raise CheckpointError(
-                f"{place} cannot be loaded ({type(error).__name__}: {first_line(error)}). Fix: pass another "
-                "checkpoint, or the flags that it was saved with",
+                f"{root} cannot be loaded ({type(error).__name__}: {first_line(error) or 'see above'}). Fix: pass "
+                "another checkpoint, or the flags that it was saved with",
                 code="checkpoint-unloadable",
             ) from error
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
         if fragmented:
-            if args.iteration == 0 or args.finetune or args.no_load_optim:
+            if args.iteration == 0 or anew or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
-                fragments.load(directory, manifest, parts.chunks, parts.optimizer)
+                fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
         if args.iteration == 0:
             return None
+        if state is not None:
+            contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, state, self._log.message)
         self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
@@ -107,13 +127,14 @@ class StockCheckpoints(Saves):
         """Loads a checkpoint of a converter or of the previous release, in any layout."""
         args, parts = get_args(), self._parts
         anew = args.finetune or directory.parent != Path(args.load or "")
-        state = run_on_rank0(lambda: read_state(directory, resumes=not anew), "cannot read a checkpoint")
+        resumes = not (anew or args.no_load_optim)
+        state = run_on_rank0(lambda: read_state(directory, resumes), "cannot read a checkpoint")
         self._log.message(f"loading checkpoint {directory}")
         if previous.described_by_flags(state["shape"]):
             previous.check_flags(described(args), state["shape"], directory)
         else:
             self._check_layers(state["shape"], directory)
-        position = previous.load(parts, directory, manifest, state, described(args), not (anew or args.no_load_optim))
+        position = previous.load(parts, directory, manifest, state, described(args), resumes)
         if anew or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
@@ -122,8 +143,7 @@ class StockCheckpoints(Saves):
 
     def _check_layers(self, saved: Mapping, directory: Path) -> None:
         """Rejects other layers; the vocabulary may have another padding."""
-        parts = self._parts
-        here = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, {}).described["shape"]
+        here = self._model.described["shape"]
         mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
         if theirs:
             check_shape(mine, theirs, directory)
@@ -154,14 +174,24 @@ class StockCheckpoints(Saves):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
+        if self._saves_fragments:
+            state = functools.partial(self._write_state, staging, position)
+            run_on_rank0(state, "cannot write a checkpoint")
         if self._saves_fragments and not args.no_save_optim:
-            common = functools.partial(fragments.write_common, staging, parts.optimizer)
-            run_on_rank0(common, "cannot write a checkpoint")
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
         stock: Any = scheduled[0] if scheduled else AsyncRequest(None, (), [])
         write = functools.partial(writer.write_files, stock.async_fn, staging, self._world.rank, entries)
         end = functools.partial(self._end, staging, position.iteration, stock.finalize_fns)
         return stock._replace(async_fn=write, finalize_fns=[end])
+
+    def _write_state(self, staging: Path, position: Position) -> None:
+        parts, world = self._parts, self._world
+        state = contents.training_state(
+            parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described
+        )
+        if get_args().no_save_optim:
+            state["optimizer"] = None
+        write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
         """Runs what Megatron-LM does once all workers have written."""
@@ -205,17 +235,12 @@ class StockCheckpoints(Saves):
         chunks: list[Any] = self._parts.chunks
         return ([chunk.module for chunk in chunks], None) if fragmented else (chunks, self._parts.optimizer.core)
 
-    def _verify(self, root: Path) -> tuple[Path, dict | None]:
-        """Compares the files of the checkpoint to load with its manifest; one of Megatron-LM's own has none.
-
-        Returns:
-            The directory of the checkpoint, and the manifest.
+    def _verify(self, directory: Path) -> dict | None:
+        """Compares the files of a checkpoint with its manifest, and returns it; one of Megatron-LM's own has none.
 
         Raises:
             CheckpointError: on all workers: a file is missing or damaged.
         """
-        iteration = get_args().ckpt_step or run_on_rank0(lambda: _iteration_in(root), "cannot look for a checkpoint")
-        directory = dense_files.directory_of(root, iteration or 0)
 
         def manifest_there() -> dict | None:  # Megatron-LM looks for other kinds, or reports that there is none
             return dense_files.read_manifest(directory) if directory.is_dir() else None
@@ -225,11 +250,36 @@ class StockCheckpoints(Saves):
             mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
             if damage := first_reported(dense_files.damage_in(directory, mine)):
                 raise dense_files.damaged(damage)
-        return directory, manifest
+        return manifest
+
+
+def _chosen() -> tuple[str, int | None]:
+    """The directory to load from, and the iteration; None if it has no checkpoint, or a release.
+
+    As in Megatron-LM, ``--pretrained-checkpoint`` counts until ``--load`` has a tracker file.
+
+    Raises:
+        CheckpointError: there is no checkpoint, and the run must not begin without one.
+    """
+    args = get_args()
+    root = args.load
+    if args.pretrained_checkpoint is not None and not (root and (Path(root) / dense_files.TRACKER).is_file()):
+        root = args.pretrained_checkpoint
+    iteration = _iteration_in(Path(root))
+    if args.exit_on_missing_checkpoint and not (Path(root) / dense_files.TRACKER).is_file():
+        raise CheckpointError(
+            f"{root} holds no checkpoint, and --exit-on-missing-checkpoint is given. Fix: correct --load, or drop the "
+            "flag",
+            code="checkpoint-missing",
+        )
+    return root, iteration
 
 
 def _iteration_in(root: Path) -> int | None:
-    """The iteration in a tracker file of Megatron-LM; None if it names a release, or does not exist."""
-    with contextlib.suppress(CheckpointError):
-        return dense_files.latest_iteration(root)
-    return None
+    """The iteration that is loaded from a directory; None if its tracker file names a release, or does not exist."""
+    args = get_args()
+    if args.save is not None and Path(args.save) == root:
+        dense_files.restore_replaced(root)  # of a save that was killed
+    if args.ckpt_step:
+        return args.ckpt_step if dense_files.directory_of(root, args.ckpt_step).is_dir() else None
+    return dense_files.latest_iteration(root)

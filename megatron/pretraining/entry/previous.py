@@ -22,11 +22,10 @@ from megatron.pretraining.checkpoint import contents, fragments
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
-from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.parts import WorkerParts
 from moc.files.text import shown
-from moc.runtime.agreement import first_line, first_reported, run_on_rank0
+from moc.runtime.agreement import first_line, run_on_rank0
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
@@ -93,24 +92,19 @@ def load(
     """
     _load_weights(parts, directory)
     if optimizer:
-        contents.check_optimizer(parts.config, state, directory)
-        paths = [directory / name for name in manifest["files"] if name.startswith(fragments.DIRECTORY)]
-        if missing := first_reported(fragments.fill(directory, paths, parts.chunks, parts.optimizer)):
-            raise CheckpointError(missing)
-        set_step(parts.optimizer.core, state["optimizer_step"])
-        contents.restore_grad_scaler(parts.optimizer, state["grad_scaler"])
+        fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
         contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
     else:
         parts.optimizer.core.reload_model_params()
     if described_by_flags(state["shape"]):
-        _warn_of_other_routing(arguments, state["model"], parts.log.message)
-    contents.warn_of_other_samples(parts.config, parts.world, state["sample_order"], parts.log.message)
-    return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
+        _warn_of_other_routing(arguments, state.get("model") or {}, parts.log.message)
+    contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, state, parts.log.message)
+    return Position(state["iteration"], state.get("consumed_samples", 0), state.get("skipped_iterations", 0))
 
 
 def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[str], None]) -> None:
     """Warns of flags that have another value, perhaps since the command line is read as another program's."""
-    for name in _ROUTING:
+    for name in _ROUTING if saved else ():
         here, there = arguments.get(name), saved.get(name)
         if here not in (there, [there]):
             say(

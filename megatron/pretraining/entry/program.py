@@ -18,11 +18,10 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
 from megatron.pretraining.duties import due
 from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
-from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.rates import RateSchedule
-from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
@@ -160,14 +159,13 @@ class StockProgram:
         assert reports is not None  # the generation's schedule is built
         return reports
 
-    def checkpoints(self, parts: WorkerParts) -> Any:
-        """Checkpoints in Megatron-LM's format."""
-        return StockCheckpoints(parts)
+    def model(self, parts: WorkerParts) -> Model:
+        """The operators of the built chunks."""
+        return model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
 
-    def engine(self, parts: WorkerParts, stepper: Stepper) -> MegatronEngine:
-        """The engine, which knows the model by its built chunks."""
-        model = model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
-        return MegatronEngine(parts.config, stepper, parts.streams["train"], parts.replicas, model)
+    def checkpoints(self, parts: WorkerParts, model: Model) -> Any:
+        """Checkpoints in Megatron-LM's format."""
+        return StockCheckpoints(parts, model)
 
     def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
         """Evaluates and reports by Megatron-LM's functions, unless a worker was asked to stop."""

@@ -123,9 +123,14 @@ def test_a_damaged_manifest(text, code, tmp_path):
 
 
 def test_a_damaged_tracker(tmp_path):
-    (tmp_path / files.TRACKER).write_text("release")
-    with raises("tracker-invalid", files.TRACKER, "'release'"):
+    (tmp_path / files.TRACKER).write_text("latest")
+    with raises("tracker-invalid", files.TRACKER, "'latest'"):
         files.latest_iteration(tmp_path)
+
+
+def test_a_release_has_no_iteration(tmp_path):
+    (tmp_path / files.TRACKER).write_text("release\n")
+    assert files.latest_iteration(tmp_path) is None
 
 
 OLD, NEW = (Claim("launch", (0, generation)) for generation in (3, 4))
