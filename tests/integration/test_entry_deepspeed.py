@@ -90,6 +90,27 @@ def test_embeddings_that_are_tied_across_stages_have_the_bits_of_megatron_core(t
     assert ours.losses == theirs.losses and len(ours.losses) == 8
 
 
+def test_a_run_with_megatron_lms_norm_continues_with_an_optimizer_that_has_none(tmp_path):
+    """The snapshot tells the norm of its run, which neither DeepSpeed's optimizer nor elastic training computes."""
+    base = f"{BASE} {MOE} --micro-batch-size 1 --calculate-per-token-loss"
+    snapshots = "--ckpt-policy full --snapshot-interval 4 --ckpt-dir snapshots"
+    stock = f"{snapshots} --grad-norm stock --exit-interval 4"
+    first = run(tmp_path / "first", OWN_PROGRAM, 2, stock, base=base)
+    assert first.code == 0, first.output[-4000:]
+    found = {}
+    for name, flags in {
+        "exact": "--grad-norm exact",
+        "deepspeed": "--deepspeed",
+        "elastic": "--elastic --elastic-slots 4 --elastic-min-replicas 1",
+    }.items():
+        shutil.copytree(tmp_path / "first/snapshots", tmp_path / name / "snapshots")
+        again = run(tmp_path / name, OWN_PROGRAM, 2, f"{snapshots} {flags}", base=base)
+        assert again.code == 0 and again.resumed_at() == [4], again.output[-4000:]
+        found[name] = [value for iteration in range(5, 9) for value in again.losses[iteration]]
+    assert found["deepspeed"] == pytest.approx(found["exact"], rel=1e-5)
+    assert found["elastic"] == pytest.approx(found["exact"], rel=1e-5)
+
+
 def test_stage_0_is_the_optimizer_of_megatron_core(tmp_path):
     theirs = run(tmp_path / "core", USER_SCRIPT, 2, EP2)
     ours = run(tmp_path / "deepspeed", USER_SCRIPT, 2, f"{EP2} --deepspeed --zero-stage 0")

@@ -314,18 +314,17 @@ class _Storages(pickle.Unpickler):
         return _Described()
 
 
-class _Part(io.RawIOBase):
-    """What is left of a stream.  Torch's own view of a part of a file cannot seek from its end."""
+class _Part:
+    """What is left of a stream, to be read in pieces of bounded size.
+
+    Torch's own view of a part of a file cannot seek from its end.
+    """
 
     def __init__(self, stream: Any):
         self._stream, self._begin, self._at = stream, stream.tell(), 0
         self.size = stream.seek(0, os.SEEK_END) and stream.tell() - self._begin
 
     def seekable(self) -> bool:
-        """Always True."""
-        return True
-
-    def readable(self) -> bool:
         """Always True."""
         return True
 
@@ -340,13 +339,22 @@ class _Part(io.RawIOBase):
             raise OSError("a place before the begin")
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        """Reads up to the size of a buffer."""
+    def read(self, size: int = -1) -> bytes:
+        """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is a list that is too long."""
+        left = max(0, self.size - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > tree.MANIFEST:
+            raise CheckpointError(
+                f"has a list of records of {size} bytes, more than {tree.MANIFEST}. Fix: use a checkpoint from a "
+                "source that you trust",
+                code="metadata-refused",
+            )
         self._stream.seek(self._begin + self._at)
-        data = self._stream.read(min(len(buffer), max(0, self.size - self._at)))
-        buffer[: len(data)] = data
+        data = b""
+        while len(data) < size and (piece := self._stream.read(size - len(data))):
+            data += piece
         self._at += len(data)
-        return len(data)
+        return data
 
 
 def _check_saved(stream: Any) -> None:
@@ -360,7 +368,7 @@ def _check_saved(stream: Any) -> None:
     begin = stream.tell()
     try:
         part = _Part(stream)
-        with zipfile.ZipFile(io.BufferedReader(part)) as archive:
+        with zipfile.ZipFile(part) as archive:
             records = archive.infolist()
             if any(one.compress_type != zipfile.ZIP_STORED for one in records):
                 raise CheckpointError(
@@ -405,14 +413,14 @@ def _check_saved(stream: Any) -> None:
 
 
 def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load`` that checks what it reads, and opens only regular files."""
+    """``torch.load`` that checks what it reads, and opens only regular files, which may hold any number of tensors."""
 
     def checked(file: Any, *arguments: Any, **how: Any) -> Any:
         if not isinstance(file, (str, os.PathLike)):
             _check_saved(file)
             return load(file, *arguments, **how)
         path = Path(file)
-        with open(Tree(path.parent).open(path.name, tree.MANIFEST), "rb") as opened:
+        with open(Tree(path.parent).open(path.name), "rb") as opened:
             try:
                 _check_saved(opened)
             except CheckpointError as error:

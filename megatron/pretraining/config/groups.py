@@ -70,6 +70,11 @@ class FlagGroups(abc.ABC):
         """Whether dense optimizer state is sharded in blocks that several workers hold, and not by megatron-core."""
         return self.elastic.elastic and self.parallel.use_distributed_optimizer
 
+    @property
+    def needs_exact_norm(self) -> bool:
+        """Whether Megatron-LM's gradient norm is out: it depends on the workers, and DeepSpeed's optimizer has none."""
+        return self.elastic.elastic or self.zero.deepspeed
+
 
 @functools.cache
 def group_classes() -> dict[str, type[FlagGroup]]:

@@ -107,7 +107,8 @@ class MegatronEngine:
         """Restores loss scale, learning rates and kind of norm; notes where experts were, and which launch it was."""
         self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
         self.saved_by = saved.get("job")
-        if "grad_norm" not in self._config.given:  # a run continues with the norm that it began with
+        if "grad_norm" not in self._config.given and not self._config.needs_exact_norm:
+            # a run continues with the norm that it began with
             self._stepper.optimizer.norm = saved.get("grad_norm", EXACT)
         contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import struct
 import time
 import zipfile
 
@@ -22,6 +23,8 @@ cpu.install()  # comes before megatron.core
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs  # noqa: E402
+from moc.errors import code_of  # noqa: E402
+from moc.files import tree  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from tests.shared import ALL  # noqa: E402
 
@@ -192,6 +195,16 @@ def a_lie():
     return archive({**records, name: data.replace(one, large)})
 
 
+def a_long_list(path):
+    """An archive whose end tells of a list of records with 64 GB, in a file with holes."""
+    records = tree.MANIFEST << 10
+    record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1 << 20, 1 << 20, records, 0)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, records, 1)
+    with path.open("wb") as file:
+        file.seek(records)
+        file.write(record + locator + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, *[0xFFFF] * 2, *[0xFFFFFFFF] * 2, 0))
+
+
 HOSTILE = {
     "compressed": a_bomb,
     "a tensor that is not there": a_lie,
@@ -219,6 +232,22 @@ def test_objects_beside_tensors_take_little(tmp_path, hostile):
             with pytest.raises(CheckpointError):
                 torch.load(source, weights_only=True)
     assert time.process_time() - began < 30  # seconds, and not years
+
+
+def test_a_file_with_a_long_list_of_records_takes_little(tmp_path):
+    a_long_list(tmp_path / "model_optim_rng.pt")
+    with nothing_runs(), pytest.raises(CheckpointError) as refused:
+        torch.load(tmp_path / "model_optim_rng.pt", weights_only=True)
+    assert code_of(refused.value) == "metadata-refused"
+
+
+def test_a_file_may_hold_more_tensors_than_objects(tmp_path):
+    weights = torch.arange(tree.MANIFEST // 4 + 1, dtype=torch.float32)
+    torch.save({"model": {"weight": weights}, "iteration": 3}, tmp_path / "model_optim_rng.pt")
+    assert (tmp_path / "model_optim_rng.pt").stat().st_size > tree.MANIFEST
+    with nothing_runs():
+        loaded = torch.load(tmp_path / "model_optim_rng.pt")
+    assert loaded["iteration"] == 3 and loaded["model"]["weight"].equal(weights)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
