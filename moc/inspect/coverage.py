@@ -20,7 +20,9 @@ from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
-"""The slots that each optimizer keeps for every parameter."""
+"""The slots of every parameter, by optimizer.  Of others, such as Muon, each kind of parameters has slots of its own."""
+MASTER = "master"
+"""The slot that every parameter has, whatever its optimizer is."""
 PARAM = "param"
 """The slot of compute weights, and of module state, which no optimizer updates."""
 MOST_OPERATORS = 1 << 18
@@ -32,6 +34,11 @@ _Parameters = Annotated[dict[Annotated[str, Meta(pattern=_NAMES)], decode.Count]
 _MOST_COMPARED = 100_000  # numbers of a box and a hole
 _MOST_SWEPT, _LEAST = 3_000_000, 200  # numbers of two boxes, and as many as a step of the sweep takes for itself
 _PRIME = (1 << 61) - 1
+
+
+def slots_of(optimizer: str | None) -> tuple[str, ...]:
+    """The slots that every parameter has in the state of an optimizer; the first is the master."""
+    return SLOTS.get(optimizer, (MASTER,)) if optimizer else ()
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
@@ -84,7 +91,7 @@ def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
     """The slots that a tensor must have at a detail of ``moc.state.detail``."""
     if is_module_state(name):
         return () if detail in ("moments", "grad") else (PARAM,)
-    full = SLOTS.get(optimizer or "", ())
+    full = slots_of(optimizer)
     parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:], "grad": ("grad",)}
     return parts.get(detail, full)
 
@@ -180,11 +187,12 @@ def operator_or_other(name: str) -> str:
 
 def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: str | None) -> Iterator[str]:
     found = {slot for slots in tensors.values() for slot in slots}
-    for slot in SLOTS.get(optimizer or "", ()):
+    for slot in slots_of(optimizer):
         if tensors and slot not in found:
             yield f"{slot}: no file holds it for any tensor"
+    wanted = found if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not tell the optimizer
     for name in sorted(tensors):
-        if missing := sorted(found - tensors[name].keys()):
+        if missing := sorted(wanted - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
 
 

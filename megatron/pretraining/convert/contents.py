@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moc.inspect.coverage import PARAM, SLOTS, missing_operators, operator_or_other
+from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, slots_of
 from moc.policy import is_of_windows
 from moc.state.operators import MODULE_STATE, is_module_state
 from moc.state.region import Region
@@ -152,7 +152,7 @@ def check_whole(contents: ConvertedState) -> None:
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
         raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
-    needed = SLOTS.get(state.get("optimizer") or "", (PARAM,))
+    needed = slots_of(state.get("optimizer")) or (PARAM,)
     for name, found in slots.items():
         wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):

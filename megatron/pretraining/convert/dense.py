@@ -82,7 +82,7 @@ class DenseContents(ConvertedState):
         shapes = {key: shape for key, (shape, _) in everything.items()}
         self._slots = {} if regions else optimizer_places(shapes, self._places)
         if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
-            self._slots[MASTER] = {name: self._places[name] for name in next(iter(self._slots.values()))}
+            self._slots[MASTER] = {name: self._places[name] for held in self._slots.values() for name in held}
         of_megatron = [
             Entry(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
             for slot, places in self._slots.items()

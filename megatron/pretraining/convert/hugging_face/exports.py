@@ -34,15 +34,16 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     refuse_to_replace(args.output)
     with progress(0, "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, advance=advance)
-    check_whole(contents)
     state = contents.facts.state
+    said = args.dtype or state.get("params_dtype")
+    dtype = DTYPES.get(said or "")
+    weights = weights_of(contents, dtype)
+    check_whole(weights)
     flags = args.flags if replayed or not state.get("model") else _refuse_flags(args.flags)
     model, tokenizer = recorded(state, flags, directory)
     family = family_named(args.family) if args.family else family_for(model)
     config = family.config_of(model)
-    said = args.dtype or state.get("params_dtype")
-    dtype = DTYPES.get(said or "")
-    exported = Exported(weights_of(contents, dtype), name_map(model, family), dtype)
+    exported = Exported(weights, name_map(model, family), dtype)
     total = sum(tensor.nbytes for tensor in exported.tensors)
     about = Description(config, tokenizer, _source(directory, contents.facts.iteration))
     size = (args.max_file_size or _FILE_MB) * 10**6
