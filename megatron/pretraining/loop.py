@@ -116,7 +116,7 @@ def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
     """Does what is due after the last completed iteration; returns whether training ends with it."""
     stopping = duties.stops
     if duties.evaluates and not stopping:
-        stopping = not validate(run, stop)
+        stopping = not report_loss(run, "valid", stop)
     if stopping or duties.ends or duties.saves or run.checkpoints.tries_again():
         save(run)
     return stopping or duties.ends
@@ -199,16 +199,9 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def validate(run: TrainingRun, stop: StopRequests) -> bool:
-    """Reports the validation loss; returns False if a stop was requested meanwhile."""
-    interval = run.config.validation.eval_interval
-    assert interval is not None  # validation is due
-    return report_loss(run, "valid", stop, earlier=run.position.iteration // interval - 1)
-
-
-def report_loss(run: TrainingRun, split: str, stop: StopRequests, earlier: int = 0, final: bool = False) -> bool:
+def report_loss(run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
     """Evaluates a split, if it has data; returns False if a stop was requested meanwhile."""
-    completed = run.program.evaluate(run, split, earlier, stop, final)
+    completed = run.program.evaluate(run, split, stop, final)
     run.log.skip_time()
     return completed
 

@@ -76,13 +76,12 @@ class Program(Protocol):
         """The checkpoints of ``--save`` and ``--load``."""
         ...
 
-    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+    def evaluate(self, run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
         """Reports the loss of a split; returns False if a stop was requested meanwhile.
 
         Args:
             run: the run, after an iteration.
             split: ``valid`` or ``test``.
-            earlier: evaluations whose samples precede this one's.
             stop: requests to stop.
             final: training has ended.
         """

@@ -41,6 +41,8 @@ _ONLY = {
     "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
     "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
     "init_model_with_meta_device": (False, "weights are initialised by the numbers of experts when the model is built"),
+    "use_mup": (False, "optimizers of --elastic have no learning rates by width"),
+    "ckpt_format": ("torch_dist", "other formats have the experts of one worker of each data-parallel group"),
 }
 """By argument of Megatron-LM, the value that elastic training works with, and why no other."""
 
@@ -200,7 +202,14 @@ def check_batches(config: Config, given: Collection[str]) -> None:
 
 
 def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> bool:
-    """Reports the loss of a split, which does not depend on the number of workers; False if a stop was requested."""
+    """Reports the loss of a split, which does not depend on the number of workers; False if a stop was requested.
+
+    Args:
+        run: the run, after an iteration.
+        split: ``valid`` or ``test``.
+        earlier: evaluations whose samples precede this one's.
+        stop: requests to stop.
+    """
     args, topology = get_args(), run.stepper.topology
     size = topology.global_batch_size
     batches = (run.batches(split, (earlier * args.eval_iters + number) * size) for number in range(args.eval_iters))

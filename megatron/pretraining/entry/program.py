@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -167,26 +170,33 @@ class StockProgram:
         """Checkpoints in Megatron-LM's format."""
         return StockCheckpoints(parts, model)
 
-    def evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool = False) -> bool:
+    def evaluate(self, run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
         """Evaluates and reports by Megatron-LM's functions, unless a worker was asked to stop."""
         args, iteration = get_args(), run.position.iteration
-        if not args.eval_iters or split not in run.splits or not (final or self._evaluates_at(iteration)):
+        if not args.eval_iters or split not in run.splits or not (final or iteration >= (args.start_eval_at_iter or 0)):
             return True
-        if run.config.elastic.elastic:
-            return elastic.evaluate(run, split, earlier, stop)
-        stream: Any = run.streams[split]
-        before = earlier if not final or split == "test" else self._evaluations_until(iteration)
-        samples = args.eval_global_batch_size * args.eval_iters
-        args.consumed_valid_samples = before * samples
+        earlier = evaluations_before(args, iteration, final) if split == "valid" else 0
+        with _collected_garbage(args.manual_gc and args.manual_gc_eval and not final):
+            if run.config.elastic.elastic:
+                return elastic.evaluate(run, split, earlier, stop)
+            return self._evaluate(run, split, earlier, stop, final)
+
+    def _evaluate(self, run: TrainingRun, split: str, earlier: int, stop: StopRequests, final: bool) -> bool:
+        args, iteration, stream = get_args(), run.position.iteration, cast(Any, run.streams[split])
+        args.consumed_valid_samples = earlier * args.eval_global_batch_size * args.eval_iters
         collected = _Losses()
         suffix = {False: "", True: f" on {'validation' if split == 'valid' else 'test'} set"}[final]
         stoppable = functools.partial(_stoppable, training.get_forward_backward_func, run.world, stop)
         try:
-            with run.stepper.modules.unchanged(), replaced(training, get_forward_backward_func=stoppable):
+            with (
+                run.stepper.modules.unchanged(),
+                replaced(training, get_forward_backward_func=stoppable),
+                replaced(args, exit_duration_in_mins=None),  # counted from the import; ``stop`` knows the time
+            ):
                 training.evaluate_and_print_results(
                     f"iteration {iteration}{suffix}",
                     collected.of(self.forward_step),
-                    stream.iteration(run.stepper.topology, before * samples),
+                    stream.iteration(run.stepper.topology, args.consumed_valid_samples),
                     run.stepper.chunks,
                     iteration,
                     self.process_non_loss_data,
@@ -284,18 +294,31 @@ class StockProgram:
 
         return prepared
 
-    def _evaluates_at(self, iteration: int) -> bool:
-        start = get_args().start_eval_at_iter
-        return start is None or iteration >= start
 
-    def _evaluations_until(self, iteration: int) -> int:
-        args = get_args()
-        return max(0, iteration // args.eval_interval - (args.start_eval_at_iter or 0) // args.eval_interval)
+def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
+    """The evaluations of a run whose validation samples precede those of the one after ``iteration``.
+
+    A ``final`` one comes after that of the same iteration.  A program that skips training begins with the first sample.
+    """
+    if args.skip_train:
+        return 0
+    skipped = max(math.ceil((args.start_eval_at_iter or 0) / args.eval_interval) - 1, 0)
+    return max(iteration // args.eval_interval - skipped - (not final), 0)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:
     assert isinstance(parts.log, StockLog)  # build() has made it
     return parts.log
+
+
+@contextlib.contextmanager
+def _collected_garbage(wanted: bool) -> Iterator[None]:
+    """Collects garbage before an evaluation, and that of the evaluation afterwards, as Megatron-LM's loop does."""
+    if wanted:
+        gc.collect()
+    yield
+    if wanted:
+        gc.collect(generation=0)
 
 
 class _Stopped(Exception):

@@ -19,23 +19,26 @@ class Refusal(NamedTuple):
     Attributes:
         reason: a sentence's predicate, whose subject is the option.
         off: values that turn the feature off.
+        remedy: what to do instead.
     """
 
     reason: str
     off: tuple[object, ...] = (None, False)
+    remedy: str = "drop it"
 
 
 FUNCTIONS = (
     "pretrain", "train", "train_step", "post_training_step_callbacks", "checkpoint_and_decide_exit",
     "save_checkpoint_and_time", "evaluate", "evaluate_and_print_results", "build_train_valid_test_data_iterators",
     "build_train_valid_test_data_loaders", "get_train_valid_test_num_samples", "should_disable_forward_pre_hook",
+    "setup_model_and_optimizer",
 )  # fmt: skip
-"""Functions of ``megatron.training.training`` that are Megatron-LM's loop."""
+"""Functions of ``megatron.training.training`` that are Megatron-LM's loop, and its set-up, which loads nothing here."""
 
 PORTED = {
     "megatron/pretraining/entry/program.py": """
         align_grad_reduce align_param_gather overlap_grad_reduce overlap_param_gather empty_unused_memory_level
-        skip_train train_iters train_sync_interval start_eval_at_iter consumed_valid_samples
+        skip_train train_iters train_sync_interval start_eval_at_iter consumed_valid_samples manual_gc_eval
         check_weight_hash_across_dp_replicas_interval""",
     "megatron/pretraining/entry/streams.py": """
         micro_batch_size eval_global_batch_size eval_micro_batch_size virtual_pipeline_model_parallel_size""",
@@ -43,7 +46,7 @@ PORTED = {
     "megatron/pretraining/entry/log.py": """
         curr_iteration iteration consumed_train_samples num_floating_point_operations_so_far
         tensorboard_log_interval""",
-    "megatron/pretraining/entry/checkpoints.py": "finetune load save",
+    "megatron/pretraining/entry/checkpoints.py": "finetune load save pretrained_checkpoint",
     "megatron/pretraining/entry/profiling.py": """
         profile profile_ranks profile_step_start profile_step_end use_pytorch_profiler nvtx_ranges record_shapes
         pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
@@ -63,7 +66,7 @@ BY_STOCK = frozenset(
     tensor_model_parallel_size context_parallel_size train_samples tensorboard_dir num_experts
     use_distributed_optimizer use_layer_wise_distributed_optimizer do_test do_train do_valid barrier_with_L1_time
     use_tp_pp_dp_mapping fp8 ckpt_format no_load_optim disable_straggler_on_startup straggler_ctrlr_port
-    straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval vision_pretraining_type manual_gc_eval
+    straggler_minmax_count cuda_graph_warmup_steps adlr_autoresume_interval vision_pretraining_type
     moe_routing_trace_capture_hidden_states moe_routing_trace_capture_logits moe_routing_trace_dump_weights
     moe_routing_trace_max_training_iters grpo_group_size grpo_iterations grpo_prompts_per_step refit_method
     replication replication_factor replication_jump non_persistent_local_ckpt_dir rl_profile_dir
@@ -71,6 +74,11 @@ BY_STOCK = frozenset(
     rl_inference_logprobs_is_correction rl_inference_model_unified_memory_level
     rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size
     rl_offload_inference_model_weights_when_idle rl_offload_optimizer_during_inference rl_use_sequence_packing
+    bf16 fp16 fp4 fp8_recipe calculate_per_token_loss cuda_graph_modules dump_param_to_param_group_map
+    expert_model_parallel_size ffn_hidden_size moe_shared_expert_overlap use_gloo_process_groups use_mup
+    ckpt_convert_save moe_upcycling_granularity logits_save_dtype logits_save_top_k logits_save_top_p
+    logits_save_top_p_min_k fault_injector_fault_types fault_injector_fault_probabilities fault_injector_fault_delay
+    fault_injector_delay_start_iteration fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_seed
     """.split()
 )
 """Arguments that functions of Megatron-LM read here, too, and details of a feature that is refused."""
@@ -80,6 +88,8 @@ _TENSORS = "writes tensors of an iteration, which a recovery computes again: its
 _PHASES = "changes the data in the course of a run, whose position would no longer be one number"
 _FSDP = "shards weights, and snapshots need complete weights on each worker"
 _MEASURES = "measures iterations of Megatron-LM's loop"
+_FAULTS = Refusal("injects faults from within Megatron-LM's loop", remedy="inject them with --inject")
+_RECOVERS = "recovers from lost workers by another program than mocrun"
 _ELSEWHERE = "keeps checkpoints outside of --save: --ckpt-policy with --ckpt-tier memory or peers takes their place"
 
 REFUSED = {
@@ -122,21 +132,35 @@ REFUSED = {
     "fsdp_manual_registration": Refusal(_FSDP),
     "nccl_ub": Refusal("registers buffers with communicators, which a recovery replaces"),
     "gtp_weight_remat_size": Refusal(_FSDP, (None, 1)),
+    "ckpt_convert_format": Refusal(
+        "converts the checkpoint that Megatron-LM's set-up loads, and mocrun loads it later",
+        remedy="convert it with tools/convert_checkpoint.py",
+    ),
+    "moe_use_upcycling": Refusal(
+        "copies the dense checkpoint that Megatron-LM's set-up loads, and mocrun loads it later",
+        remedy="write the first checkpoint with Megatron-LM itself, and continue from it without the option",
+    ),
+    "logits_save_dir": Refusal("writes logits along with Megatron-LM's asynchronous checkpoints"),
+    "logits_load_dir": Refusal("reads a teacher's logits in the order of its run, which a replay would not repeat"),
+    "fault_injector_ranks": _FAULTS,
+    "fault_injector_num_ranks": _FAULTS,
 }
 """Refused arguments."""
 
-IGNORED = {
+OUTSIDE = {
+    "enable_ft_package": Refusal(_RECOVERS),
+    "inprocess_restart": Refusal(_RECOVERS),
     "rampup_batch_size": Refusal("has no effect in megatron-core 0.19, whose option is --step-batch-size-schedule"),
 }
-"""Arguments that Megatron-LM has and does not read; they are refused, too."""
+"""Refused arguments that Megatron-LM's loop does not read: its other modules do, or none."""
 
 
 def refusals(arguments: Any) -> Iterator[str]:
     """One sentence for each argument that selects a feature only Megatron-LM's loop has."""
-    for name, refusal in (REFUSED | IGNORED).items():
+    for name, refusal in (REFUSED | OUTSIDE).items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:
-            yield f"--{name.replace('_', '-')} {refusal.reason}. Fix: drop it"
+            yield f"--{name.replace('_', '-')} {refusal.reason}. Fix: {refusal.remedy}"
 
 
 def refuse_arguments(arguments: Any) -> None:

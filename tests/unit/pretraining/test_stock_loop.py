@@ -1,14 +1,21 @@
 """The arguments of Megatron-LM's loop that have an entry are those that its source reads."""
 
 import ast
+import dataclasses
 import importlib.util
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.config import ConfigError
-from megatron.pretraining.entry import stock_loop
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+
+from megatron.training import config  # noqa: E402
+
+from megatron.pretraining.config import ConfigError  # noqa: E402
+from megatron.pretraining.entry import stock_loop  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,6 +38,8 @@ def read_arguments() -> set[str]:
                     func=ast.Name(id="getattr"), args=[ast.Name(id="args"), ast.Constant(value=str(key)), *_]
                 ):
                     found.add(key)
+                case ast.Call(func=ast.Attribute(attr="fields"), args=[ast.Name(id=kind)]):  # read by name of the field
+                    found |= {one.name for one in dataclasses.fields(getattr(config, kind))}
     return found - {"get_builder_cls"}
 
 
@@ -57,3 +66,22 @@ def test_all_refusals_are_in_one_message():
     assert [one.code for one in caught.value.problems] == ["loop-argument-unsupported"] * 2
     assert "--log-straggler " in str(caught.value) and "--log-energy " in str(caught.value)
     stock_loop.refuse_arguments(Namespace(log_straggler=False, iterations_to_skip=[3][:0], cuda_graph_impl="none"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(ckpt_convert_format="torch", ckpt_convert_save="there"),
+        dict(moe_use_upcycling=True),
+        dict(logits_save_dir="there"),
+        dict(logits_load_dir="there"),
+        dict(fault_injector_ranks="0"),
+        dict(fault_injector_num_ranks=1),
+        dict(enable_ft_package=True),
+        dict(inprocess_restart=True),
+    ],
+)
+def test_what_would_be_ignored_or_work_on_random_weights_is_refused(arguments):
+    with pytest.raises(ConfigError) as caught:
+        stock_loop.refuse_arguments(Namespace(**arguments))
+    assert [one.code for one in caught.value.problems] == ["loop-argument-unsupported"]
