@@ -20,7 +20,7 @@ from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
-"""The slots of every parameter, by optimizer.  Of others, such as Muon, each kind of parameters has slots of its own."""
+"""The slots of every parameter, by optimizer.  Of others, such as Muon, parameters of different kinds have others."""
 MASTER = "master"
 """The slot that every parameter has, whatever its optimizer is."""
 PARAM = "param"
