@@ -14,6 +14,7 @@ import time
 from typing import NoReturn
 
 from moc.runtime import hook
+from moc.runtime.children import die_with_parent
 from moc.runtime.loading import load
 
 _WORDS = "megatron.pretraining.entry.words"
@@ -57,8 +58,10 @@ def refusal(script: str, arguments: list[str], size: int) -> str | None:
         return None
     sys.stdout.flush()
     received, sent = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
+        die_with_parent(parent)
         os.close(received)
         _check(script, arguments, size, sent)
     os.close(sent)
