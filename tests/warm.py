@@ -157,6 +157,9 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     _take(descriptors, request["descriptors"], connection)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.orig_argv = request["arguments_of_program"]
+    scripts = [Path(one) for one in options if one.endswith(".py") and Path(one).is_file()]
+    if scripts and not any("megatron" in script.read_text() for script in scripts):
+        sys.modules.pop("moc.megatron", None)  # its presence has the launcher run the script once more, for its flags
     site = Path(os.environ.get("PYTHONPATH", "").partition(":")[0]) / "sitecustomize.py"
     try:
         if site.is_file():

@@ -81,8 +81,8 @@ def superseded():
 
 def overwritten():
     """A file that an earlier generation has written again, after its look at the fence."""
-    new, unfenced = store(2), Store(LocalPlace("snapshots", 10.0))
     saved(store(1), 10)
+    new, unfenced = store(2), Store(LocalPlace("snapshots", 10.0))
     written(new, 30)
     unfenced.write_file(30, 1, file_parts(33, 1)[0])
     publish(new, 30)
