@@ -28,8 +28,8 @@ needs_scripts = pytest.mark.skipif(
 )
 
 BASE = """
-    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 8 --lr 1e-3 --min-lr 1e-4
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 8 --train-iters 8 --lr 1e-3 --min-lr 1e-4
     --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 8 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 256 --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion
