@@ -387,6 +387,8 @@ _MEGATRON = (
             skip_model_parallel_init"""), only=True), "replaces", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:parse_args", Parameters(_words("extra_args_provider ignore_unknown_args"), only=True),
          "extends", f"{_ENTRY}/install.py"),
+        (f"{_TRAINING}.checkpointing:load_args_from_checkpoint", Parameters(_words("""args load_arg
+            checkpointing_context"""), only=True), "extends", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.argument_utils:ArgumentGroupFactory._get_field_docstrings",
          Parameters(("src_cfg_class",), only=True), "extends", f"{_ENTRY}/install.py"),
         (f"{_TRAINING}.arguments:add_megatron_arguments", Parameters(("parser",), only=True), "calls",

@@ -23,7 +23,7 @@ Parse = Callable[[Sequence[str]], tuple[argparse.Namespace, list[str]]]
 
 
 def read_words(
-    parser: argparse.ArgumentParser, argv: Sequence[str], parse: Parse | None = None
+    parser: argparse.ArgumentParser, argv: Sequence[str], parse: Parse | None = None, ignores_unknown: bool = False
 ) -> tuple[dict[str, Any], Problems]:
     """Reads a command line.
 
@@ -31,6 +31,7 @@ def read_words(
         parser: raises ``ArgumentError``, instead of exiting.
         argv: the words.
         parse: as ``parser.parse_known_args``, which is the default.
+        ignores_unknown: words that no flag takes are no problem.
 
     Returns:
         Values by name, and the problems of the words; values that these conceal are ``UNKNOWN``.
@@ -48,9 +49,8 @@ def read_words(
             problems.found.append(_unreadable(action, found, error.message))
             words = [word for word in words if word.partition("=")[0] not in spellings]
     spellings = {spelling: action.dest for spelling, action in parser._option_string_actions.items()}
-    misspelled = refuse_unknown(
-        [word for word in unknown if not unreadable or word.startswith("-")], spellings, problems
-    )
+    unknown = [word for word in unknown if not (ignores_unknown or unreadable and not word.startswith("-"))]
+    misspelled = refuse_unknown(unknown, spellings, problems)
     return {**vars(known), **misspelled, **unreadable}, problems
 
 

@@ -42,7 +42,7 @@ STOCK_CASES = {
     "gradient": (f"{EP2} {ZERO1}", "--ckpt-policy gradient --gradient-window 2"),
 }
 MORE_STOCK_CASES = {
-    "interleaved": (f"{MOE} {PP2} --num-layers-per-virtual-pipeline-stage 1", FULL),
+    "interleaved": (f"{MOE} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", FULL),
     "dense ZeRO-1": (ZERO1, FULL),
     "EP2": (EP2, FULL),
     "EP2 ZeRO-1": (f"{EP2} {ZERO1}", FULL),
@@ -110,7 +110,8 @@ SAMPLES = (
 
 def test_a_batch_whose_size_grows_recovers(tmp_path):
     """The size is a function of the position: 4 samples, and 8 from 512 tokens on, where the killed iteration is."""
-    base = SAMPLES.replace("--global-batch-size 8", "--step-batch-size-schedule 0:4,512:8")
+    batches = "--micro-batch-size 2 --step-batch-size-schedule 0:4,512:8"
+    base = SAMPLES.replace("--micro-batch-size 4 --global-batch-size 8", batches)
     recovers(tmp_path, USER_SCRIPT, f"{EP2} {ZERO1}", FULL, base=base)
 
 
@@ -217,6 +218,15 @@ def test_tied_embeddings_recover(flags, tmp_path):
 def test_exact_initial_weights_of_a_model_with_foreign_layers_are_refused(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 1, f"{MOE} --user-gate --initialization exact")
     assert ended.code and "initialization-unsupported" in codes_in(ended.output) and "gate.strength" in ended.output
+
+
+def test_what_evaluations_plot_is_read_beyond_their_batches(tmp_path):
+    flags = f"{MOE} --tensorboard-dir board"
+    plain = run(tmp_path / "plain", USER_SCRIPT, 1, flags)
+    plots = run(tmp_path / "plots", USER_SCRIPT, 1, f"{flags} --user-plot")
+    assert plots.code == 0 and plots.output.count("plotted 2 maxima") == 4, plots.output[-3000:]
+    evaluated, expected = ([one["loss"] for one in ended.of("evaluation")] for ended in (plots, plain))
+    assert plots.losses == plain.losses and evaluated == expected
 
 
 def test_each_loop_continues_the_others_checkpoint(tmp_path):

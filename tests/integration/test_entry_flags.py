@@ -58,7 +58,9 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
     [
         ("--tensor-model-parallel-size 3", ["megatron-options-refused"], "world size"),
         ("--ckpt-policy full", ["snapshot-directory-missing"], "--ckpt-dir"),
-        ("--deepspeed --gradient-accumulation-steps 3", ["batch-not-divisible"], "--global-batch-size 12"),
+        ("--yaml-cfg some.yaml --num-layer 3", ["flag-unknown", "loop-argument-unsupported"], "--config"),
+        ("--use-checkpoint-args", ["flag-needs-another"], "--load"),
+        ("--deepspeed --gradient-accumulation-steps 3", ["batch-not-divisible"], "--global-batch-size 24"),
         ("--deepspeed --decoupled-lr 1e-3 --grad-norm stock", ["grad-norm-unsupported", "deepspeed-excludes-flag"], ""),
         (
             f"{MOE} --elastic --elastic-slots 1 --optimizer lion --calculate-per-token-loss --moe-permute-fusion",
@@ -96,6 +98,15 @@ def test_options_of_a_script_are_neither_refused_nor_translated(tmp_path):
     for _ in range(2):  # without and with a list of Megatron-LM's options
         ended = run(tmp_path, tmp_path / "script.py", 1, "--of-a-user 3 --of-a-computed-name 4 --data-impl lazy")
         assert ended.code == 0 and "parsed 3 4 lazy" in ended.output, ended.output[-2000:]
+
+
+def test_a_script_may_ignore_unknown_options(tmp_path):
+    (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
+    ignoring = OWN_FORWARD.replace("=add_options)", "=add_options, ignore_unknown_args=True)")
+    (tmp_path / "script.py").write_text(ignoring)
+    for _ in range(2):  # without and with a list of Megatron-LM's options
+        ended = run(tmp_path, tmp_path / "script.py", 1, "--of-a-user 3 --of-another 4 --num-layer 5 stray")
+        assert ended.code == 0 and "parsed 3 None None" in ended.output, ended.output[-2000:]
 
 
 def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):

@@ -61,6 +61,23 @@ def test_a_step_is_preferred_to_a_newer_checkpoint(saved, data, tmp_path):
     assert resumed.start == 2 and resumed.records == saved[1].records[2:]
 
 
+def test_a_run_that_skips_training_saves_the_optimizer_state(saved, data, tmp_path):
+    flags = data | dict(train_iters=4)
+    train("1", flags | dict(load=str(saved[0]), ckpt_step=2, save=str(tmp_path), skip_train=True))
+    assert train("1", flags | dict(load=str(tmp_path))).records == saved[1].records[2:]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_options_of_a_checkpoint(damaged, saved, data, tmp_path):
+    root = copied(saved, tmp_path)
+    if damaged:
+        (dense_files.directory_of(root, 4) / "common.pt").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
+    flags = data | dict(load=str(root), use_checkpoint_args=True, train_iters=4, hidden_size=None)
+    (result,) = start("1", flags).wait()
+    expected = (1, ["checkpoint-unloadable"]) if damaged else (0, [])
+    assert (result.exit, codes_in(result.output)) == expected, result.output[-2000:]
+
+
 def test_a_release_is_no_iteration(saved, data, tmp_path):
     root = copied(saved, tmp_path)
     (root / dense_files.TRACKER).write_text("release")

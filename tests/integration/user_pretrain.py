@@ -68,8 +68,10 @@ def datasets(counts, vp_stage=None):
 datasets.is_distributed = True
 
 
-def loss_function(output):
-    """The mean over tokens, and a value that is reported beside it."""
+def loss_function(output, non_loss_data=False):
+    """The mean over tokens, and a value that is reported beside it; or what evaluations plot."""
+    if non_loss_data:
+        return output.detach().float().max()
     loss = output.float().mean()
     pair = torch.stack([output.float().sum().detach(), torch.tensor(float(output.numel()), device=output.device)])
     return loss, {"user loss": pair, "user maximum": output.detach().float().max()}
@@ -85,13 +87,21 @@ def forward_step(batches, model):
     return model(tokens, positions, mask, labels=labels), loss_function
 
 
+def plot(maxima, iteration, writer):
+    """Writes what the last worker has collected after an evaluation."""
+    writer.add_scalar("maximum of an evaluation", max(maxima), iteration)
+    print(f"plotted {len(maxima)} maxima at iteration {iteration}", flush=True)
+
+
 def own_flags(parser):
-    """Adds this script's flag."""
+    """Adds this script's flags."""
     parser.add_argument("--user-gate", action="store_true")
+    parser.add_argument("--user-plot", action="store_true")
     return parser
 
 
 if __name__ == "__main__":
     arguments = parse_and_validate_args(extra_args_provider=own_flags, args_defaults={})
     container = pretrain_cfg_container_from_args(arguments)
-    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, model_provider)
+    plots = plot if arguments.user_plot else None
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, model_provider, plots)

@@ -6,22 +6,18 @@ import contextlib
 import functools
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_state
-from megatron.pretraining.checkpoint.unpickling import nothing_runs
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
@@ -29,11 +25,10 @@ from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
 from megatron.pretraining.entry.model import check_shape
-from megatron.pretraining.entry.stock import get_args, replaced
+from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
-from moc.runtime.agreement import first_line, first_reported, run_on_rank0
-from moc.runtime.group import Aborted, Suspicion
+from moc.runtime.agreement import first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
@@ -42,11 +37,6 @@ from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
-_FAILURES = (
-    *(AssertionError, RuntimeError, OSError, KeyError, ValueError, SystemExit),
-    *(CheckpointException, CheckpointingException, pickle.UnpicklingError),
-)
-"""What Megatron-LM raises for a checkpoint that it cannot read."""
 
 
 class StockCheckpoints(Saves):
@@ -95,20 +85,11 @@ class StockCheckpoints(Saves):
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
         settings = {"use_distributed_optimizer": shards, "finetune": args.finetune}  # a pretrained checkpoint sets it
-        try:
-            with nothing_runs(), replaced(args, **settings):
-                loaded: Any = training.load_checkpoint(
-                    *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
-                )
-                anew = args.finetune
-        except _FAILURES as error:
-            if isinstance(error, (Aborted, Suspicion)):
-                raise
-            raise CheckpointError(
-                f"{root} cannot be loaded ({type(error).__name__}: {first_line(error) or 'see above'}). Fix: pass "
-                "another checkpoint, or the flags that it was saved with",
-                code="checkpoint-unloadable",
-            ) from error
+        with reads_checkpoint(root), replaced(args, **settings):
+            loaded: Any = training.load_checkpoint(
+                *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
+            )
+            anew = args.finetune
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
         if fragmented:

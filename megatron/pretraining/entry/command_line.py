@@ -21,6 +21,9 @@ from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
 from moc.files.text import short, shown
 
+_OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
+"""Values without effect of Megatron-LM's options that name other sources of options."""
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -51,16 +54,19 @@ def read() -> CommandLine:
     return _read
 
 
-def prepared(parser: argparse.ArgumentParser, of_script: Collection[str]) -> argparse.ArgumentParser:
+def prepared(
+    parser: argparse.ArgumentParser, of_script: Collection[str], ignores_unknown: bool = False
+) -> argparse.ArgumentParser:
     """Lets Megatron-LM's parser, which has our options, read files and presets, and collect problems; returns it.
 
     Args:
         parser: the parser, with the options of Megatron-LM, the script and this project.
         of_script: the option strings that only the script has.
+        ignores_unknown: words that are no option are no problem.
     """
     prepared: Any = parser
     prepared.__class__, prepared.formatter_class = _Parser, _Formatter
-    prepared.of_script = of_script
+    prepared.of_script, prepared.ignores_unknown = of_script, ignores_unknown
     return parser
 
 
@@ -78,6 +84,7 @@ class _Parser(argparse.ArgumentParser):
     """Megatron-LM's parser with our options; it collects problems instead of exiting at the first one."""
 
     of_script: Collection[str] = ()
+    ignores_unknown = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads the words, and the files that they name; nothing is left over."""
@@ -104,6 +111,7 @@ class _Parser(argparse.ArgumentParser):
         if preset and preset is not UNKNOWN:
             words = [*_words_of_options(self, preset_options(preset, values), f"--model {preset}", problems), *words]
             values = _read_again(self, words, super().parse_known_args, problems)
+        _refuse_other_sources(values, problems)
         concealed = frozenset(name for name, value in values.items() if value is UNKNOWN)
         defaults = {action.dest: action.default for action in self._actions}
         values |= {name: defaults[name] for name in concealed}
@@ -130,10 +138,26 @@ class _Parser(argparse.ArgumentParser):
 
 def _read_again(parser: argparse.ArgumentParser, words: list[str], parse: Parse, problems: Problems) -> dict[str, Any]:
     """Reads the words including a file's; returns the values, and adds new problems."""
-    values, found = read_words(parser, words, parse)
+    values, found = read_words(parser, words, parse, getattr(parser, "ignores_unknown", False))
     known = {str(problem) for problem in problems.found}
     problems.found += [problem for problem in found.found if str(problem) not in known]
     return values
+
+
+def _refuse_other_sources(values: dict[str, Any], problems: Problems) -> None:
+    """Refuses the sources of options that Megatron-LM reads before it compares options, and cannot read here."""
+    problems.refuse(
+        values.get("yaml_cfg"),
+        "--yaml-cfg takes the place of all options. Fix: pass a file of options with --config",
+        code="loop-argument-unsupported",
+    )
+    problems.refuse(
+        values.get("use_checkpoint_args") and not (values.get("load") or values.get("pretrained_checkpoint")),
+        "--use-checkpoint-args needs --load or --pretrained-checkpoint. Fix: add one of them",
+        code="flag-needs-another",
+    )
+    if problems.found:
+        values |= {name: unset for name, unset in _OTHER_SOURCES.items() if name in values}
 
 
 def _notices_of_ds_config(path: object) -> list[str]:

@@ -31,7 +31,7 @@ from megatron.pretraining.config.world import check_fewest, check_start
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.own_flags import add_own_flags
-from megatron.pretraining.entry.stock import get_args, replaced
+from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.board import Board
@@ -53,11 +53,22 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
             options.remember(real.__code__.co_filename, of_megatron)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
             of_script = parser._option_string_actions.keys() - of_megatron
-            return command_line.prepared(add_own_flags(parser), of_script)
+            return command_line.prepared(add_own_flags(parser), of_script, ignore_unknown_args)
 
         return real(provider, ignore_unknown_args)
 
     return parse
+
+
+def load_args_from_checkpoint(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-LM's ``load_args_from_checkpoint``, for ``--use-checkpoint-args``; its errors are sentences."""
+
+    @functools.wraps(real)
+    def load(args, load_arg="load", *more: Any, **options: Any) -> Any:
+        with reported(Path(sys.argv[0]).name), reads_checkpoint(getattr(args, load_arg)):
+            return real(args, load_arg, *more, **options)
+
+    return load
 
 
 def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +117,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         if read.own.get("elastic"):
             elastic.complete(args, read.given)
         deepspeed.complete(args, read.own)
+        loads_optimizer = not args.no_load_optim
         try:
             # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
             with replaced(args, use_persistent_ckpt_worker=True):
@@ -117,6 +129,8 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
+        if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
+            args.no_load_optim = False
     args.use_persistent_ckpt_worker = False
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)

@@ -19,6 +19,7 @@ def install() -> None:
     package: Any = import_module("megatron.training")
     arguments: Any = import_module("megatron.training.arguments")
     training: Any = import_module("megatron.training.training")
+    checkpointing: Any = import_module("megatron.training.checkpointing")
     private_interfaces.require("megatron.training")
     flags = import_module("megatron.pretraining.entry.flags")
     ours = import_module("megatron.pretraining.entry.pretrain").pretrain
@@ -26,6 +27,7 @@ def install() -> None:
         return
     arguments.parse_args = flags.parse_args(arguments.parse_args)
     arguments.validate_args = flags.validate_args(arguments.validate_args)
+    checkpointing.load_args_from_checkpoint = flags.load_args_from_checkpoint(checkpointing.load_args_from_checkpoint)
     arguments.set_global_variables = flags.set_global_variables(arguments.set_global_variables)
     arguments._print_args = flags.print_args
     factory: Any = import_module("megatron.training.argument_utils").ArgumentGroupFactory

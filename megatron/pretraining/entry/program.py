@@ -366,6 +366,8 @@ class _Losses:
 
             def loss(tensor: torch.Tensor, **options: Any) -> Any:
                 result = loss_function(tensor, **options)
+                if options.get("non_loss_data"):
+                    return result
                 value = next(iter(result[-1].values())) if isinstance(result, tuple) else None
                 if torch.is_tensor(value):
                     flat = value.detach().double().view(-1)

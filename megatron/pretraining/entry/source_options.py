@@ -22,8 +22,8 @@ def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
         places: directories in which modules are looked for.
 
     Returns:
-        The strings; None if they cannot be known: a name of an option is computed, or a provider of options comes
-        from an installed package.
+        The strings; None if they cannot be known: a name of an option is computed, a provider of options comes from an
+        installed package, or options without a name are ignored.
     """
     own = [place for place in places if "site-packages" not in place.parts and place != _STANDARD]
     waiting, seen, found = [script], set(), set()
@@ -77,9 +77,11 @@ def _options(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_computed(node: ast.AST, foreign: set[str]) -> bool:
-    """Whether a node adds options that the source does not name."""
+    """Whether a node adds or ignores options that the source does not name."""
     if not isinstance(node, ast.Call):
         return False
+    if any(one.arg == "ignore_unknown_args" for one in node.keywords):
+        return True
     if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
         return not all(isinstance(one, ast.Constant) for one in node.args)
     providers = [one.value for one in node.keywords if one.arg == "extra_args_provider"]

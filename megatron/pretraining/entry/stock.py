@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron import training
+from megatron.pretraining.checkpoint.unpickling import nothing_runs
+from moc.runtime.agreement import first_line
+from moc.runtime.group import Aborted, Suspicion
+from moc.store.errors import CheckpointError
+
+_FAILURES = (
+    *(AssertionError, RuntimeError, OSError, KeyError, ValueError, SystemExit),
+    *(CheckpointException, CheckpointingException, pickle.UnpicklingError),
+)
+"""What Megatron-LM raises for a checkpoint that it cannot read."""
 
 
 def get_args() -> Any:
@@ -30,6 +44,26 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def reads_checkpoint(root: str | None) -> Iterator[None]:
+    """Lets Megatron-LM read a checkpoint in a directory, and run nothing of it.
+
+    Raises:
+        CheckpointError: Megatron-LM cannot read it.
+    """
+    try:
+        with nothing_runs():
+            yield
+    except _FAILURES as error:
+        if isinstance(error, (Aborted, Suspicion)):
+            raise
+        raise CheckpointError(
+            f"{root} cannot be loaded ({type(error).__name__}: {first_line(error) or 'see above'}). Fix: pass "
+            "another checkpoint, or the flags that it was saved with",
+            code="checkpoint-unloadable",
+        ) from error
 
 
 def other_values(arguments: Any, only: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:

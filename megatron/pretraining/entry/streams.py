@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +19,7 @@ from megatron.training.datasets.data_samplers import build_pretraining_data_load
 from megatron.training.training import build_train_valid_test_datasets
 
 from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import index_cache
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.stock import get_args
@@ -53,7 +55,7 @@ class StockStream:
         """The micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
 
         For training, the size of the global batch becomes that of this position.  The readers continue if the previous
-        iteration has been read; else they start at the position.
+        iteration has been read; else they start at the position.  An evaluation may read more, for what it plots.
         """
         args = get_args()
         if self._evaluates:
@@ -66,32 +68,50 @@ class StockStream:
             rounds, batch = get_num_microbatches(), get_current_global_batch_size()
         at = topology.world.size, topology.world.data_rank, consumed_samples
         if self._at != at:
-            self._readers = [None if one is None else iter(_loader(one, consumed_samples)) for one in self._datasets]
+            self._readers = [self._reader_at(stage, consumed_samples) for stage in range(len(self._datasets))]
         self._at = None  # until all have been read
         unread = {stage for stage, reader in enumerate(self._readers) if reader is not None}
 
         def read(stage: int) -> Iterator[Any]:
-            for number in range(rounds):
+            for number in itertools.count() if self._evaluates else range(rounds):
+                reader = self._readers[stage]
+                assert reader is not None  # only stages with data are read
                 try:
-                    sample = next(self._reader(stage))
+                    sample = next(reader)
                 except StopIteration:  # the end of an epoch
-                    self._restart(stage, consumed_samples + number * batch // rounds)
-                    sample = next(self._reader(stage))
-                if number == rounds - 1:
+                    reader = self._reader_at(stage, consumed_samples + number * batch // rounds)
+                    assert reader is not None
+                    self._readers[stage], sample = reader, next(reader)
+                if number >= rounds - 1:
                     unread.discard(stage)
-                    self._at = None if unread else (*at[:2], consumed_samples + batch)
+                    self._at = None if unread or number >= rounds else (*at[:2], consumed_samples + batch)
                 yield sample
 
         readers = [None if reader is None else read(stage) for stage, reader in enumerate(self._readers)]
         return readers if self._interleaved else readers[0]
 
-    def _reader(self, stage: int) -> Iterator[Any]:
-        reader = self._readers[stage]
-        assert reader is not None  # only stages with data are read
-        return reader
+    def _reader_at(self, stage: int, consumed_samples: int) -> Iterator[Any] | None:
+        """A reader of a stage's dataset; evaluations begin again at its end.
 
-    def _restart(self, stage: int, consumed_samples: int) -> None:
-        self._readers[stage] = iter(_loader(self._datasets[stage], consumed_samples))
+        Raises:
+            ConfigError: the dataset has too few samples.
+        """
+        dataset, args = self._datasets[stage], get_args()
+        if dataset is None:
+            return None
+        if args.dataloader_type == "single":
+            micro = self._evaluates and getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+            of_all = micro * parallel_state.get_data_parallel_world_size()
+            complete = len(dataset) // of_all * of_all
+            if self._evaluates and complete:
+                consumed_samples %= complete
+            refuse(
+                consumed_samples >= complete,
+                f"a split {'of evaluations' if self._evaluates else 'of training'} has {len(dataset)} samples, and the "
+                f"run needs {of_all} more after sample {consumed_samples}. Fix: give it more data, or train for less",
+                code="samples-too-few",
+            )
+        return iter(cast(Any, build_pretraining_data_loader(dataset, consumed_samples)))
 
 
 def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
@@ -144,9 +164,3 @@ def _check_readable(split: str, datasets: Sequence[Any]) -> None:
                 "resumed run has to read from any sample. Fix: give it __getitem__ and __len__",
                 code="datasets-unsupported",
             )
-
-
-def _loader(dataset: Any, consumed_samples: int) -> Any:
-    loader = build_pretraining_data_loader(dataset, consumed_samples)
-    assert loader is not None  # the dataset is not None
-    return loader
