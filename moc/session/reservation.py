@@ -39,9 +39,9 @@ from moc.store.slots import DIRECTORY, reserve_slots
 from moc.store.spare import NAME as SPARE_NAME
 from moc.store.spare import SpareRoom
 
-_SMALL, _ROUNDED = 4, 4 << 12
-"""Spare memory for the manifest and the report of a snapshot: relative to the header of the file that they describe,
-and bytes for pages that these small files do not fill."""
+_SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
+"""Spare memory for the manifest and the report of a snapshot: relative to the header of the file that they describe and
+to the training state in the manifest, and bytes for pages that these small files do not fill."""
 
 
 class _Needed(NamedTuple):
@@ -66,21 +66,23 @@ class Reservation:
         self._directory, self._tier = settings.memory_directory, "peers" if parts.peers is not None else settings.tier
         self.window = Window()
         self._length = 0  # the policy's window length when it was asked
-        self._small = 0
+        self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
         self._needed: Mapping[str, ReservedMemory] = {}  # by node, allocated memory
 
-    def make(self, rotation: Rotation, iteration: int, first: bool) -> None:
+    def make(self, rotation: Rotation, iteration: int, state: int, first: bool) -> None:
         """Allocates the memory of this node's snapshots and of its copies of others.
 
         Args:
             rotation: of the buffers.
             iteration: iterations completed.
+            state: bytes of the training state in a manifest.
             first: this is the first generation of the job.  Later, too little memory does not end it.
 
         Raises:
             CheckpointError: on all workers, in the first generation: a node has too little memory.
         """
+        self._state = state
         self.look_ahead(iteration)
         self._experts = self._files_of_experts(iteration)
         needed = self._needs(rotation, self.window)
@@ -179,7 +181,8 @@ class Reservation:
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        small = (_SMALL * full.header_bytes + _ROUNDED) * len(own) * rotation.keep
+        each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
+        small = each * len(own) * rotation.keep
         logs = self._tap.bytes_for(_logged(window))
         ranks = [RankMemory(*one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))

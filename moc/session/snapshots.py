@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -88,7 +89,8 @@ class Snapshots:
     def reserve(self, first: bool) -> None:
         """Allocates memory as :meth:`Reservation.make`; raises as that does."""
         self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
-        self._reservation.make(self._rotation, self._start.position.iteration, first)
+        state = len(json.dumps(self._describe(self._position, self._record)))
+        self._reservation.make(self._rotation, self._position.iteration, state, first)
 
     def take_again(self) -> None:
         """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""

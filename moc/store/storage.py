@@ -225,12 +225,12 @@ class LocalPlace(Storage):
         return SpareRoom(self.root / NAME)
 
     def _write_in_memory(self, path: str, parts: list, final: bool) -> None:
-        try:
-            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
-        except OSError as error:
-            if error.errno not in NO_ROOM or not self.spare.spend(sum(memoryview(part).nbytes for part in parts)):
-                raise
-            self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+        while True:
+            try:
+                return self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+            except OSError as error:  # another process may take what is given up, until it fails itself
+                if error.errno not in NO_ROOM or not self.spare.spend(sum(memoryview(part).nbytes for part in parts)):
+                    raise
 
     @property
     def _tag(self) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from moc.store.leftovers import leftovers
+from moc.store.spare import SpareRoom
+from moc.store.tiers import memory_place
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.shared import ALL
@@ -100,6 +102,30 @@ def test_memory_that_others_take_later_ends_nothing(policy, data, tmp_path):
             assert running.wait() == 0, running.console[-4000:]
         assert [event["iteration"] for event in running.events("iteration")] == [*range(1, 15)]
         assert not files(memory)
+
+
+def fill(path: Path) -> None:
+    """Writes a file until the file system is full."""
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+
+
+def test_a_small_file_is_written_though_others_take_what_is_given_up_for_it(tmp_path, monkeypatch):
+    with memory_of_bytes(1 << 20, tmp_path / "memory") as memory:
+        place, spend, takers = memory_place(memory, "snapshots", "run"), SpareRoom.spend, iter(["first", "second"])
+        place.spare.fill(1 << 16)
+        fill(Path(memory) / "another")
+
+        def spend_and_lose(room: SpareRoom, nbytes: int) -> bool:
+            given, taker = spend(room, nbytes), next(takers, None)
+            if taker is not None:
+                fill(Path(memory) / taker)
+            return given
+
+        monkeypatch.setattr(SpareRoom, "spend", spend_and_lose)
+        place.write("manifest.json", [bytes(6000)])
+        assert place.read("manifest.json", 1 << 20) == bytes(6000)
 
 
 SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"

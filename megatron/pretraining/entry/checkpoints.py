@@ -81,6 +81,8 @@ class StockCheckpoints(Saves):
         state = None
         if manifest is not None and dense_files.STATE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
+            if state["optimizer"] is not None and root == args.load and not (args.finetune or args.no_load_optim):
+                contents.check_optimizer(parts.config, state, directory)  # before Megatron-LM refuses other values
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
