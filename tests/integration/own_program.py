@@ -33,7 +33,8 @@ def program_of_words(words: Sequence[str]) -> tuple[MegatronConfig, StockProgram
 
 def changed(config: MegatronConfig, flags: Mapping[str, Any]) -> MegatronConfig:
     """The configuration with other values of flags, by name."""
-    for name, value in flags.items():
-        group = next(group for group, kind in group_classes().items() if name in {flag.name for flag in flags_of(kind)})
-        config = config.replace(group, **{name: value})
+    for group, kind in group_classes().items():
+        names = {flag.name for flag in flags_of(kind)}
+        if values := {name: value for name, value in flags.items() if name in names}:
+            config = config.replace(group, **values)
     return config

@@ -194,14 +194,15 @@ def launched(words, directory):
         process.wait()
 
 
-def until(holds):
-    while not holds():
+def until_begun(launcher, directory):
+    while not (directory / "begun").exists():
+        assert launcher.poll() is None, (directory / "output").read_text()
         time.sleep(0.05)
 
 
 def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tmp_path):
     with launched("", tmp_path) as launcher:
-        until((tmp_path / "begun").exists)
+        until_begun(launcher, tmp_path)
         for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
             if b"zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
@@ -215,8 +216,8 @@ def test_a_second_launcher_of_a_node_ends_with_the_code(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     for directory in (tmp_path / "zero", one, other):
         directory.mkdir()
-    with launched(words.replace("--node-rank 1", ""), tmp_path / "zero"), launched(words, one):
-        until((one / "begun").exists)
+    with launched(words.replace("--node-rank 1", ""), tmp_path / "zero"), launched(words, one) as first:
+        until_begun(first, one)
         with launched(words, other) as second:
             assert second.wait() == 70
     assert codes_in((other / "output").read_text()) == ["node-rank-taken"]
@@ -224,13 +225,13 @@ def test_a_second_launcher_of_a_node_ends_with_the_code(tmp_path):
 
 def test_a_launcher_whose_other_node_is_lost_ends_with_the_code(tmp_path):
     (port,) = free_ports(1)
-    words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --max-wait 1 --silence-timeout 2"
+    words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --max-wait 1 --silence-timeout 10"
     zero, one = tmp_path / "zero", tmp_path / "one"
     zero.mkdir()
     one.mkdir()
     with launched(words, zero) as first:
-        with launched(f"{words} --node-rank 1", one):
-            until((one / "begun").exists)
+        with launched(f"{words} --node-rank 1", one) as second:
+            until_begun(second, one)
         assert first.wait() == 75
     assert codes_in((zero / "output").read_text()) == ["nodes-missing"]
 

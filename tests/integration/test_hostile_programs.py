@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: apt-get install strace"),
 ]
-BATCHES, DIRECTORIES = 100 if ALL else 1, 2  # in each
+BATCHES, DIRECTORIES = (100, 2) if ALL else (1, 1)  # in each
 SEED = 4600
 SHM = "/dev/shm"
 MINE = ("ckpt", "log", "memory", "tmp", "trace")  # what the programs may change in a world

@@ -37,7 +37,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES if ALL else [*CASES][2:-1])
 def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_dir=f"{memory}/snapshots", log_dir=str(tmp_path / "log"), ckpt_memory_dir=memory)

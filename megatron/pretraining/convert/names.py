@@ -66,7 +66,7 @@ class StockPlace:
 
 
 def stacks_layers(state: Mapping[str, Any]) -> bool:
-    """Whether megatron-core stacks the layers of a model, which it assumes to be alike; by its training state."""
+    """Whether megatron-core stacks the layers of a model, which then have equal shapes; by its training state."""
     sizes = state["shape"] if "moe_layer_freq" in state["shape"] else state.get("model") or {}
     several = sizes.get("linear_attention_freq") or sizes.get("heterogeneous_layers_config_path")
     return sizes.get("moe_layer_freq", 1) == 1 and not several

@@ -47,7 +47,7 @@ _PASSED_OVER = frozenset(
     """.split()
 )
 _PASSED_OVER_KINDS = ("save_", "log_", "eval_", "non_persistent_", "wandb_", "tensorboard_", "timing_", "profile")
-"""Options that do not affect what an iteration computes, by name and by beginning of the name; and those of snapshots
+"""Options that do not affect what an iteration computes, by name and by beginning of the name; and options of snapshots
 and faults."""
 
 
@@ -135,7 +135,7 @@ def compute_again(
         save=str(save),
         log_dir=str(log_dir),
         eval_iters=0,
-        use_checkpoint_opt_param_scheduler=True,  # the schedule by which the window was trained
+        use_checkpoint_opt_param_scheduler=True,  # the schedule of the window's run
     )
     options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")

@@ -81,16 +81,14 @@ class StockCheckpoints(Saves):
         state = None
         if manifest is not None and dense_files.STATE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
-            if state["optimizer"] is not None and root == args.load and not (args.finetune or args.no_load_optim):
-                contents.check_optimizer(parts.config, state, directory)  # before Megatron-LM refuses other values
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
         settings = {"use_distributed_optimizer": shards, "finetune": args.finetune}  # a pretrained checkpoint sets it
         with reads_checkpoint(root), replaced(args, **settings):
-            loaded: Any = training.load_checkpoint(
-                *self._parts_of_megatron(fragmented), parts.scheduler, checkpointing_context={}
-            )
+            chunks, optimizer = self._parts_of_megatron(fragmented)
+            scheduler = parts.scheduler if state is None else None
+            loaded: Any = training.load_checkpoint(chunks, optimizer, scheduler, checkpointing_context={})
             anew = args.finetune
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
@@ -99,6 +97,8 @@ class StockCheckpoints(Saves):
                 parts.optimizer.core.reload_model_params()
             else:
                 fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
+                assert state is not None  # or nothing was loaded
+                contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
         if args.iteration == 0:
             return None
         if state is not None:

@@ -298,7 +298,7 @@ class StockProgram:
 def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
     """The evaluations of a run whose validation samples precede those of the one after ``iteration``.
 
-    A ``final`` one comes after that of the same iteration.  A program that skips training begins with the first sample.
+    A ``final`` evaluation follows the one after ``iteration``.  A program that skips training begins with sample 0.
     """
     if args.skip_train:
         return 0

@@ -55,7 +55,7 @@ class StockStream:
         """The micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
 
         For training, the size of the global batch becomes that of this position.  The readers continue if the previous
-        iteration has been read; else they start at the position.  An evaluation may read more, for what it plots.
+        iteration has been read; otherwise they start at the position.  An evaluation may read more batches, for plots.
         """
         args = get_args()
         if self._evaluates:

@@ -49,7 +49,7 @@ _OF_NO_FAMILY = {
 
 @dataclass(frozen=True)
 class Described:
-    """A model by Megatron-LM's derived options, without those that have no effect.
+    """A model by Megatron-LM's derived options, without options that have no effect.
 
     Attributes:
         vocab_size: rows of the embedding without padding.

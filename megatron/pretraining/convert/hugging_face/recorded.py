@@ -53,7 +53,7 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
 
 
 def as_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that describe a model, by name, without those that have their default."""
+    """The options that describe a model, by name, without default values."""
     values = dataclasses.asdict(described(model))
     if not values["group_query_attention"]:
         del values["num_query_groups"]
@@ -77,7 +77,7 @@ def configured(model: Mapping[str, Any], length: int) -> Config:
 
 
 def recipe(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for ``--config``: the model, how it computes, and what reads its data."""
+    """Options for ``--config``: of the model, its arithmetic and its tokenizer."""
     dtypes = {} if dtype == "fp32" else {dtype: True}
     length = dict(seq_length=min(model["max_position_embeddings"], _LONGEST))
     values = {name: value for name, value in model.items() if name != "vocab_size"}

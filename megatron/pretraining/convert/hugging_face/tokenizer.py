@@ -45,7 +45,7 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[dic
     if kind == "SentencePieceTokenizer":
         return _sentencepiece(Path(model), into)
     if kind != "HuggingFaceTokenizer":
-        return {}, [f"no tokenizer was written: {kind} has no files of transformers; put them beside the weights"]
+        return {}, [f"no tokenizer was written: {kind} has no files of transformers; copy them to the weights"]
     for name in _FILES:
         if (Path(model) / name).is_file():
             shutil.copyfile(Path(model) / name, into / name)
