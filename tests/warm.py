@@ -21,6 +21,7 @@ import ctypes
 import json
 import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import socket
@@ -158,7 +159,7 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.orig_argv = request["arguments_of_program"]
     scripts = [Path(one) for one in options if one.endswith(".py") and Path(one).is_file()]
-    if scripts and not any("megatron" in script.read_text() for script in scripts):
+    if scripts and not any(re.search("megatron|pretrain", script.read_text()) for script in scripts):
         sys.modules.pop("moc.megatron", None)  # its presence has the launcher run the script once more, for its flags
     site = Path(os.environ.get("PYTHONPATH", "").partition(":")[0]) / "sitecustomize.py"
     try:

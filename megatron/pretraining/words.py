@@ -11,11 +11,14 @@ from typing import Any
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
-from moc.files.text import without_middle
+from moc.files.text import short, without_middle
 from moc.files.tree import CONFIG, open_named
 
 _SIMILAR = 0.8
 """Least similarity of a word to a flag that is suggested, from 0 to 1."""
+
+_MOST_VALUES = 10_000
+"""Values of a configuration file; aliases of YAML make exponentially many of a short text."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
 
@@ -57,13 +60,19 @@ def read_words(
 def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
     name, _, value = word.partition("=")
     if action.nargs == 0:
-        return ConfigError(f"{name} takes no value, and has {value}. Fix: write {name} alone", code="value-not-taken")
+        return ConfigError(
+            f"{name} takes no value, and has {short(value)}. Fix: write {name} alone", code="value-not-taken"
+        )
     if why.startswith("expected"):
         return ConfigError(f"{name} has no value. Fix: give it one; --help has the form", code="value-missing")
     if action.choices is not None:
         choices = ", ".join(map(str, action.choices))
-        return ConfigError(f"{name} has an {why}. Fix: choose one of {choices}", code="value-not-a-choice")
-    return ConfigError(f"{name} has an {why}. Fix: correct it; --help has the form", code="value-unreadable")
+        return ConfigError(
+            f"{name} has an {without_middle(why)}. Fix: choose one of {choices}", code="value-not-a-choice"
+        )
+    return ConfigError(
+        f"{name} has an {without_middle(why)}. Fix: correct it; --help has the form", code="value-unreadable"
+    )
 
 
 def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Problems) -> dict[str, object]:
@@ -125,4 +134,22 @@ def load_config(path: str | os.PathLike) -> dict:
         f"--config {path} does not hold keys and values. Fix: write one key and value a line",
         code="config-file-unreadable",
     )
+    refuse(
+        _is_larger(content, _MOST_VALUES),
+        f"--config {path} has more than {_MOST_VALUES} values, counted where its aliases are. Fix: write fewer",
+        code="config-file-unreadable",
+    )
     return content
+
+
+def _is_larger(content: Any, most: int) -> bool:
+    """Whether there are more than so many values, each counted as often as it is referred to."""
+    waiting, count = [content], 0
+    while waiting and count <= most:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return count > most

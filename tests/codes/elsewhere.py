@@ -12,6 +12,7 @@ TESTS = {
     "fp8-unsupported": "integration/test_masters.py",
     "helper-lost": "unit/session/test_carriers.py",
     "index-cache-unusable": "unit/pretraining/data/test_index_cache.py",
+    "loop-argument-unsupported": "integration/test_entry_flags.py",
     "log-unwritable": "unit/test_events.py",
     "memory-damaged": "unit/session/test_peers.py",
     "memory-full": "integration/test_sparse.py",

@@ -208,7 +208,7 @@ CASES = {
     "datasets-unsupported": user_script("datasets-unsupported", named="Stream", status=2),
     "dataset-provider-unsupported": user_script(
         "dataset-provider-unsupported",
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         "vp_stage",
         2,
         2,

@@ -11,7 +11,7 @@ from megatron.pretraining.convert.dense import DenseContents
 from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH
 from tests.integration.entry_jobs import BASE, EP2, OWN_PROGRAM, run
 
-GROUPS = "--group-query-attention --num-query-groups 2 --train-iters 2"
+GROUPS = "--num-layers 4 --group-query-attention --num-query-groups 2 --train-iters 2"
 MODELS = {
     "mixtral": GROUPS,
     "qwen": f"""{GROUPS} --moe-shared-expert-intermediate-size 40 --add-qkv-bias --moe-layer-freq [0,1,1,1]

@@ -34,6 +34,7 @@ OF_MEGATRON_DEEPSPEED = """--deepspeed --zero-stage 1 --num-layers 2 --hidden-si
     --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-experts 8""".split()
 """In place of FLAGS_OF_MEGATRON_DEEPSPEED."""
 
+OF_THE_PREVIOUS = "FLAGS_OF_THE_PREVIOUS_RELEASE"
 LAUNCHERS = ("mocrun", "torchrun", "deepspeed")
 OF_THE_READER = {
     "busier", "--busier-experts", "rotating",  # policies and rules that a page explains how to write
@@ -142,6 +143,9 @@ def config_of(words: list[str], workers: int | None = None):
     """The training's configuration; flags after the dots weigh more than those that they stand for."""
     if "..." in words:
         words = [*JOB, *(word for word in words if word != "...")]
+    if OF_THE_PREVIOUS in words:
+        own = words.index(OF_THE_PREVIOUS)
+        words = [*words[:own], *JOB, "--topk", "2", *words[own + 1 :]]
     words = [word for word in words if word not in ("FLAGS", "FLAGS...")]
     return config_of_words(words, workers)
 
