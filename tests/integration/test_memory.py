@@ -17,7 +17,7 @@ from tests.shared import ALL
 
 pytestmark = pytest.mark.timeout(300)
 
-LONG = dict(train_iters=20, ffn_hidden_size=256, moe_ffn_hidden_size=256)
+LONG = dict(train_iters=20, ffn_hidden_size=512, moe_ffn_hidden_size=512)
 POLICIES = {
     "full": dict(ckpt_policy="full", snapshot_interval=1),
     "sparse": dict(ckpt_policy="sparse", sparse_window=3),
