@@ -16,7 +16,7 @@ from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import shut_down
-from megatron.pretraining.process.outputs import check_outputs
+from megatron.pretraining.process.paths import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import start

@@ -101,6 +101,11 @@ def _check(script: str, arguments: list[str], size: int, result: int) -> NoRetur
         os._exit(0)
 
 
+def is_checking() -> bool:
+    """Whether this process only has to find out whether the script accepts its flags."""
+    return _checking
+
+
 def checked() -> None:
     """The script has checked its flags: ends a process that only had to find that out."""
     if _checking:

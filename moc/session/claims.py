@@ -76,7 +76,8 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
             record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))
 
-    run_on_all(take, "cannot use a directory for snapshots")
+    used = settings.directory if tiers.memory is None else tiers.memory.place.name
+    run_on_all(take, f"cannot use {used} for snapshots")
     if problem := first_reported(problem):
         log.message(f"WARNING: snapshots are only in memory until storage works: {problem}")
     if begins and tiers.memory is not None:

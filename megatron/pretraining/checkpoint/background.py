@@ -72,7 +72,9 @@ class Saves(ABC):
         with self._attempts.attempt(position.iteration, self._give_up(position.iteration)):
             save, fence, iteration = self._config.checkpoint.save, self._fence, position.iteration
             assert save is not None and fence is not None  # required for saving
-            run_on_rank0(lambda: dense_files.start(Path(save), iteration, fence), "cannot start a checkpoint")
+            run_on_rank0(
+                lambda: dense_files.start(Path(save), iteration, fence), f"cannot start a checkpoint in {save}"
+            )
             staging = dense_files.staging_of(save, iteration, fence.claim.tag)
             with self._attempts.reporting():
                 request = self.request(position, staging)

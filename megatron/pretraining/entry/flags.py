@@ -12,6 +12,7 @@ import enum
 import functools
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,7 +27,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
 from megatron.pretraining.config import Config, ConfigError
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.world import check_fewest, check_start
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
@@ -36,11 +37,14 @@ from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.process.nodes import per_node, workers_of_job
+from megatron.pretraining.process.paths import check_paths
 from megatron.pretraining.process.rank0 import is_first_worker
 from moc.events import EventLog
 from moc.output import print_lines
 from moc.runtime import script_check
 from moc.runtime.environment import fewest_nodes
+
+_ARGUMENT = re.compile(r"\bargs\.(\w+)")
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -80,6 +84,10 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def validate(args, defaults=None):
         problems, read = problems_of(real, args, defaults or {}), command_line.read()
+        if script_check.is_checking() and not problems.found:
+            problems.check(
+                lambda: check_paths(config_of(args, read.own), args, bool(defaults and defaults.get(OWN_PROGRAM)))
+            )
         with reported(Path(sys.argv[0]).name):
             problems.raise_found()
         if read.prints:
@@ -132,6 +140,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
             args.no_load_optim = False
     args.use_persistent_ckpt_worker = False
+    problems.check(_check_router, args)
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
@@ -143,6 +152,18 @@ def _check_model(args: argparse.Namespace) -> None:
         core_transformer_config_from_args(args)
     except Exception as error:
         raise refusal_of(error) from error
+
+
+def _check_router(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` if a token goes to more experts than there are, which Megatron-LM notices in training."""
+    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
+    most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
+    refuse(
+        most and args.moe_router_topk > most,
+        f"--moe-router-topk {args.moe_router_topk} is more than the {most} experts that a token can go to. Fix: lower "
+        "it, or raise --num-experts",
+        code="value-out-of-range",
+    )
 
 
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
@@ -278,7 +299,7 @@ def refused_by_megatron() -> Iterator[None]:
 
 
 def refusal_of(error: BaseException) -> ConfigError:
-    """An error of Megatron-LM about its options; of an assertion without a message, it names the condition."""
+    """An error of Megatron-LM about its options; of an assertion without a message, it has the condition."""
     return ConfigError(
         f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
         code="megatron-options-refused",
@@ -291,4 +312,10 @@ def _cause_of(error: BaseException) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         lines = range(frame.lineno or 0, (frame.end_lineno or frame.lineno or 0) + 1)
         cause = " ".join(linecache.getline(frame.filename, number).strip() for number in lines)
+        if cause.startswith("assert "):
+            cause = f"`{_ARGUMENT.sub(_option, cause.removeprefix('assert '))}` is not true"
     return cause.rstrip(".")
+
+
+def _option(argument: re.Match[str]) -> str:
+    return f"--{argument[1].replace('_', '-')}"

@@ -1,0 +1,147 @@
+"""Paths that flags name, checked before a run trains: its inputs must exist, and its outputs must be writable.
+
+The launcher checks them before it forks workers, and changes nothing.  The first worker creates the directories.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.process.nodes import workers_of_job
+from moc.snapshot.background import within
+
+if TYPE_CHECKING:
+    from moc.runtime.job import Job
+
+_ANSWERS_S = 3.0  # of a directory; one that takes longer is not waited for
+_BLOCK = 1 << 16  # bytes written, for which there must be space
+_FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
+_PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+"""Types of tokenizers whose model is a file; that of others may be a name on a hub."""
+
+
+def check_paths(config: Config, arguments: Any, reads_tokens: bool) -> None:
+    """Checks the paths of this machine that flags name, and creates none of them.
+
+    Only on a job of one node are directories refused that cannot be written: in others, only some nodes may write them.
+
+    Args:
+        config: the flags.
+        arguments: Megatron-LM's.
+        reads_tokens: each data prefix names files of tokens, as Megatron-LM's own datasets need them.
+
+    Raises:
+        ConfigError: a file is missing, a directory is a file, or nothing can be written in a directory.
+    """
+    problems = Problems()
+    for flag, path, problem in _wrong_inputs(config, arguments, reads_tokens):
+        problems.refuse(True, f"{flag} {path}: {problem}. Fix: correct the path", code="input-missing")
+    if workers_of_job().most == 1:
+        named = [*_outputs(config), ("--ckpt-dir", config.snapshot.ckpt_dir)]
+        here = ((flag, path) for flag, path in named if path and _is_local(path))
+        _refuse_unwritable(problems, here, _problem_there)
+    problems.raise_found()
+
+
+def _wrong_inputs(config: Config, arguments: Any, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
+    """Flags, their paths, and what is wrong with them."""
+    for name in _FILES:
+        path = getattr(arguments, name, None)
+        is_file = name != "tokenizer_model" or arguments.tokenizer_type in _FROM_FILES
+        if path and is_file and _is_local(path) and not os.path.isfile(path):
+            yield _flag(name), path, "there is no such file"
+    for name in ("load", "pretrained_checkpoint"):
+        path = getattr(arguments, name, None)
+        if path and os.path.exists(path) and not os.path.isdir(path):
+            yield _flag(name), path, "it is no directory"
+    snapshot = config.snapshot
+    uses_memory = snapshot.ckpt_policy and (snapshot.ckpt_tier != "disk" or snapshot.upstream_logging)
+    if uses_memory and not os.path.isdir(snapshot.ckpt_memory_dir):
+        yield "--ckpt-memory-dir", snapshot.ckpt_memory_dir, "there is no such directory"
+    for name in _PREFIXES if reads_tokens and not arguments.mock_data else ():
+        prefixes, _ = get_blend_from_list(getattr(arguments, name)) or ((), None)
+        for prefix in filter(_is_local, prefixes):
+            missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
+            if missing:
+                yield _flag(name), prefix, f"there is no file {' and no '.join(missing)}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def check_outputs(config: Config, job: Job) -> None:
+    """Creates the directories that the flags name, on the first worker of a launch that begins.
+
+    Later, and in directories that do not answer in time, failures to write are reported and do not end training.
+
+    Raises:
+        ConfigError: nothing can be written in some of them.
+    """
+    if not (job.rank or job.others_wait or job.has_begun_before):
+        check_directories(config)
+
+
+def check_directories(config: Config) -> None:
+    """Creates the directories that the flags name; raises ConfigError if nothing can be written in some of them."""
+    problems = Problems()
+    _refuse_unwritable(problems, _outputs(config), _problem)
+    problems.raise_found()
+
+
+def _refuse_unwritable(
+    problems: Problems, named: Iterable[tuple[str, str]], problem_of: Callable[[Path], str | None]
+) -> None:
+    for flag, directory in named:
+        problem = within(_ANSWERS_S, problem_of, Path(directory))
+        problems.refuse(
+            problem,
+            f"{flag} {directory} cannot be written: {problem}. Fix: correct the path, its permissions or its free "
+            "space, or choose another directory",
+            code="output-not-writable",
+        )
+
+
+def _outputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Flags that name a directory of this machine, and the directories."""
+    named = {
+        "--save": config.checkpoint.save,
+        "--log-dir": config.logging.log_dir,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--data-cache-path": config.data.data_cache_path,
+    }
+    yield from ((flag, directory) for flag, directory in named.items() if directory)
+
+
+def _problem_there(directory: Path) -> str | None:
+    """Why no file can be created in a directory, or in the nearest one above it that exists; None if one can."""
+    while not os.path.lexists(directory) and directory != directory.parent:
+        directory = directory.parent
+    return _problem(directory)
+
+
+def _problem(directory: Path) -> str | None:
+    """Why no file can be created in a directory, which is made; None if one can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(_BLOCK))
+            file.flush()
+            return None
+    except FileExistsError:
+        return f"{directory} is no directory"
+    except OSError as error:
+        return error.strerror or str(error)

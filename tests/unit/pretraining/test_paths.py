@@ -1,0 +1,96 @@
+"""Paths that flags name are checked before training."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.process.paths import check_outputs, check_paths
+from moc.runtime import environment
+from tests.unit.pretraining.flags import BASE, parse
+
+FLAGS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
+
+
+def job(rank=0, others_wait=False, has_begun_before=False):
+    return SimpleNamespace(rank=rank, others_wait=others_wait, has_begun_before=has_begun_before)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_each_directory_is_checked(flag, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):
+        config = parse(f"{flag} {wrong}")
+        with pytest.raises(ConfigError, match=f"{flag} {wrong} "):
+            check_outputs(config, job())
+        for one in (job(rank=1), job(others_wait=True), job(has_begun_before=True)):
+            check_outputs(config, one)
+
+
+def test_directories_that_can_be_written_are_made_and_empty(tmp_path):
+    check_outputs(parse(" ".join(f"{flag} {tmp_path}/new/{flag}" for flag in FLAGS)), job())
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(FLAGS)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    check_outputs(parse(""), job())
+
+
+@pytest.fixture
+def problems_of(monkeypatch):
+    """Returns the codes of the problems of the paths in flags, each with the first flag that its sentence names."""
+
+    def problems(flags, base=BASE, nodes=1, reads_tokens=True):
+        monkeypatch.setenv(environment.PLACES, str(nodes))
+        config = parse(flags, base)
+        try:
+            check_paths(config, config.arguments, reads_tokens)
+        except ConfigError as error:
+            return [(problem.code, re.findall(r"--[\w-]+", str(problem))[0]) for problem in error.problems]
+        return []
+
+    return problems
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--vocab-file {}/nowhere",
+        "--merge-file {}",
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/nowhere",
+        "--load {}/file",
+        "--pretrained-checkpoint {}/file",
+        "--ckpt-policy full --ckpt-dir {0}/new --ckpt-tier memory --ckpt-memory-dir {0}/nowhere",
+    ],
+)
+def test_an_input_that_is_missing_is_refused(flags, tmp_path, problems_of):
+    (tmp_path / "file").write_text("in the way")
+    flags = flags.format(tmp_path)
+    assert problems_of(flags) == problems_of(flags, nodes=2) == [("input-missing", flags.split()[-2])]
+
+
+def test_what_is_not_a_path_of_this_machine_is_not_looked_for(tmp_path, problems_of):
+    for flags in ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model of/hub", f"--load {tmp_path}/new"):
+        assert not problems_of(flags)
+    assert not problems_of("", BASE.replace("--mock-data", "--data-path s3://bucket/a"))
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
+def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
+    for name in ("a.idx", "a.bin", "b.idx"):
+        (tmp_path / name).touch()
+    base = BASE.replace("--mock-data", f"{flag} 0.5 {tmp_path}/a 0.5 {tmp_path}/b")
+    assert problems_of("", base) == [("input-missing", flag)]
+    assert not problems_of("", base, reads_tokens=False)
+    (tmp_path / "b.bin").touch()
+    assert not problems_of("", base)
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "--ckpt-policy full --ckpt-dir"])
+def test_an_output_that_cannot_be_written_is_refused_and_none_is_made(flag, tmp_path, problems_of):
+    (tmp_path / "file").write_text("in the way")
+    for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):
+        assert problems_of(f"{flag} {wrong}") == [("output-not-writable", flag.split()[-1])]
+        assert not problems_of(f"{flag} {wrong}", nodes=2)
+    assert not problems_of(f"{flag} {tmp_path}/new/below")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
