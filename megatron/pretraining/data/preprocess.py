@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ from moc.output import Parser, ToolError, console, counted, escapes_output, prin
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
+_WAITS_S = 0.2  # for a batch, until an interrupt is obeyed
 BATCHES_AHEAD = 64  # batches in flight ahead of the writer, to bound memory
 SHOWN_BAD = 20
 
@@ -91,11 +92,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_delays = _interrupted = False
+
+
 @escapes_output
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    for one, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(one, _interrupt)
     try:
         print_lines(preprocess(args))
         return 0
@@ -108,11 +115,15 @@ def main(argv: list[str] | None = None) -> int:
         print_lines("preprocess_data: interrupted; no dataset was written.", error=True)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for one, handler in previous.items():
+            signal.signal(one, handler)
 
 
 def _interrupt(signum, frame):
-    raise KeyboardInterrupt
+    global _interrupted
+    if not _delays:
+        raise KeyboardInterrupt
+    _interrupted = True
 
 
 def preprocess(args: argparse.Namespace) -> str:
@@ -233,11 +244,35 @@ def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor |
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
     try:
-        pool.submit(int).result()  # forks all workers now, before a progress bar starts a thread
+        with _uninterrupted():
+            pool.submit(int).result()  # forks all workers now, before a progress bar starts a thread
         yield pool
     finally:
-        # once, and with wait: a later call would not wait for the pool's thread, which the interpreter's exit breaks
-        pool.shutdown(wait=True, cancel_futures=True)
+        with _uninterrupted():
+            # once, and with wait: a later call would not wait for the thread of the pool, which breaks at exit
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delays interrupts: inside a method of the pool, one could leave a lock taken that others wait for."""
+    global _delays, _interrupted
+    _delays = True
+    try:
+        yield
+    finally:
+        _delays = False
+        if _interrupted:
+            _interrupted = False
+            raise KeyboardInterrupt
+
+
+def _result_of(future: Future[list[Encoded]]) -> list[Encoded]:
+    done = False
+    while not done:  # interrupts come between two waits
+        with _uninterrupted():
+            done = bool(wait([future], timeout=_WAITS_S).done)
+    return future.result()
 
 
 def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:
@@ -247,11 +282,12 @@ def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -
         return
     waiting = deque()
     for batch in _batches(reader):
-        waiting.append(pool.submit(_encode_batch, batch))
+        with _uninterrupted():
+            waiting.append(pool.submit(_encode_batch, batch))
         if len(waiting) > BATCHES_AHEAD:
-            yield from waiting.popleft().result()
+            yield from _result_of(waiting.popleft())
     while waiting:
-        yield from waiting.popleft().result()
+        yield from _result_of(waiting.popleft())
 
 
 def _batches(reader: Reader) -> Iterator[list[DocumentPiece]]:

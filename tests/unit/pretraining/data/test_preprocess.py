@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy
 import pytest
@@ -445,6 +446,23 @@ def test_ended_by_sigterm_it_cleans_up(tmp_path):
     pipe.close()
     assert process.exitcode == 130
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_no_interrupt_comes_inside_a_method_of_the_pool(tmp_path, monkeypatch):
+    """There it could leave a lock of the pool taken."""
+    delayed = []
+
+    class Pool(ProcessPoolExecutor):
+        def submit(self, *args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            delayed.append(args)
+            return super().submit(*args)
+
+    monkeypatch.setattr(program, "ProcessPoolExecutor", Pool)
+    (tmp_path / "in.txt").write_text("1 2\n")
+    args = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", 2]
+    assert preprocess(*args) == 130
+    assert len(delayed) == 1 and not multiprocessing.active_children() and os.listdir(tmp_path) == ["in.txt"]
 
 
 def test_a_pool_has_ended_when_it_is_left():
