@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron.pretraining.config.derive import installed  # noqa: E402
 from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH, described  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import FAMILIES, family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.family import Family  # noqa: E402
@@ -28,7 +28,7 @@ from megatron.pretraining.model.parameters import unpartitioned_buffers, unparti
 
 # not importorskip: transformers is imported by a process of its own
 pytestmark = pytest.mark.skipif(
-    not installed("transformers"), reason="transformers is not installed; see the extra [hf]"
+    find_spec("transformers") is None, reason="transformers is not installed; see the extra [hf]"
 )
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200,

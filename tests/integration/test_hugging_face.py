@@ -1,11 +1,11 @@
 """A trained model goes to transformers, computes the same there, and comes back to be trained on."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from megatron.pretraining.config.derive import installed
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.dense import DenseContents
 from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH
@@ -19,7 +19,7 @@ MODELS = {
     "olmoe": f"{GROUPS} --qk-layernorm --spec {' '.join(FULL_WIDTH)}",
 }
 # transformers is imported by a process of its own
-needs_transformers = pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
 def convert(*argv):

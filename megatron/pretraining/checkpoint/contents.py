@@ -62,7 +62,7 @@ def training_state(
     """The content of ``training_state.json``; ``described`` is of :func:`describe`."""
     return {
         **asdict(position),
-        "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
+        "optimizer": config.regularization.optimizer,
         "optimizer_step": get_step(optimizer.core),
         "optimizer_package": package_of(optimizer.core),
         "exact": is_exact(config, world.device.type == "cuda"),
@@ -216,13 +216,14 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
 def sample_order(config: Config, world: World) -> dict:
     """The settings that determine the order of samples; megatron-core shuffles all epochs of a run together."""
     data, batch = config.data, global_batch_size(config, world.size)
-    order = {
+    return {
         "seed": config.rng.seed,
         "train_samples": train_iterations(config, world.size) * batch,
         "seq_length": data.seq_length,
         "split": data.split,
+        "data_path": list(data.data_path or ()),
+        "train_data_path": list(data.train_data_path or ()),
     }
-    return order | {name: list(getattr(data, name) or ()) for name in ("data_path", "train_data_path")}
 
 
 def _plain(state: dict) -> dict:

@@ -2,8 +2,6 @@
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError
-from megatron.pretraining.config.moe import MoeFlags
-from megatron.pretraining.config.network import NetworkFlags
 from megatron.pretraining.config.world import (
     Workers,
     check_backend,
@@ -30,8 +28,6 @@ from megatron.pretraining.config.world import (
 __all__ = [
     "Config",
     "ConfigError",
-    "MoeFlags",
-    "NetworkFlags",
     "Workers",
     "check_backend",
     "check_domains",

@@ -26,5 +26,5 @@ class Config(FlagGroups):
 
 @functools.cache
 def all_flags() -> dict[str, Flag]:
-    """All flags by field name, which is unique across groups."""
+    """All flags of this project by field name, which is unique across groups."""
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}

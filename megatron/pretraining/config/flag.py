@@ -8,14 +8,12 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moc.errors import UserError, with_code
 from moc.files.text import short
 
-REQUIRED: Any = object()
-"""Default of a flag that has no useful one: leaving it out is an error."""
 _LARGEST = 1 << 62  # of an integer; larger ones are no floats
 _LIMITS = {  # by sign
     ">=": (operator.ge, "at least"),
@@ -142,7 +140,7 @@ def flag(
     Field ``hidden_size`` is spelled ``--hidden-size``; a switch is also spelled ``--no-hidden-size``.
 
     Args:
-        default: the value when nobody gives one, or ``REQUIRED``.  None is a legal value only where it is the default.
+        default: the value when nobody gives one.  None is a legal value only where it is the default.
         help: what the flag does: the text of ``--help`` and the documentation of the field.
         spellings: further ones.  On a switch, those that begin with ``--no-`` or ``--disable-`` turn it off,
             and stand in place of the ``--no-`` spelling made from the field's name.
@@ -153,14 +151,13 @@ def flag(
         limits: of a number, such as ``>= 0, < 1``.
     """
     facts = dict(
-        default=None if default is REQUIRED else default,
+        default=default,
         help=" ".join(help.split()),
         spellings=spellings,
         choices=tuple(choices) if choices else None,
         parse=type,
         nargs=nargs,
         metavar=metavar,
-        required=default is REQUIRED,
         limits=tuple((sign, float(number), number) for sign, number in map(str.split, filter(None, limits.split(",")))),
     )
     # no class attribute with the default: a group without a value must not seem to have one
@@ -184,11 +181,8 @@ class Flag:
     parse: Callable[[object], object] | None
     nargs: str | None
     metavar: str | None
-    required: bool
     limits: tuple[tuple[str, float, str], ...]
     """Sign, number, and the number as written."""
-    preset: bool
-    """Whether model presets set it."""
 
     @property
     def spelling(self) -> str:
@@ -196,13 +190,7 @@ class Flag:
         return self.off[0] if self.off and self.default else self.on[0]
 
     def check(self, value: object) -> None:
-        """Raises ``ConfigError`` for a missing value and for a number outside the flag's limits."""
-        refuse(
-            self.required and value is None,
-            f"{self.spelling} is missing. Fix: give it, on the command line or in the --config file"
-            f"{' or by a --model preset' if self.preset else ''}",
-            code="flag-missing",
-        )
+        """Raises ``ConfigError`` for a number outside the flag's limits."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         refuse(
@@ -224,25 +212,14 @@ class Flag:
             )
 
 
+@dataclasses.dataclass(frozen=True)
 class FlagGroup:
     """Base class of flag groups: checks the value of every field, then calls ``validate``."""
-
-    preset: typing.ClassVar[bool] = False
-    """Whether model presets set fields of this group."""
 
     def __post_init__(self) -> None:
         problems = Problems()
         self.find_problems(problems)
         problems.raise_found()
-
-    @classmethod
-    def unchecked(cls, values: Mapping[str, object]) -> Self:
-        """A group that was not checked; a field whose value is ``UNKNOWN`` has none."""
-        group = object.__new__(cls)
-        for spec in flags_of(cls):
-            if values[spec.name] is not UNKNOWN:
-                object.__setattr__(group, spec.name, values[spec.name])
-        return group
 
     def find_problems(self, problems: Problems) -> None:
         """Adds the problems of this group; afterwards, a field with an invalid value has none."""
@@ -267,23 +244,6 @@ class FlagGroup:
 
         problems.check(check)
 
-    def multiple(self, problems: Problems, name: str, of: str) -> None:
-        """Refuses a number that is not a multiple of another one."""
-        problems.check(lambda: problems.refuse_remainder(name, getattr(self, name), of, getattr(self, of)))
-
-    def at_most(self, problems: Problems, name: str, other: str) -> None:
-        """Refuses a number greater than another one."""
-
-        def check() -> None:
-            value, limit = getattr(self, name), getattr(self, other)
-            refuse(
-                value is not None and limit is not None and value > limit,
-                f"{dashed(name)} {value} is more than {dashed(other)} {limit}. Fix: lower it",
-                code="flag-exceeds-another",
-            )
-
-        problems.check(check)
-
     if not typing.TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -294,18 +254,18 @@ class FlagGroup:
 
 @functools.cache
 def flags_of(group: Any) -> tuple[Flag, ...]:
-    """The flags of a group, in order."""
+    """The flags of a group, in order, without its values of Megatron-LM's arguments."""
     hints = typing.get_type_hints(group)
-    return tuple(_read(field, _kind(hints[field.name]), group.preset) for field in dataclasses.fields(group))
+    return tuple(_read(field, _kind(hints[field.name])) for field in dataclasses.fields(group) if field.metadata)
 
 
-def _read(field: dataclasses.Field, kind: type, preset: bool) -> Flag:
+def _read(field: dataclasses.Field, kind: type) -> Flag:
     facts = dict(field.metadata)
     extra, off = facts.pop("spellings"), ()
     if kind is bool:
         off = tuple(s for s in extra if s.startswith(("--no-", "--disable-"))) or (dashed(f"no_{field.name}"),)
     on = (dashed(field.name), *(s for s in extra if s not in off))
-    return Flag(name=field.name, kind=kind, on=on, off=off, preset=preset, **facts)
+    return Flag(name=field.name, kind=kind, on=on, off=off, **facts)
 
 
 def _kind(hint: Any) -> type:

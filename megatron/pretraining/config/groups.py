@@ -8,22 +8,26 @@ import functools
 import typing
 from collections.abc import Mapping
 
-from megatron.pretraining.config.checkpoint import CheckpointFlags
-from megatron.pretraining.config.data import DataFlags
 from megatron.pretraining.config.deepspeed import DeepSpeedFlags
 from megatron.pretraining.config.elastic import ElasticFlags
 from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
-from megatron.pretraining.config.fusion import CompatibilityFlags, FusionFlags
-from megatron.pretraining.config.logging import LoggingFlags, ValidationFlags
-from megatron.pretraining.config.mixed_precision import MixedPrecisionFlags
-from megatron.pretraining.config.moe import MoeFlags
-from megatron.pretraining.config.network import NetworkFlags
-from megatron.pretraining.config.optimizer import LearningRateFlags, RegularizationFlags
-from megatron.pretraining.config.parallel import ParallelFlags
+from megatron.pretraining.config.megatron_lm import (
+    CheckpointFlags,
+    DataFlags,
+    LearningRateFlags,
+    LoggingFlags,
+    MixedPrecisionFlags,
+    MoeFlags,
+    NetworkFlags,
+    ParallelFlags,
+    RegularizationFlags,
+    RngFlags,
+    TokenizerFlags,
+    TrainingFlags,
+    ValidationFlags,
+)
 from megatron.pretraining.config.snapshot import SnapshotFlags
-from megatron.pretraining.config.tokenizer import TokenizerFlags
-from megatron.pretraining.config.training import RngFlags, TrainingFlags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +51,6 @@ class FlagGroups(abc.ABC):
     validation: ValidationFlags
     logging: LoggingFlags
     rng: RngFlags
-    fusion: FusionFlags
-    compatibility: CompatibilityFlags
-    model: str | None = None
-    """Name of the preset that the values start from."""
     given: Mapping[str, object] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """Values given by the user and the preset; all others are defaults or derived."""
 

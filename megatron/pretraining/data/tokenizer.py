@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from typing import Any
 
-from megatron.pretraining.config.derive import installed
-from megatron.pretraining.config.flag import ConfigError
-from megatron.pretraining.config.tokenizer import on_hub, refuse_without_commit
 from megatron.pretraining.process import cpu
 from moc.errors import UserError
 from moc.runtime.agreement import first_line
@@ -71,7 +70,7 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
         raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model. Fix: add it", code="tokenizer-incomplete")
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"
     if not os.path.exists(path):
-        if wants_directory and on_hub(path):
+        if wants_directory and _on_hub(path):
             return path
         raise TokenizerError(
             f"--tokenizer-model {path} does not exist. Fix: correct the path", code="tokenizer-missing"
@@ -80,6 +79,11 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
         raise TokenizerError(f"--tokenizer-model {path} is not {kind}. Fix: name one for {tokenizer_type}")
     return path
+
+
+def _on_hub(model: str) -> bool:
+    """Whether this is no path: ``name`` and ``owner/name`` may be on the hub."""
+    return not (model.startswith(("/", ".", "~")) or model.count("/") > 1)
 
 
 def _sentencepiece(path: str) -> Any:
@@ -107,7 +111,7 @@ def _end_of_document(processor, path: str) -> int:
 
 
 def _need_transformers() -> None:
-    if not installed("transformers"):
+    if importlib.util.find_spec("transformers") is None:
         raise TokenizerError(
             "HuggingFaceTokenizer needs the package transformers. Fix: pip install transformers", code="package-missing"
         )
@@ -116,10 +120,12 @@ def _need_transformers() -> None:
 def _from_hub(name: str, revision: str | None) -> str:
     """The directory with a tokenizer of the hub: of exactly this commit, and without code."""
     _need_transformers()
-    try:
-        refuse_without_commit(name, revision)
-    except ConfigError as error:
-        raise TokenizerError(str(error), code=error.code) from None
+    if not re.fullmatch("[0-9a-f]{40}", revision or ""):
+        raise TokenizerError(
+            f"--tokenizer-model {name} is a name on the hub, where anything may stand for it tomorrow. Fix: add "
+            "--tokenizer-revision with the commit that you trust, of 40 hexadecimal digits",
+            code="tokenizer-not-pinned",
+        )
     from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # comes with transformers
 
     try:

@@ -17,11 +17,10 @@ import torch
 
 from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of, refuse
+from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
-from megatron.pretraining.entry.own_flags import OWN_GROUPS, own_names
 from megatron.pretraining.model.initial import EXACT
 
 OWN_PROGRAM = "moc_own_program"
@@ -60,14 +59,11 @@ class MegatronConfig(Config):
             AttributeError: the group has no such field.
             ConfigError: the result cannot work.
         """
-        old = getattr(self, group)
-        values = {flag.name: getattr(old, flag.name) for flag in flags_of(type(old))}
-        flags = {flag.name: flag for flag in flags_of(type(old))}
+        old, flags = getattr(self, group), composed.all_flags()
         for name, value in changes.items():
             getattr(old, name)
-            values[name] = convert(flags[name], value)
-        made = _group(group, values)
-        return _checked(dataclasses.replace(self, **{group: made}))
+            changes[name] = convert(flags[name], value) if name in flags else value
+        return _checked(dataclasses.replace(self, **{group: dataclasses.replace(old, **changes)}))
 
 
 def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig:
@@ -94,12 +90,15 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
         given.setdefault("zero_stage", 1)
     for name, kind in group_classes().items():
-        theirs = [flag for flag in flags_of(kind) if name not in OWN_GROUPS and flag.name not in own_names()]
-        taken = {flag.name: _value(arguments, flag) for flag in theirs}
-        defaults = {flag.name: stock.get(flag.name, flag.default) for flag in flags_of(kind)}
-        ours = {flag.name: given[flag.name] for flag in flags_of(kind) if flag.name in given}
-        groups[name] = _group(name, defaults | taken | ours)
-    return _checked(MegatronConfig(**groups, model=None, given=dict(own), arguments=arguments))
+        groups[name] = kind(
+            **{
+                field.name: given.get(field.name, stock.get(field.name, flags[field.name].default))
+                if field.name in flags
+                else _value(arguments, field.name)
+                for field in dataclasses.fields(kind)
+            }
+        )
+    return _checked(MegatronConfig(**groups, given=dict(own), arguments=arguments))
 
 
 def described(arguments: Namespace) -> dict[str, Any]:
@@ -114,20 +113,9 @@ def described(arguments: Namespace) -> dict[str, Any]:
     return found
 
 
-def _group(name: str, values: Mapping[str, object]) -> FlagGroup:
-    kind = group_classes()[name]
-    if name in OWN_GROUPS:
-        return kind(**values)
-    made = object.__new__(kind)  # Megatron-LM has checked the values
-    for flag, value in values.items():
-        object.__setattr__(made, flag, value)
-    return made
-
-
-def _value(arguments: Namespace, flag: Flag) -> object:
-    *first, last = _RENAMED.get(flag.name, (flag.name,))
-    given = (getattr(arguments, name, None) for name in first)
-    return _plain(next((value for value in given if value is not None), getattr(arguments, last, flag.default)))
+def _value(arguments: Namespace, name: str) -> object:
+    given = (getattr(arguments, one, None) for one in _RENAMED.get(name, (name,)))
+    return _plain(next((value for value in given if value is not None), None))
 
 
 def _plain(value: Any) -> Any:

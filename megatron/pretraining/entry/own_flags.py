@@ -11,15 +11,7 @@ from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.presets import PRESETS
 
 OWN_GROUPS = ("snapshot", "faults", "elastic", "zero")
-"""Groups whose flags are all ours."""
-_OWN_FLAGS = {
-    "logging": ("log_dir",),
-    "checkpoint": ("save_failure",),
-    "training": ("allow_nondeterministic",),
-    "regularization": ("grad_norm",),
-    "rng": ("initialization",),
-}
-"""Our flags in groups that otherwise have flags of Megatron-LM."""
+"""Groups whose values are all of our flags."""
 PREFIX = "moc_"
 """Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
 _GENERAL: dict[str, dict[str, Any]] = {
@@ -50,11 +42,12 @@ _GENERAL: dict[str, dict[str, Any]] = {
 
 def own_flags() -> list[Flag]:
     """Our flags, in the order of ``--help``."""
-    classes = group_classes()
-    whole = [flag for group in OWN_GROUPS for flag in flags_of(classes[group])]
-    return whole + [
-        flag for group, names in _OWN_FLAGS.items() for flag in flags_of(classes[group]) if flag.name in names
-    ]
+    return [flag for group in OWN_GROUPS for flag in flags_of(group_classes()[group])] + _other_flags()
+
+
+def _other_flags() -> list[Flag]:
+    """Our flags in groups with arguments of Megatron-LM."""
+    return [flag for group, kind in group_classes().items() if group not in OWN_GROUPS for flag in flags_of(kind)]
 
 
 def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
@@ -67,18 +60,13 @@ def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
         title, _, description = (kind.__doc__ or "").partition(": ")
         actions = [by_name[flag.name] for flag in flags_of(kind) if flag.name in by_name]
         yield title.rstrip("."), description[:1].upper() + description[1:], actions
-    yield "Other", "", [by_name[name] for names in _OWN_FLAGS.values() for name in names]
+    yield "Other", "", [by_name[flag.name] for flag in _other_flags()]
 
 
 def own_parser(program: str) -> argparse.ArgumentParser:
     """A parser of this project's options, whose help mentions Megatron-LM's options."""
     parser = argparse.ArgumentParser(program, f"{program} [options of Megatron-LM] [options below]", allow_abbrev=False)
     return add_own_flags(parser)
-
-
-def own_names() -> frozenset[str]:
-    """Names of our flags in groups that otherwise have flags of Megatron-LM."""
-    return frozenset(name for names in _OWN_FLAGS.values() for name in names)
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -59,6 +59,8 @@ VALUES = dict(
     pipeline_model_parallel_size=2,
 )
 """Of flags that a remedy names without a value."""
+CHOICES = dict(optimizer=("adam", "sgd"), moe_token_dispatcher_type=("allgather", "alltoall", "flex"))
+"""Values of Megatron-LM's flags that are words."""
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 VERBS = "drop|add|choose|set|take|make|lower|raise|change"
@@ -103,17 +105,18 @@ def applied(remedy: str, cause: str, flags: dict) -> dict:
 
 def value_of(name: str, verb: str, rest: str, cause: str) -> object:
     """The value that a remedy gives a flag."""
-    flag = all_flags()[name]
-    if flag.kind is bool:
+    flag = all_flags().get(name)
+    if flag.kind is bool if flag else isinstance(getattr(config_of(GIVEN, 4).arguments, name), bool):
         return True
-    words = re.findall(r"[\w.-]+", rest) + (re.findall(r"[\w.-]+", cause.partition(flag.spelling)[2]))
-    if flag.choices:
-        return next(word for word in words if word in flag.choices)
+    spelling = f"--{name.replace('_', '-')}"
+    words = re.findall(r"[\w.-]+", rest) + re.findall(r"[\w.-]+", cause.partition(spelling)[2])
+    if choices := flag.choices if flag else CHOICES.get(name):
+        return next(word for word in words if word in choices)
     if number := re.search(r"(?:at least|to|multiple of|it|--[a-z-]+) (\d+)", rest):
         return int(number[1])
     if number := re.search(r"greater than (\d+)", cause):
         return int(number[1]) + 1
-    given = re.search(rf"{flag.spelling} (\w+)", cause)
+    given = re.search(rf"{spelling} (\w+)", cause)
     return VALUES[name] if name in VALUES or given is None else given[1]
 
 

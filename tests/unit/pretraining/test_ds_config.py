@@ -64,14 +64,14 @@ def test_the_template_of_megatron_deepspeed_is_taken_as_it_is(given):
     config = parse(given(TEMPLATE))
     assert config.zero.zero_stage == 2 and config.mixed_precision.bf16 and not config.mixed_precision.fp16
     assert config.training.global_batch_size == 32 and num_microbatches(config, 4) == 4
-    assert config.logging.log_interval == 10 and config.regularization.clip_grad == 1.0
-    others = {name: flag.default for name, flag in all_flags().items() if name.startswith(("loss_scale", "initial_"))}
-    assert {name: getattr(config.mixed_precision, name) for name in others} == others  # fp16 is off
+    assert config.arguments.log_interval == 10 and config.arguments.clip_grad == 1.0
+    arguments = config.arguments
+    assert (arguments.loss_scale, arguments.initial_loss_scale) == (None, 2**32)  # fp16 is off
 
 
 def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
     half = TEMPLATE | {"bf16": {"enabled": False}, "fp16": TEMPLATE["fp16"] | {"enabled": True}}
-    precision = parse(given(half) + " --hysteresis 2").mixed_precision
+    precision = parse(given(half) + " --hysteresis 2").arguments
     assert precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale == 2048
     assert precision.loss_scale_window == 500 and precision.min_loss_scale == 1
 
@@ -101,7 +101,7 @@ def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
 
 def test_every_honoured_key_says_a_flag():
     names = {one.flag for one in _HONOURED.values()} | {flag for pair in _PAIRS.values() for flag in pair}
-    assert names <= set(all_flags())
+    assert names <= set(all_flags()) | vars(parse().arguments).keys()
 
 
 REFUSED = {  # ds_config: the code, and what the sentence names
@@ -161,9 +161,9 @@ def test_flags_must_agree_and_auto_takes_theirs(given):
     auto = dict.fromkeys(["train_batch_size", "gradient_clipping", "gradient_accumulation_steps"], "auto")
     auto |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}, "steps_per_print": 2000}
     config = parse(given(auto) + " --clip-grad 2 --log-interval 5 --zero-stage 2 --global-batch-size 8 --lr 0.001")
-    assert config.regularization.clip_grad == 2 and config.training.global_batch_size == 8
-    assert config.regularization.adam_beta2 == 0.95 and config.zero.zero_stage == 2
-    assert config.logging.log_interval == 5  # Megatron-DeepSpeed's scripts give both
+    assert config.arguments.clip_grad == 2 and config.training.global_batch_size == 8
+    assert config.arguments.adam_beta2 == 0.95 and config.zero.zero_stage == 2
+    assert config.arguments.log_interval == 5  # Megatron-DeepSpeed's scripts give both
 
 
 def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):

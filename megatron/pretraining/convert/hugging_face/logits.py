@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import tempfile
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy
 
-from megatron.pretraining.config.derive import installed
 from moc.runtime import children
 from moc.store.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def compare_logits(asked: Asked) -> str:
     Raises:
         CheckpointError: they are not close, or one of the models cannot be computed.
     """
-    if not installed("transformers"):
+    if importlib.util.find_spec("transformers") is None:
         raise CheckpointError(
             "--check-logits needs the package transformers. Fix: pip install transformers",
             code="package-missing",

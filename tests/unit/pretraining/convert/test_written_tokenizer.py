@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import sentencepiece
 
-from megatron.pretraining.config.derive import installed
 from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
 
 TEXT = ["one two three four five six <unk> seven", "def f(x):\n    return x\n", "  two  spaces"] * 20
@@ -51,7 +51,7 @@ def test_settings_and_ids(write, kind):
     assert ids == dict(bos_token_id=1, eos_token_id=model.piece_to_id(settings["eos_token"]))
 
 
-@pytest.mark.skipif(not installed("transformers"), reason="transformers is not installed")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_makes_the_same_tokens(write, kind):
