@@ -125,7 +125,8 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
         )
     if (there := saved.get("main_params_dtype", "fp32")) != masters:
         raise CheckpointError(
-            f"{where} holds masters in {there}, not in {masters}. Fix: pass --main-params-dtype {there}",
+            f"{where} holds masters in {there}, not in {masters}. Fix: pass --no-load-optim, or continue with the "
+            "release that saved it",
             code="optimizer-format-differs",
         )
     there, here = (tuple(of or 2 * (masters,)) for of in (saved.get("moments"), config.mixed_precision.moments))

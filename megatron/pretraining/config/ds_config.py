@@ -197,7 +197,7 @@ _ELSEWHERE = {
     "fp16.auto_cast": "drop it: inputs are whole numbers",
     "fp16.consecutive_hysteresis": "drop it: hysteresis counts as in Megatron-LM",
     "fp16.fp16_master_weights_and_grads": "drop it: masters are in fp32",
-    "bf16.bf16_master_weights_and_grads": "choose --main-params-dtype bf16 without --deepspeed",
+    "bf16.bf16_master_weights_and_grads": "drop it: masters are in fp32",
     "bf16.bf16_optimizer_states": "choose --exp-avg-dtype and --exp-avg-sq-dtype without --deepspeed",
     "bf16.immediate_grad_update": "drop it",
 }
