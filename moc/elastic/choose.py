@@ -50,19 +50,18 @@ def imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
     return float(done.max() / done.mean()) if tokens.any() else 1.0
 
 
-def least(losses: Sequence[int], experts: int, nodes: int, slots: int, share: float = 0.99) -> int:
-    """The fewest replicas with which so large a share of losses is survived for certain, as far as they fit.
+def least(losses: Sequence[int], experts: int, nodes: int, slots: int) -> int:
+    """The fewest replicas with which 99 % of losses are survived for certain, as far as they fit.
 
     Args:
         losses: nodes lost at once, of each loss that was seen; 1 is assumed of the first one.
         experts: of a layer.
         nodes: that hold replicas.
         slots: of each node.
-        share: of the losses.
 
     Raises:
         ValueError: the slots do not suffice for all experts.
     """
     seen = sorted(losses) or [1]
-    wanted = seen[min(int(share * len(seen)), len(seen) - 1)] + 1
+    wanted = seen[min(int(0.99 * len(seen)), len(seen) - 1)] + 1
     return least_replicas(wanted, experts, nodes, slots)

@@ -19,7 +19,6 @@ MOST = 1 << 62
 """Largest number of bytes or elements."""
 
 _LONGEST = 1000  # characters of a name
-_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}")
 _DIGEST = "xxh3_128"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -44,7 +43,7 @@ _CONTROLS = (
 Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=rf"^[^{_CONTROLS}]*\Z")]
 """Text without control and formatting characters."""
 
-FileName = Annotated[str, msgspec.Meta(pattern=rf"^{_FILE.pattern}\Z")]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}\Z")]
 """The name of a file in the directory of a checkpoint itself."""
 
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
@@ -171,13 +170,6 @@ def name(value: object, what: str) -> str:
     """Text that a terminal shows as it is."""
     if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
         raise ValueError(f"{what} is {shown(value)}, and no name")
-    return value
-
-
-def file_name(value: object) -> str:
-    """The name of a file in the directory of a checkpoint itself."""
-    if not isinstance(value, str) or not _FILE.fullmatch(value):
-        raise ValueError(f"{shown(value)} is no name of a file of a checkpoint")
     return value
 
 

@@ -276,7 +276,7 @@ def open_named(path: str | os.PathLike[str], most: int) -> int:
     return Tree(real.parent).open(real.name, most)
 
 
-def open_single(path: str | Path, flags: int, directory: int | None = None) -> int:
+def open_single(path: str | Path, flags: int) -> int:
     """Opens a file to change or to lock it; returns its descriptor.
 
     A file with a second name may belong to something outside of its directory.
@@ -284,14 +284,13 @@ def open_single(path: str | Path, flags: int, directory: int | None = None) -> i
     Args:
         path: the file.
         flags: as for ``os.open``; with ``O_CREAT``, a missing file is made.
-        directory: descriptor of the directory that a relative path starts at.
 
     Raises:
         RefusedFileError: it is a link, no regular file, or has a second name.
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=directory)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import random
@@ -25,8 +24,6 @@ from moc.runtime.wire import PeerGoneError, WireError
 
 _AGAIN_S = 0.1
 _LOOK_S = 2.0
-
-_log = logging.getLogger("moc")
 
 
 class LostError(UserError, RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NoReturn
 
 from moc.runtime.exit_codes import SAVED
@@ -35,15 +35,12 @@ def stop_sentence(number: int, code: int, iteration: int | None) -> str:
     return f"{what}: nothing has to be saved, and the same command starts again"
 
 
-def end_at_signals(
-    report: Callable[[int], str | None], end: Callable[[int], object], numbers: Iterable[int] | None = None
-) -> None:
-    """From now on, a signal of :data:`STOPS` ends this process immediately, with a line on standard error.
+def end_at_signals(report: Callable[[int], str | None], end: Callable[[int], object]) -> None:
+    """From now on, a signal of :func:`received_stops` ends this process immediately, with a line on standard error.
 
     Args:
         report: gives the line for the number of the signal; None for no line.
         end: ends the process, which may be importing or waiting for other workers: it runs no ``finally`` block.
-        numbers: the signals; by default :func:`received_stops`.
     """
 
     def stop(number: int, _frame: object) -> None:
@@ -51,7 +48,7 @@ def end_at_signals(
             os.write(2, f"{line}\n".encode())
         end(number)
 
-    for number in received_stops() if numbers is None else numbers:
+    for number in received_stops():
         signal.signal(number, stop)
 
 

@@ -14,7 +14,6 @@ from statistics import fmean
 
 import numpy
 
-from moc.elastic.batches import rounds
 from moc.elastic.domains import MOST_RANKS
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import TooManyNodesError, least_survival, survived
@@ -111,7 +110,7 @@ class ElasticMembers(Members):
 
     def slowdown(self, nodes: int) -> float:
         """As :meth:`Members.slowdown`: rounds of micro batches, and the wait for the rank with most tokens."""
-        now = steps(rounds(self.micro_batches, self.trained_on(nodes)), len(self.stages), self.vpp)
+        now = steps(-(-self.micro_batches // self.trained_on(nodes)), len(self.stages), self.vpp)
         return now / steps(self.usual, len(self.stages), self.vpp) * self.load_factor(nodes)
 
     def load_factor(self, nodes: int) -> float:

@@ -231,14 +231,14 @@ class FlagGroup:
     def validate(self, problems: Problems) -> None:
         """Adds the problems of fields of this group that contradict each other."""
 
-    def needs(self, problems: Problems, name: str, other: str, value: object = None) -> None:
-        """Refuses a flag without another one, or without this value of it."""
+    def needs(self, problems: Problems, name: str, other: str) -> None:
+        """Refuses a flag without another one."""
 
         def check() -> None:
             there = getattr(self, other)
             refuse(
-                getattr(self, name) and (not there if value is None else there != value),
-                f"{dashed(name)} needs {dashed(other)}{'' if value is None else f' {value}'}. Fix: add it",
+                getattr(self, name) and not there,
+                f"{dashed(name)} needs {dashed(other)}. Fix: add it",
                 code="flag-needs-another",
             )
 

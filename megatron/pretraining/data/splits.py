@@ -7,7 +7,7 @@ including those that read no data and those that replace a lost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,9 +110,7 @@ def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None
             setattr(config, name, [train[0], *(None if wanted == 0 else part for part, wanted in others)])
 
 
-def splits_of(
-    config: GPTDatasetConfig, samples: Sequence[int | None], corpus: Callable[[str], Corpus] = IndexedCorpus
-) -> tuple[Split, ...]:
+def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[Split, ...]:
     """The splits that megatron-core is to build, for the samples that the run needs of each."""
     separate, opened, found = config.blend_per_split, {}, []
     if config.mock:
@@ -125,7 +123,7 @@ def splits_of(
         prefixes, weights = blend
         for prefix in prefixes:
             if prefix not in opened:
-                opened[prefix] = corpus(prefix)
+                opened[prefix] = IndexedCorpus(prefix)
         of_each = _samples_of_each(wanted, len(prefixes), weights)
         sources = [_source(prefix, opened[prefix], part, some) for prefix, some in zip(prefixes, of_each, strict=True)]
         found.append(Split(name, tuple(sources)))

@@ -34,11 +34,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
-def default_backend() -> str:
-    """The torch.distributed backend for the device: ``nccl`` or ``gloo``."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
 def install() -> None:
     """Makes ``import megatron.core`` work on this machine; further calls do nothing.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config, global_batch_size
-from moc.elastic import batches
 from moc.runtime.world import World
 
 
@@ -33,7 +32,7 @@ class Topology:
     @property
     def rounds(self) -> int:
         """Micro batches that each rank computes, ghosts included."""
-        return batches.rounds(self.global_batch_size // self.micro_batch_size, self.world.data_size)
+        return -(-(self.global_batch_size // self.micro_batch_size) // self.world.data_size)
 
     def number(self, round: int) -> int:
         """The number of this worker's micro batch of a round; a ghost's is not below that of the last micro batch."""

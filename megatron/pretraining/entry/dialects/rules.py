@@ -98,10 +98,10 @@ def refused(why: str, fix: str = "drop it") -> Rule:
     return lambda line, values: Outcome(problem=why, fix=fix)
 
 
-def renamed(to: str, why: str = "", **of_values: str) -> Rule:
+def renamed(to: str, **of_values: str) -> Rule:
     """The option has another name; ``of_values`` are new values by old ones, which are compared without case."""
     table = {old.lower(): new for old, new in of_values.items()}
-    return lambda line, values: Outcome((to, *(table.get(value.lower(), value) for value in values)), why)
+    return lambda line, values: Outcome((to, *(table.get(value.lower(), value) for value in values)))
 
 
 def becomes(*words: str, why: str = "") -> Rule:
