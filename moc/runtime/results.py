@@ -20,7 +20,7 @@ def settled(device: torch.device) -> None:
         Aborted: the generation of our groups is over, so results are undefined.
     """
     compute_device.synchronize(device)
-    _check_generation()
+    check_generation()
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,12 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
         Aborted: the generation of our groups is over, so the values are undefined.
     """
     there = values.cpu()
-    _check_generation()
+    check_generation()
     return there
 
 
-def _check_generation() -> None:
+def check_generation() -> None:
+    """Raises Aborted if this generation is over: on a GPU, what a collective has left may then be garbage."""
     world = dist.group.WORLD
     if isinstance(world, Group):
         world.live()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from moc.policy import Policy
 from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.group import Group
+from moc.runtime.results import check_generation
 from moc.runtime.world import World
 from moc.session.carriers import Carriers
 from moc.session.engine import Engine, Listener, PipelineTap
@@ -120,13 +118,6 @@ def build(
     report = SnapshotReport(log, settings.tier)
     saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds, hasher
     return Components(world, tiers, policy, peers, *saving)
-
-
-def check_generation() -> None:
-    """Raises Aborted if this generation is over: on a GPU, what a collective has left may then be garbage."""
-    group = dist.group.WORLD
-    if isinstance(group, Group):
-        group.live()
 
 
 def close(parts: Components, patience_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.files.tree import Tree, remove_own
+from moc.files.tree import remove_own
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
 from moc.store.leases import lease_left_s
@@ -106,7 +106,7 @@ def remove_leftover(one: Leftover, ended: bool = False) -> None:
             "give --ended if that job has ended",
             code="memory-in-use",
         )
-    _remove(one.path)
+    remove_own(one.path)
 
 
 def give_back(run: Path, node: str) -> None:
@@ -124,7 +124,7 @@ def give_back(run: Path, node: str) -> None:
         )
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
-            _remove(path)
+            remove_own(path)
 
 
 def give_back_unused(memory: Path) -> None:
@@ -139,11 +139,7 @@ def give_back_unused(memory: Path) -> None:
         for spare in memory.rglob(NAME):
             remove_own(spare)
         if not any(path.is_file() and not path.name.startswith(".") for path in memory.rglob("*")):
-            _remove(memory)
-
-
-def _remove(path: Path) -> None:
-    Tree(path.parent, ours=True).remove(path.name)
+            remove_own(memory)
 
 
 def _bytes(path: Path) -> int:

@@ -69,19 +69,13 @@ class DeepSpeedFlags(FlagGroup):
 
     def _validate_stage(self, problems: Problems) -> None:
         problems.refuse(
-            self.deepspeed and self.zero_stage == 0,
-            "--zero-stage 0 (zero_optimization.stage) replicates the optimizer, as it is without DeepSpeed. Fix: drop "
-            "--deepspeed, or choose 1 or 2",
-            code="zero-stage-unsupported",
-        )
-        problems.refuse(
             self.deepspeed and self.zero_stage == 3,
             "--zero-stage 3 (zero_optimization.stage) gathers weights by collectives within forward, so that no "
             "pipeline stage or expert could be restored without the others. Fix: choose 1 or 2",
             code="zero-stage-unsupported",
         )
         problems.refuse(
-            self.deepspeed and self.zero_stage not in (0, 1, 2, 3),
+            self.deepspeed and self.zero_stage not in (1, 2, 3),
             f"--zero-stage {self.zero_stage} (zero_optimization.stage) does not exist. Fix: choose 1 or 2",
             code="zero-stage-unsupported",
         )

@@ -12,7 +12,7 @@ def check_elastic(config: FlagGroups, problems: Problems) -> None:
     """Adds what elastic training does not go together with to the problems."""
     if not config.elastic.elastic:
         return
-    for check in (_check_batch, _check_experts, _check_dispatch, _check_balancing, _check_parallel, _check_snapshots):
+    for check in (_check_batch, _check_experts, _check_dispatch, _check_parallel, _check_snapshots):
         problems.check(check, config, problems)
     problems.refuse(
         "TORCHELASTIC_RUN_ID" in os.environ,
@@ -71,16 +71,6 @@ def _check_dispatch(config: FlagGroups, problems: Problems) -> None:
     problems.refuse(
         moe.moe_pad_expert_input_to_capacity,
         "--elastic sends tokens without padding. Fix: drop --moe-pad-expert-input-to-capacity",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_balancing(config: FlagGroups, problems: Problems) -> None:
-    moe = config.moe
-    problems.refuse(
-        moe.moe_router_load_balancing_type in ("global_aux_loss", "quantile_balancing"),
-        f"--moe-router-load-balancing-type {moe.moe_router_load_balancing_type} depends on the number of workers, "
-        "which --elastic changes. Fix: choose aux_loss or seq_aux_loss",
         code="elastic-excludes-flag",
     )
     problems.refuse(

@@ -43,7 +43,6 @@ class MoeFlags(FlagGroup):
     moe_shared_expert_gate: bool
     moe_shared_expert_overlap: bool
     moe_grouped_gemm: bool
-    moe_router_load_balancing_type: str
     moe_router_topk: int
     moe_token_dispatcher_type: str | None
     moe_expert_capacity_factor: float | None

@@ -9,6 +9,7 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.together import may_save_gradients
 from moc.output import ToolError
 from moc.policy import AUTO, POLICIES
+from moc.session.settings import TIERS
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
@@ -44,9 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --cluster: sequences that TP x EP ranks share (32)",
     )
-    group.add_argument(
-        "--tier", choices=("disk", "memory", "peers"), default="disk", help="--ckpt-tier (default: disk)"
-    )
+    group.add_argument("--tier", choices=TIERS, default="disk", help="--ckpt-tier (default: disk)")
     group.add_argument("--nodes", type=int, metavar="N", help="by default a cluster's, or as many as have 8 ranks")
     group.add_argument("--replicate-gbs", type=float, metavar="X", help="peers: GB/s of a node from other nodes")
     group.add_argument("--replicas", type=int, metavar="R", help="peers: copies on other nodes; by default 1 or 2")

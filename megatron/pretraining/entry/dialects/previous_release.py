@@ -22,6 +22,7 @@ from megatron.pretraining.entry.dialects.rules import (
     refused,
     renamed,
 )
+from megatron.pretraining.entry.own_flags import OWN_GROUPS
 from megatron.pretraining.presets import PRESETS
 
 _NEVER = "1000000000"
@@ -255,11 +256,7 @@ def options_of_groups(content: Mapping[Any, Any]) -> dict[str, Any]:
         flat |= value if isinstance(value, Mapping) else {key: value}
     if "compatibility" in content:
         flat.pop("model", None)
-    defaults = {
-        flag.name: flag.default
-        for group in ("snapshot", "faults", "elastic", "zero")
-        for flag in flags_of(group_classes()[group])
-    }
+    defaults = {flag.name: flag.default for group in OWN_GROUPS for flag in flags_of(group_classes()[group])}
     return {name: value for name, value in flat.items() if name not in defaults or str(value) != str(defaults[name])}
 
 
