@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from megatron.pretraining.config.flag import flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry import gpt
 from megatron.pretraining.entry.configuration import MegatronConfig
@@ -34,7 +34,7 @@ def program_of_words(words: Sequence[str]) -> tuple[MegatronConfig, StockProgram
 def changed(config: MegatronConfig, flags: Mapping[str, Any]) -> MegatronConfig:
     """The configuration with other values of flags, by name."""
     for group, kind in group_classes().items():
-        names = {flag.name for flag in flags_of(kind)}
+        names = {field.name for field in dataclasses.fields(kind)}
         if values := {name: value for name, value in flags.items() if name in names}:
             config = config.replace(group, **values)
     return config
