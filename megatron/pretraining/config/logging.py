@@ -13,6 +13,7 @@ class ValidationFlags(FlagGroup):
 
     eval_iters: int | None = flag(100, "Iterations in one evaluation; 0 turns evaluation off.", limits=">= 0")
     eval_interval: int | None = flag(None, "Iterations between evaluations; by default only at the end.", limits=">= 1")
+    start_eval_at_iter: int | None = flag(None, "Iteration of the first evaluation.", limits=">= 0")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class LoggingFlags(FlagGroup):
     """Logging: console, TensorBoard, events."""
 
     log_interval: int = flag(100, "Iterations between lines on the console.", limits=">= 1")
+    log_memory_interval: int | None = flag(None, "Iterations between lines about memory.", limits=">= 1")
     log_throughput: bool = flag(False, "Log TFLOP/s per GPU.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the weights.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of gradient elements that are zero.")

@@ -38,7 +38,7 @@ class MixedPrecisionFlags(FlagGroup):
         "scaling is refused.",
         choices=("tensorwise", "blockwise", "mxfp8", "delayed"),
     )
-    loss_scale: float | None = flag(None, "Fixed loss scale; by default it is adaptive.", limits="> 0")
+    loss_scale: float | None = flag(None, "Fixed loss scale; by default, or with 0, it is adaptive.", limits=">= 0")
     initial_loss_scale: float = flag(float(2**32), "Initial adaptive loss scale.", limits="> 0")
     min_loss_scale: float = flag(1.0, "Minimum adaptive loss scale.", limits="> 0")
     loss_scale_window: float = flag(

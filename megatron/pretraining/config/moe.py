@@ -14,13 +14,14 @@ class MoeFlags(FlagGroup):
 
     preset = True
 
-    num_experts: int | None = flag(None, "Experts in each MoE layer; none for a dense model.", limits=">= 1")
+    num_experts: int | None = flag(None, "Experts in each MoE layer; none or 0 for a dense model.", limits=">= 0")
     moe_layer_freq: int | tuple[int, ...] = flag(
         1,
         "MoE layers: the first of every N layers, or a list with one 0 (dense) or 1 (MoE) per layer, such as "
         "([0]*3+[1])*4.",
         type=parse_layer_freq,
         metavar="N|PATTERN",
+        limits=">= 1",
     )
     expert_interval: int | None = flag(
         None, "As in Megatron-DeepSpeed: the last of every N layers is an MoE layer.", limits=">= 1"

@@ -11,7 +11,7 @@ from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag
 class LearningRateFlags(FlagGroup):
     """Learning rate: warm-up, then decay."""
 
-    lr: float = flag(REQUIRED, "Peak learning rate, at the end of the warm-up.", limits="> 0")
+    lr: float = flag(REQUIRED, "Peak learning rate, at the end of the warm-up.", limits=">= 0")
     min_lr: float = flag(0.0, "Final learning rate, at the end of the decay.", limits=">= 0")
     lr_decay_style: str = flag(
         "linear",

@@ -20,8 +20,16 @@ class TrainingFlags(FlagGroup):
     train_iters: int | None = flag(None, "Iterations to train, over all restarts.", limits=">= 1")
     train_samples: int | None = flag(None, "Samples to train, over all restarts.", limits=">= 1")
     skip_train: bool = flag(False, "Do not train: resume, save if --save is given, evaluate, and exit.")
-    exit_interval: int | None = flag(None, "Save and exit at the next multiple of this many iterations.", limits=">= 1")
-    exit_duration_in_mins: int | None = flag(None, "Save and exit after this many minutes.", limits=">= 1")
+    exit_interval: int | None = flag(
+        None, "Save and exit at the next multiple of this many iterations; 0 for never.", limits=">= 0"
+    )
+    exit_duration_in_mins: int | None = flag(None, "Save and exit after this many minutes; 0 for never.", limits=">= 0")
+    train_sync_interval: int | None = flag(
+        None, "Iterations between synchronizations of host and device; 0 for none.", limits=">= 0"
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, "Iterations between comparisons of the weights of data-parallel copies.", limits=">= 1"
+    )
     exit_signal_handler: bool = flag(False, "Save and exit on --exit-signal, SIGTERM, SIGINT, SIGUSR1 or SIGHUP.")
     exit_signal: str = flag(
         "SIGTERM", "Signal of --exit-signal-handler.", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,13 +93,19 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     if given.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
         given.setdefault("zero_stage", 1)
+    values = {flag.name: value for flag, value in values_of_megatron(arguments)} | given
     for name, kind in group_classes().items():
-        theirs = [flag for flag in flags_of(kind) if name not in OWN_GROUPS and flag.name not in own_names()]
-        taken = {flag.name: _value(arguments, flag) for flag in theirs}
-        defaults = {flag.name: stock.get(flag.name, flag.default) for flag in flags_of(kind)}
-        ours = {flag.name: given[flag.name] for flag in flags_of(kind) if flag.name in given}
-        groups[name] = _group(name, defaults | taken | ours)
+        of_group = {flag.name: values.get(flag.name, stock.get(flag.name, flag.default)) for flag in flags_of(kind)}
+        groups[name] = _group(name, of_group)
     return _checked(MegatronConfig(**groups, model=None, given=dict(own), arguments=arguments))
+
+
+def values_of_megatron(arguments: Any) -> Iterator[tuple[Flag, Any]]:
+    """The flags that Megatron-LM has, too, with the values of its arguments."""
+    for name, kind in group_classes().items():
+        for flag in flags_of(kind):
+            if name not in OWN_GROUPS and flag.name not in own_names():
+                yield flag, _value(arguments, flag)
 
 
 def described(arguments: Namespace) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.world import check_fewest, check_start
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
+from megatron.pretraining.entry.limits import check_limits, check_run
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -84,6 +85,8 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def validate(args, defaults=None):
         problems, read = problems_of(real, args, defaults or {}), command_line.read()
+        if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
+            problems.check(check_run, args)
         if script_check.is_checking() and not problems.found:
             problems.check(
                 lambda: check_paths(config_of(args, read.own), args, bool(defaults and defaults.get(OWN_PROGRAM)))
@@ -116,7 +119,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if not read.concealed:
+    if not read.concealed and problems.check(check_limits, args):
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.given)
         if defaults.get(OWN_PROGRAM):

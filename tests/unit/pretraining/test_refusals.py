@@ -2,6 +2,8 @@
 
 import pytest
 
+from megatron.pretraining.duties import duties_after
+from megatron.pretraining.process.stopping import StopRequests
 from tests.unit.pretraining.flags import assert_refused, parse, refusal
 
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
@@ -124,6 +126,33 @@ REFUSED = [
     ("word", "value-without-flag"),
     ("--config /no/file.yaml", "config-file-unreadable --config"),
 ]
+OUT_OF_RANGE = """
+    --eval-interval 0, --eval-interval -1, --eval-iters -1, --log-interval 0, --log-memory-interval 0,
+    --tensorboard-log-interval 0, --exit-interval -1, --exit-duration-in-mins -1, --save-interval 0,
+    --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
+    --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
+    --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
+    --expert-model-parallel-size 0, --moe-router-topk 0, --moe-layer-freq 0
+    """.split(",")
+
+
+@pytest.mark.parametrize("flags", map(str.strip, OUT_OF_RANGE))
+def test_numbers_that_megatron_does_not_check_are_refused(flags):
+    assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
+
+
+def test_numbers_that_turn_something_off_for_megatron_are_accepted():
+    off = "--exit-interval 0 --exit-duration-in-mins 0 --train-sync-interval 0 --eval-iters 0 --loss-scale 0 --lr 0"
+    config = parse(off)
+    assert not duties_after(config, 4, stops=False).ends
+    assert not StopRequests(config).pending
+
+
+def test_all_numbers_are_refused_together():
+    assert_refused(
+        refusal("--log-interval 0 --eval-interval 0"),
+        "value-out-of-range value-out-of-range --log-interval --eval-interval",
+    )
 
 
 @pytest.mark.parametrize("flags, expected", REFUSED)
