@@ -23,6 +23,8 @@ from moc.files.text import short, shown
 
 _OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
 """Values without effect of Megatron-LM's options that name other sources of options."""
+_FROM_STAGE_1 = ("cpu_optimizer", "use_pin_memory", "zero_communication_dtype", "zero_grad_accum_dtype")
+"""Options that ask the optimizer of DeepSpeed for memory or results which megatron-core's does not have."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
         own = {name: value for name, value in own.items() if name not in ("config", "model", "dialect", "help_all")}
         given = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
         notices = [*translation.notices, *_notices_of_ds_config(own.get("deepspeed_config"))]
-        own, stage = _without_deepspeed(own)
+        own, stage = _without_deepspeed(own, problems)
         notices += stage
         _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices))
         return argparse.Namespace(**values), []
@@ -167,11 +169,13 @@ def _notices_of_ds_config(path: object) -> list[str]:
         return []
 
 
-def _without_deepspeed(own: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+def _without_deepspeed(own: dict[str, object], problems: Problems) -> tuple[dict[str, object], list[str]]:
     """Removes DeepSpeed's options at ZeRO stage 0, which megatron-core's optimizer implements; adds a notice."""
     if not own.get("deepspeed") or str(own.get("zero_stage")) != "0":
         return own, []
-    of_zero = {flag.name for flag in flags_of(group_classes()["zero"])}
+    of_zero = {flag.name: flag for flag in flags_of(group_classes()["zero"])}
+    wanted = [name for name in _FROM_STAGE_1 if str(own.get(name, of_zero[name].default)) != str(of_zero[name].default)]
+    problems.refuse_without([of_zero[name].spelling for name in wanted], "--zero-stage 1 or 2")
     others = {name: value for name, value in own.items() if name not in of_zero}
     return others, [
         "--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"

@@ -127,7 +127,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
             elastic.complete(args, read.given)
-        deepspeed.complete(args, read.own)
+        problems.check(deepspeed.complete, args, read.given)
         loads_optimizer = not args.no_load_optim
         try:
             # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
