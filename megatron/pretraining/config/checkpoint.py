@@ -12,10 +12,13 @@ class CheckpointFlags(FlagGroup):
     """Checkpointing: what is saved where, and what is loaded."""
 
     save: str | None = flag(
-        None, "Directory of dense checkpoints; without --save-interval one is saved only at the end.", metavar="DIR"
+        None, "Directory of dense checkpoints; one is saved at the end, others by --save-interval.", metavar="DIR"
     )
     save_interval: int | None = flag(
-        None, "Iterations between checkpoints.", "--persistent-save-interval", limits=">= 1"
+        None,
+        "Iterations between checkpoints; by default --save-retain-interval.",
+        "--persistent-save-interval",
+        limits=">= 1",
     )
     save_failure: str = flag(
         "continue",

@@ -46,6 +46,7 @@ from moc.runtime import script_check
 from moc.runtime.environment import fewest_nodes
 
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
+_NEVER = 10**9  # iterations
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -172,16 +173,15 @@ def _check_router(args: argparse.Namespace) -> None:
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
     """Sets what Megatron-LM demands and this program derives.
 
-    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves at the end only.
+    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves where
+    ``--save-retain-interval`` keeps a checkpoint, and at the end.
     """
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
-    if args.save and args.save_interval is None:
-        args.save_interval = sys.maxsize
+    if args.save_interval is None:
+        args.save_interval = args.save_retain_interval or _NEVER
     if args.num_experts and not args.swiglu:
         args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
-    if args.deterministic_mode:
-        os.environ.setdefault("NCCL_ALGO", "Ring")  # Megatron-LM wants it to be set
     engine = find_spec("transformer_engine") is not None
     if not engine:
         args.apply_rope_fusion = False

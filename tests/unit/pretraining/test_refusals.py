@@ -155,6 +155,19 @@ def test_all_numbers_are_refused_together():
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "interval"),
+    [
+        ("--save-retain-interval 6", 6),
+        ("--save-retain-interval 6 --save-interval 3", 3),
+        ("--save-interval 3", 3),
+        ("", 10**9),  # only at the end
+    ],
+)
+def test_checkpoints_are_saved_where_one_is_kept(flags, interval):
+    assert parse(f"--save x {flags}").checkpoint.save_interval == interval
+
+
 @pytest.mark.parametrize("flags, expected", REFUSED)
 def test_refused(flags, expected):
     assert_refused(refusal(flags), expected)
