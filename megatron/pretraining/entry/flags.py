@@ -28,7 +28,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron import training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
-from megatron.pretraining.config.world import check_fewest, check_start
+from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
 from megatron.pretraining.entry.limits import check_limits, check_run
@@ -198,12 +198,16 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
 def _check_workers(config: Config, given: Collection[str]) -> None:
     """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
 
-    Megatron-LM has checked the workers at the start, unless the number of workers is free (``--elastic``).
+    Megatron-LM has checked the workers at the start, unless their number is free (``--elastic``), but not the batches
+    of a schedule.
     """
     elastic.check_batches(config, given)
     if config.elastic.elastic:
         check_start(config, workers_of_job())
-    elif (fewest := fewest_nodes()) is not None:
+        return
+    if config.scheduled_batch_sizes:
+        check_world(config, config.arguments.world_size)
+    if (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node())
 
 
