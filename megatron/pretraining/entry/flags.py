@@ -122,12 +122,12 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             setattr(args, name, value)
     if not read.concealed and problems.check(check_limits, args):
         _limit_connections(args)
-        cpu.leave_out_kernels(args, read.given)
+        cpu.leave_out_kernels(args, read.named)
         if defaults.get(OWN_PROGRAM):
-            _complete(args, read.given)
+            _complete(args, read.named)
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
-            elastic.complete(args, read.given)
+            elastic.complete(args, read.named)
         problems.check(deepspeed.complete, args, read.given)
         loads_optimizer = not args.no_load_optim
         try:
@@ -138,7 +138,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(refusal_of(error))
         else:
-            problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
+            problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does

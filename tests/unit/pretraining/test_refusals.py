@@ -4,7 +4,7 @@ import pytest
 
 from megatron.pretraining.duties import duties_after
 from megatron.pretraining.process.stopping import StopRequests
-from tests.unit.pretraining.flags import assert_refused, parse, refusal
+from tests.unit.pretraining.flags import assert_refused, parse, refusal, write
 
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 
@@ -188,3 +188,21 @@ def test_faults_that_cannot_be_are_refused():
     assert_refused(refusal('--inject "kill rank=1 iteration=2"'), "flag-needs-another --inject --log-dir")
     expected = "flag-needs-another --inject-seed --inject-mtbf-iterations"
     assert_refused(refusal("--inject-seed 3"), expected)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_value_that_is_the_default_counts_as_given_on_the_command_line_and_in_a_file(from_file, tmp_path):
+    options = {"transformer-impl": "transformer_engine", "moe-token-dispatcher-type": "allgather"}
+    words = " ".join(f"--{name} {value}" for name, value in options.items())
+    words = f"--config {write(tmp_path, options)}" if from_file else words
+    assert parse(words).network.transformer_impl == "transformer_engine"
+    elastic = "--elastic --elastic-slots 8 --calculate-per-token-loss --global-batch-size 4"
+    assert parse(elastic).moe.moe_token_dispatcher_type == "alltoall"
+    assert_refused(refusal(f"{elastic} {words}"), "elastic-excludes-flag --moe-token-dispatcher-type")
+
+
+@pytest.mark.parametrize("key", ["config", "--config"])
+def test_a_file_that_names_another_file_is_refused(key, tmp_path):
+    path = write(tmp_path, {key: "other.yaml"})
+    assert_refused(refusal(f"--config {path}"), "flag-has-no-effect --config")
+    assert parse(f"--config {write(tmp_path, {key: None})}")
