@@ -26,11 +26,11 @@ import yaml
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
-from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
-from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, MegatronConfig, config_of
 from megatron.pretraining.entry.limits import check_limits, check_run
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
@@ -195,7 +195,7 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
 
 
-def _check_workers(config: Config, given: Collection[str]) -> None:
+def _check_workers(config: MegatronConfig, given: Collection[str]) -> None:
     """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
 
     Megatron-LM has checked the workers at the start, unless their number is free (``--elastic``), but not the batches
