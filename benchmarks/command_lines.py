@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def simulate_device() -> None:
-    """Makes torch and megatron-core find one H100 and a Transformer Engine; call it before other imports of Megatron."""
+    """Makes torch and megatron-core find one H100 and Transformer Engine, before other imports of Megatron."""
     import torch
 
     cuda: Any = torch.cuda

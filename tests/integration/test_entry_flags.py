@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from moc.errors import codes_in
-from tests.integration.entry_jobs import BASE, MOE, USER_SCRIPT, run
+from tests.integration.entry_jobs import BASE, MOE, OWN_PROGRAM, USER_SCRIPT, run
 
 OWN_FORWARD = """
 from options_of_a_user import add_options
@@ -79,6 +79,21 @@ def test_combinations_are_checked_before_workers_start(flags, codes, named, tmp_
     ended = run(tmp_path, USER_SCRIPT, 2, flags)
     assert ended.code == 2 and codes_in(ended.output) == codes and named in ended.output
     assert "(worker" not in ended.output and "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize("skips", ["", "--skip-train"])
+def test_a_run_without_data_and_length_is_refused_before_workers_start(skips, tmp_path):
+    base = BASE.replace("--train-iters 8", "").replace("--mock-data", "")
+    ended = run(tmp_path, OWN_PROGRAM, 2, skips, base=base)
+    assert ended.code == 2 and codes_in(ended.output) == ["flag-missing"] * 2
+    assert "--mock-data" in ended.output and "--train-iters" in ended.output
+    assert "(worker" not in ended.output and "Traceback" not in ended.output
+    assert run(tmp_path, OWN_PROGRAM, 2, "--print-config", base=base).code == 0
+
+
+def test_a_script_without_length_is_refused(tmp_path):
+    ended = run(tmp_path, USER_SCRIPT, 1, "", base=BASE.replace("--train-iters 8", ""))
+    assert ended.code == 2 and codes_in(ended.output) == ["flag-missing"] and "Traceback" not in ended.output
 
 
 def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, cache, monkeypatch):

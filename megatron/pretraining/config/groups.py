@@ -60,6 +60,11 @@ class FlagGroups(abc.ABC):
         """Virtual stages of each worker; None without an interleaved schedule."""
 
     @property
+    def scheduled_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of the global batch in the course of the run, if they are scheduled; else empty."""
+        return ()
+
+    @property
     def snapshot_dir(self) -> str | None:
         """Directory or URL of the snapshots."""
         save = self.checkpoint.save

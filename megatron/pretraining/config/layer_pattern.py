@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-_MOST_LAYERS = 10_000  # a larger --num-layers is refused
+MOST_LAYERS = 10_000  # a larger --num-layers is refused
 
 
 def parse_layer_freq(value: object) -> int | tuple[int, ...]:
@@ -37,7 +37,7 @@ def expand(freq: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def from_interval(interval: int, num_layers: int) -> tuple[int, ...]:
     """Megatron-DeepSpeed's ``--expert-interval``: the last of every N layers holds experts."""
-    return tuple(int(layer % interval == interval - 1) for layer in range(min(num_layers, _MOST_LAYERS)))
+    return tuple(int(layer % interval == interval - 1) for layer in range(min(num_layers, MOST_LAYERS)))
 
 
 def _zeros_and_ones(value: object) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def _evaluate(node: ast.expr) -> list | int:
     """Evaluates lists, whole numbers, + and *, without ``eval``, since the pattern is untrusted input."""
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
-    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= _MOST_LAYERS:
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left), _evaluate(node.right)
@@ -58,6 +58,6 @@ def _evaluate(node: ast.expr) -> list | int:
             return left + right
         if isinstance(node.op, ast.Mult):
             items, times = (left, right) if isinstance(left, list) else (right, left)
-            if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _MOST_LAYERS:
+            if isinstance(items, list) and isinstance(times, int) and len(items) * times <= MOST_LAYERS:
                 return items * times
     raise ValueError("only lists of 0 and 1, + and * are allowed")

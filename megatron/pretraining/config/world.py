@@ -333,41 +333,49 @@ def _check_slots(config: Config, world_size: int, problems: Problems) -> None:
 def _check_batch(config: Config, world_size: int, problems: Problems) -> None:
     if world_size % _model_size(config):
         return
-    copies = data_parallel_size(config, world_size)
-    per_round, samples = config.training.micro_batch_size * copies, global_batch_size(config, world_size)
-    few = problems.refuse(
+    copies, scheduled = data_parallel_size(config, world_size), config.scheduled_batch_sizes
+    per_round = config.training.micro_batch_size * copies
+    # a run whose batch grows has left the steps without a micro batch for each copy behind, or ends at the first one
+    in_force = [size for size in scheduled if size >= per_round] or scheduled[-1:]
+    for samples in in_force or [global_batch_size(config, world_size)]:
+        named = f"batch {samples} of --step-batch-size-schedule" if scheduled else f"--global-batch-size {samples}"
+        _check_size(config, samples, named, copies, problems)
+    length, least = config.training, min(scheduled, default=global_batch_size(config, world_size))
+    problems.refuse(
+        length.train_iters is None and length.train_samples is not None and length.train_samples < least,
+        f"--train-samples {config.training.train_samples} do not fill one batch of {least}. Fix: raise it",
+        code="samples-too-few",
+    )
+    steps, wanted = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
+    problems.refuse(
+        wanted not in (None, steps) and not scheduled and not global_batch_size(config, world_size) % per_round,
+        f"--gradient-accumulation-steps {wanted} contradicts --global-batch-size "
+        f"{global_batch_size(config, world_size)}, which is {steps} times {per_round} samples on "
+        f"{counted(world_size, 'worker')}. Fix: drop one of them",
+        code="batch-not-divisible",
+    )
+
+
+def _check_size(config: Config, samples: int, named: str, copies: int, problems: Problems) -> None:
+    """Adds a problem if a global batch cannot be divided among so many copies of the model."""
+    per_round, stages = config.training.micro_batch_size * copies, config.parallel.pipeline_model_parallel_size
+    problems.refuse(
         config.elastic.elastic and samples < per_round,
-        f"--global-batch-size {samples} has no micro batch for some of {copies} data-parallel copies. Fix: make it at "
-        f"least {per_round}",
+        f"{named} has no micro batch for some of {copies} data-parallel copies. Fix: make it at least {per_round}",
         code="batch-not-divisible",
     )
     uneven = problems.refuse(
         samples % per_round and not config.elastic.elastic,
-        f"--global-batch-size {samples} is not a multiple of {per_round}, which is --micro-batch-size "
-        f"{config.training.micro_batch_size} times {counted(copies, 'data-parallel copy')}. Fix: "
-        f"make it {max(samples // per_round, 1) * per_round}, for example",
+        f"{named} is not a multiple of {per_round}, which is --micro-batch-size {config.training.micro_batch_size} "
+        f"times {counted(copies, 'data-parallel copy')}. Fix: make it {max(samples // per_round, 1) * per_round}, for "
+        "example",
         code="batch-not-divisible",
     )
-    length = config.training
+    steps = -(-samples // per_round)
     problems.refuse(
-        length.train_iters is None and length.train_samples is not None and length.train_samples < samples,
-        f"--train-samples {config.training.train_samples} do not fill one batch of {samples}. Fix: raise it",
-        code="samples-too-few",
-    )
-    if few or uneven:
-        return
-    steps, wanted = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
-    problems.refuse(
-        wanted not in (None, steps),
-        f"--gradient-accumulation-steps {wanted} contradicts --global-batch-size {samples}, which is {steps} times "
-        f"{per_round} samples on {counted(world_size, 'worker')}. Fix: drop one of them",
-        code="batch-not-divisible",
-    )
-    stages = config.parallel.pipeline_model_parallel_size
-    problems.refuse(
-        config.virtual_pipeline_model_parallel_size and steps % stages,
-        f"an interleaved schedule needs a multiple of {stages} micro batches, not {steps}. Fix: make "
-        f"--global-batch-size a multiple of {per_round * stages}",
+        not uneven and config.virtual_pipeline_model_parallel_size and steps % stages,
+        f"an interleaved schedule needs a multiple of {stages} micro batches, not {steps}. Fix: make {named} "
+        f"a multiple of {per_round * stages}",
         code="batch-not-divisible",
     )
 

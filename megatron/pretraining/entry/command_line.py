@@ -23,6 +23,8 @@ from moc.files.text import short, shown
 
 _OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
 """Values without effect of Megatron-LM's options that name other sources of options."""
+_FROM_STAGE_1 = ("cpu_optimizer", "use_pin_memory", "zero_communication_dtype", "zero_grad_accum_dtype")
+"""Options that ask the optimizer of DeepSpeed for memory or results which megatron-core's does not have."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class CommandLine:
     Attributes:
         own: values of our options, by name of the flag.
         given: values that differ from the defaults, by name.
+        named: names of options in words, files and presets, also those whose values are the defaults.
         problems: of words and files.
         concealed: names whose values the problems conceal.
         prints: the values are printed instead of training.
@@ -44,6 +47,7 @@ class CommandLine:
     concealed: frozenset[str] = frozenset()
     prints: bool = False
     notices: tuple[str, ...] = ()
+    named: frozenset[str] = frozenset()
 
 
 _read = CommandLine()
@@ -91,8 +95,8 @@ class _Parser(argparse.ArgumentParser):
         global _read
         words, self.exit_on_error = sys.argv[1:] if args is None else list(args), False
         problems = Problems()
-        named, _ = read_words(self, words, super().parse_known_args)
-        if (files := named.get(f"{PREFIX}config")) and files is not UNKNOWN:
+        found, _ = read_words(self, words, super().parse_known_args)
+        if (files := found.get(f"{PREFIX}config")) and files is not UNKNOWN:
             words = [*_words_of_files(self, files, problems), *words]
         keys = nested.content_of(words)
         foreign = nested.refusal(keys, _options_with_values(self), "the command line", "NeMo" if keys else None)
@@ -120,9 +124,10 @@ class _Parser(argparse.ArgumentParser):
         own = {name: value for name, value in own.items() if name not in ("config", "model", "dialect", "help_all")}
         given = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
         notices = [*translation.notices, *_notices_of_ds_config(own.get("deepspeed_config"))]
-        own, stage = _without_deepspeed(own)
+        own, stage = _without_deepspeed(own, problems)
         notices += stage
-        _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices))
+        named = frozenset(action.dest.removeprefix(PREFIX) for action in _actions_in(self, words))
+        _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices), named)
         return argparse.Namespace(**values), []
 
     def print_help(self, file: Any = None) -> None:
@@ -167,11 +172,13 @@ def _notices_of_ds_config(path: object) -> list[str]:
         return []
 
 
-def _without_deepspeed(own: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+def _without_deepspeed(own: dict[str, object], problems: Problems) -> tuple[dict[str, object], list[str]]:
     """Removes DeepSpeed's options at ZeRO stage 0, which megatron-core's optimizer implements; adds a notice."""
     if not own.get("deepspeed") or str(own.get("zero_stage")) != "0":
         return own, []
-    of_zero = {flag.name for flag in flags_of(group_classes()["zero"])}
+    of_zero = {flag.name: flag for flag in flags_of(group_classes()["zero"])}
+    wanted = [name for name in _FROM_STAGE_1 if str(own.get(name, of_zero[name].default)) != str(of_zero[name].default)]
+    problems.refuse_without([of_zero[name].spelling for name in wanted], "--zero-stage 1 or 2")
     others = {name: value for name, value in own.items() if name not in of_zero}
     return others, [
         "--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"
@@ -188,6 +195,11 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
         if previous_release.is_configuration(content):
             yield from (FLAG, previous_release.DIALECT.name)
             content = previous_release.options_of_groups(content)
+        problems.refuse(
+            any(value and _underscored(key) == "config" for key, value in content.items()),
+            f"config in {file} names another file, which is not read. Fix: give each file its own --config",
+            code="flag-has-no-effect",
+        )
         yield from _words_of_options(parser, content, file, problems, others=True)
 
 
@@ -200,8 +212,7 @@ def _words_of_ds_config(
     parser: argparse.ArgumentParser, path: str, words: Sequence[str], values: Mapping[str, Any], problems: Problems
 ) -> Iterator[str]:
     """The options that a ds_config adds to the words; options in both must agree."""
-    actions = [parser._option_string_actions.get(word.partition("=")[0]) for word in words]
-    given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in actions if action is not None}
+    given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in _actions_in(parser, words)}
     added: dict[str, object] = {}
 
     def settings() -> tuple[Setting, ...]:
@@ -210,6 +221,12 @@ def _words_of_ds_config(
 
     problems.check(lambda: added.update(agree(given, settings(), _mean_the_same)))
     yield from _words_of_options(parser, added, path, problems)
+
+
+def _actions_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
+    """The options that words name, in order."""
+    found = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    return (action for action in found if action is not None)
 
 
 def _mean_the_same(name: str, one: object, other: object) -> bool:

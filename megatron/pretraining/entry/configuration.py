@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import ConfigError, Problems, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.model.initial import EXACT
+from moc.runtime.agreement import first_line
 
 OWN_PROGRAM = "moc_own_program"
 """Name, in the arguments, of whether this project's program is running, and no script of a user."""
@@ -51,6 +53,26 @@ class MegatronConfig(Config):
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Virtual stages of each worker, as Megatron-LM derives them."""
         return self.arguments.virtual_pipeline_model_parallel_size
+
+    @property
+    def scheduled_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of the global batch in the steps of ``--step-batch-size-schedule``, as Megatron-LM reads it.
+
+        Raises:
+            ConfigError: it is not a schedule.
+        """
+        schedule = getattr(self.arguments, "step_batch_size_schedule", None)
+        if schedule is None:
+            return ()
+        try:
+            steps = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, self.arguments.seq_length).schedule
+        except (AssertionError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"--step-batch-size-schedule cannot be read ({first_line(error)}). Fix: write pairs of a number of "
+                "tokens and a batch size, such as 0:256,1B:512",
+                code="value-unreadable",
+            ) from None
+        return tuple(size for _, size in steps)
 
     def replace(self, group: str, **changes: object) -> MegatronConfig:
         """A copy with other values in one group; our own flags are checked again.

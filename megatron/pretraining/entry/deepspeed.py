@@ -11,8 +11,10 @@ from megatron.core.utils import get_model_config
 from megatron.training import training
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.deepspeed_fit import check_deepspeed
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.engine.zero.attach import load
 from megatron.pretraining.engine.zero.build import build_zero_optimizer
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -41,7 +43,6 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
             "--grad-norm stock is megatron-core's norm, which --deepspeed cannot compute. Fix: drop it",
             code="grad-norm-unsupported",
         )
-        problems.check(_check_batch, config.zero.gradient_accumulation_steps, arguments, problems)
         for option, reason in other_values(arguments, _ONLY):
             problems.refuse(
                 True, f"{option}: {reason}. Fix: drop it, or drop --deepspeed", code="deepspeed-excludes-flag"
@@ -49,23 +50,32 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
     problems.raise_found()
 
 
-def complete(args: Any, own: Mapping[str, Any]) -> None:
-    """Sets the global batch of ``--gradient-accumulation-steps``, if it is not given."""
-    steps = own.get("gradient_accumulation_steps")
-    if own.get("deepspeed") and steps and args.global_batch_size is None:
-        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-        args.global_batch_size = int(steps) * args.micro_batch_size * max(args.world_size // model, 1)
+def complete(args: Any, given: Mapping[str, Any]) -> None:
+    """Sets the global batch of ``--gradient-accumulation-steps``, which holds at ZeRO stage 0, too.
 
+    Args:
+        args: Megatron-LM's arguments, not validated.
+        given: values of the command line, by name.
 
-def _check_batch(steps: int | None, arguments: Any, problems: Problems) -> None:
-    """Refuses micro batches that contradict the global batch, unless its size is a schedule."""
-    wanted = (steps or 0) * arguments.micro_batch_size * arguments.data_parallel_size
-    problems.refuse(
-        steps and not arguments.step_batch_size_schedule and wanted != arguments.global_batch_size,
-        f"--gradient-accumulation-steps {steps} contradicts --global-batch-size {arguments.global_batch_size}. Fix: "
+    Raises:
+        ConfigError: the steps are no number of micro batches, or contradict the global batch.
+    """
+    if not given.get("deepspeed") or args.micro_batch_size is None:
+        return
+    flag = all_flags()["gradient_accumulation_steps"]
+    steps: Any = convert(flag, given.get(flag.name))
+    if steps is None or args.step_batch_size_schedule:
+        return
+    flag.check(steps)
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    wanted = steps * args.micro_batch_size * max(args.world_size // model, 1)
+    refuse(
+        args.global_batch_size not in (None, wanted),
+        f"--gradient-accumulation-steps {steps} contradicts --global-batch-size {args.global_batch_size}. Fix: "
         f"give --global-batch-size {wanted}, or drop --gradient-accumulation-steps",
         code="batch-not-divisible",
     )
+    args.global_batch_size = wanted
 
 
 def set_up(

@@ -26,11 +26,12 @@ import yaml
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
-from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
-from megatron.pretraining.config.world import check_fewest, check_start
+from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
-from megatron.pretraining.entry.configuration import OWN_PROGRAM, config_of
+from megatron.pretraining.entry.configuration import OWN_PROGRAM, MegatronConfig, config_of
+from megatron.pretraining.entry.limits import check_limits, check_run
 from megatron.pretraining.entry.own_flags import add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -45,6 +46,7 @@ from moc.runtime import script_check
 from moc.runtime.environment import fewest_nodes
 
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
+_NEVER = 10**9  # iterations
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -84,6 +86,8 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def validate(args, defaults=None):
         problems, read = problems_of(real, args, defaults or {}), command_line.read()
+        if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
+            problems.check(check_run, args)
         if script_check.is_checking() and not problems.found:
             problems.check(
                 lambda: check_paths(config_of(args, read.own), args, bool(defaults and defaults.get(OWN_PROGRAM)))
@@ -116,15 +120,17 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if not read.concealed:
+    if isinstance(args.eval_iters, int):
+        args.eval_iters = max(args.eval_iters, 0)  # scripts turn evaluation off by -1
+    if not read.concealed and problems.check(check_limits, args):
         _limit_connections(args)
-        cpu.leave_out_kernels(args, read.given)
+        cpu.leave_out_kernels(args, read.named)
         if defaults.get(OWN_PROGRAM):
-            _complete(args, read.given)
+            _complete(args, read.named)
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
-            elastic.complete(args, read.given)
-        deepspeed.complete(args, read.own)
+            elastic.complete(args, read.named)
+        problems.check(deepspeed.complete, args, read.given)
         loads_optimizer = not args.no_load_optim
         try:
             # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
@@ -134,7 +140,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(refusal_of(error))
         else:
-            problems.check(lambda: _check_workers(config_of(args, read.own), read.given))
+            problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
@@ -169,16 +175,15 @@ def _check_router(args: argparse.Namespace) -> None:
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
     """Sets what Megatron-LM demands and this program derives.
 
-    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves at the end only.
+    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves where
+    ``--save-retain-interval`` keeps a checkpoint, and at the end.
     """
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
-    if args.save and args.save_interval is None:
-        args.save_interval = sys.maxsize
+    if args.save_interval is None:
+        args.save_interval = args.save_retain_interval or _NEVER
     if args.num_experts and not args.swiglu:
         args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
-    if args.deterministic_mode:
-        os.environ.setdefault("NCCL_ALGO", "Ring")  # Megatron-LM wants it to be set
     engine = find_spec("transformer_engine") is not None
     if not engine:
         args.apply_rope_fusion = False
@@ -192,15 +197,19 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
 
 
-def _check_workers(config: Config, given: Collection[str]) -> None:
+def _check_workers(config: MegatronConfig, given: Collection[str]) -> None:
     """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
 
-    Megatron-LM has checked the workers at the start, unless the number of workers is free (``--elastic``).
+    Megatron-LM has checked the workers at the start, unless their number is free (``--elastic``), but not the batches
+    of a schedule.
     """
     elastic.check_batches(config, given)
     if config.elastic.elastic:
         check_start(config, workers_of_job())
-    elif (fewest := fewest_nodes()) is not None:
+        return
+    if config.scheduled_batch_sizes:
+        check_world(config, config.arguments.world_size)
+    if (fewest := fewest_nodes()) is not None:
         check_fewest(config, fewest, per_node())
 
 

@@ -33,8 +33,8 @@ from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, "save_interval": 10**9, OWN_PROGRAM: True}
-"""Defaults of this program, where Megatron-LM's options have none; it saves at the end."""
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
+"""Defaults of this program, where Megatron-LM's options have none."""
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 

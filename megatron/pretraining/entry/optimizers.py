@@ -95,6 +95,13 @@ def _check_layers(arguments: Any, problems: Problems) -> None:
         "recovery may apply. Fix: drop one of them",
         code="optimizer-excludes-flag",
     )
+    # Megatron-LM's writer asks the optimizer for a file of each rank, and our checkpoints have the state in fragments
+    problems.refuse(
+        _value(arguments, "ckpt_format") == "torch",
+        "--ckpt-format torch cannot hold the state of the layer-wise optimizer of megatron-core "
+        "(--use-distributed-optimizer, or dist_muon). Fix: choose --ckpt-format torch_dist",
+        code="optimizer-excludes-flag",
+    )
     problems.refuse(
         in_buffers and experts_apart and _value(arguments, "add_bias_linear"),
         "the layer-wise optimizer of megatron-core has no place for the biases of experts. Fix: add "

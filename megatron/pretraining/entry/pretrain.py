@@ -13,6 +13,7 @@ from megatron.pretraining import loop
 from megatron.pretraining.config import ConfigError, check_backend
 from megatron.pretraining.entry import command_line, cpu
 from megatron.pretraining.entry.configuration import MegatronConfig, config_of
+from megatron.pretraining.entry.limits import check_length
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
@@ -77,6 +78,7 @@ def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
     """
     args = get_args()
     cpu.adapt(args)
+    check_length(args)
     training.update_train_iters(args)
     config = config_of(args, command_line.read().own)
     check_backend(config, args.distributed_backend, torch.cuda.is_available())

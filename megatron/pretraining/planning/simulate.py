@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from typing import Any
 
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
@@ -49,6 +50,12 @@ _RATES = {  # by flag: field of the cluster, and description
     "network": ("inter_bandwidth", "of a node to other nodes"),
     "storage": ("storage_bandwidth", "of the job to storage"),
 }
+_SIZES = (  # of the layout: short and long name, and description
+    ("tp", "--tensor-model-parallel-size", "tensor parallelism"),
+    ("pp", "--pipeline-model-parallel-size", "pipeline stages"),
+    ("ep", "--expert-model-parallel-size", "expert parallelism"),
+    ("vpp", "--num-virtual-stages-per-pipeline-rank", "virtual stages of each pipeline stage"),
+)
 _SHRINKS = "+shrink"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -95,9 +102,8 @@ def _model_flags(group) -> None:
     group.add_argument(
         "--cluster", default="a100-80gb:96", metavar="NAME[:GPUS]", help=f"a preset (a100-80gb:96): {EXPLAINED}"
     )
-    for name, text in (("tp", "tensor parallelism"), ("pp", "pipeline stages"), ("ep", "expert parallelism")):
-        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
-    group.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of each pipeline stage")
+    for name, long, text in _SIZES:
+        group.add_argument(f"--{name}", long, dest=name, type=int, metavar="N", help=text)
     group.add_argument(
         "--global-batch-size",
         "--global-batch",
@@ -267,7 +273,7 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         iteration_s=setup.timing.iteration_s,
         samples=setup.work.global_batch,
         nodes=setup.cluster.nodes,
-        stages=args.pp,
+        stages=setup.layout.pp,
         wall_s=3600 * args.hours,
         spares=args.spares,
         repair_s=args.repair,
@@ -307,15 +313,14 @@ def _policies(text: str) -> list[str]:
 
 
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
-    # the simulator allows uneven stages, so the layers need not divide by the pipeline
-    expert_tp = 1 if args.ep > 1 else args.tp
-    sliced = ["--expert-tensor-parallel-size", str(expert_tp)] if args.ep > 1 else []
-    config = config_of(args.model, [*model_flags, *sliced], tp=args.tp, ep=args.ep)
+    whole = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
+    config = config_of(args.model, [*whole, *model_flags], tp=args.tp, ep=args.ep)
     operators = operators_of(config, args.model, args.vocab_size)
     cluster = _cluster(args)
-    layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=expert_tp, vpp=args.vpp)
-    pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))
-    before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep)) if args.scale_to else pipelines
+    layout = _layout(args, config, cluster.gpus)
+    of_pipeline = layout.tp * layout.pp * layout.ep
+    pipelines = max(1, cluster.gpus // of_pipeline)
+    before = max(1, cluster_named(args.cluster).gpus // of_pipeline) if args.scale_to else pipelines
     work = Work(
         global_batch=args.global_batch * pipelines // before,  # the work of each pipeline stays the same
         micro_batch=args.micro_batch,
@@ -332,6 +337,25 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     nodes = cluster.nodes
     own["members"] = Members(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
     return Setup(operators, layout, cluster, timing, work, **own)
+
+
+def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
+    """The layout of the command line, or of a file that it names."""
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1:
+        raise ToolError(
+            f"--context-parallel-size {parallel.context_parallel_size} is not simulated. Fix: drop it",
+            code="flag-has-no-effect",
+        )
+    return Layout(
+        world=world,
+        tp=parallel.tensor_model_parallel_size,
+        # the simulator allows uneven stages, so the layers need not divide by the pipeline, as they do for Megatron-LM
+        pp=parallel.pipeline_model_parallel_size if args.pp is None else args.pp,
+        ep=parallel.expert_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+        vpp=(config.virtual_pipeline_model_parallel_size or 1) if args.vpp is None else args.vpp,
+    )
 
 
 def _program(args: argparse.Namespace) -> RecoveryCosts | None:

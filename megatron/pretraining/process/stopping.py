@@ -36,7 +36,7 @@ class StopRequests:
         self.signal: str | None = None
         self._in_memory = config.snapshot.ckpt_policy is not None and config.snapshot.ckpt_tier != "disk"
         minutes = config.training.exit_duration_in_mins
-        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self._deadline = time.monotonic() + 60.0 * minutes if minutes else None
         if config.training.exit_signal_handler:
             for number in {*received_stops(), getattr(signal, config.training.exit_signal)}:
                 signal.signal(number, self._note)

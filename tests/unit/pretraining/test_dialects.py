@@ -188,3 +188,47 @@ def test_a_batch_grows_as_before(start, step, samples, last, known):
         new.update(consumed, False)
         size = last if consumed > samples else start + int(consumed / each) * step
         assert new.current_global_batch_size == size, consumed
+
+
+UNREADABLE = ("inf", "-inf", "nan", "1e400", "1e300", "1e12", "0", "-1", "1.5", "²", "x" * 50, "", "none")
+
+
+@pytest.mark.parametrize("value", UNREADABLE)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_value_of_a_number_ends_a_translation(name, value, known):
+    words = SAMPLE.split()
+    for place in range(1, len(words), 2):
+        changed = [*words[:place], value, *words[place + 1 :]]
+        assert translated(["--dialect", name, *changed], known).words
+    for option in OLDER.rules | DIALECTS[name].rules:
+        assert translated(["--dialect", name, *words, option, value], known).words
+        assert translated(["--dialect", name, *words, option, value, value, value], known).words
+
+
+@pytest.mark.parametrize("option", ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"])
+@pytest.mark.parametrize("value", ["many", "inf", ""])
+def test_tokens_that_are_no_number_are_refused(option, value, known):
+    (problem,) = translated([*MDS.split(), "--train-iters", "3", option, value], known).problems
+    assert problem.code == "dialect-option-unsupported" and option in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("megatron-deepspeed", "--expert-interval"),
+        ("megatron-deepspeed", "--pad-vocab-size-to"),
+        ("mindspeed", "--first-k-dense-replace"),
+        ("mindspeed", "--n-shared-experts"),
+        ("moc", "--expert-interval"),
+    ],
+)
+@pytest.mark.parametrize("value", ["many", "inf", "1e1", "1.5", ""])
+def test_a_value_that_no_parser_reads_is_a_whole_number(name, option, value, known):
+    (problem,) = translated([*MOE.split(), "--dialect", name, option, value], known).problems
+    assert problem.code == "dialect-option-unsupported" and option in str(problem)
+
+
+@pytest.mark.parametrize("option", ["--train-iters", "--train-samples"])
+def test_a_length_keeps_its_form_which_the_parser_reads(option, known):
+    words = translated([*MDS.split(), option, "1e4"], known).words
+    assert words[words.index(option) + 1] == "1e4"

@@ -184,6 +184,39 @@ def test_batch_keys_make_the_batch(given):
     assert codes == ["batch-not-divisible"] and "--gradient-accumulation-steps 3" in sentence
 
 
+@pytest.mark.parametrize("steps", ["three", [3], {"a": 3}, True, 2.5, 0, -1, float("inf")])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_steps_that_are_no_number_are_refused(steps, stage, given):
+    flags = given({"gradient_accumulation_steps": steps, "zero_optimization": {"stage": stage}})
+    codes, sentence = refusal(flags)
+    assert codes in (["value-unreadable"], ["value-out-of-range"]), sentence
+    assert "gradient" in sentence
+
+
+def test_every_honoured_key_takes_or_refuses_every_kind_of_value(given):
+    for key in (*_HONOURED, *_PAIRS):
+        for value in ("much", ["much"], {"a": "much"}):
+            content = value
+            for part in reversed(key.split(".")):
+                content = {part: content}
+            codes, sentence = refusal(given(content))
+            assert codes and "megatron-options-refused" not in codes, sentence
+
+
+def test_without_the_engine_at_stage_0_the_batch_follows_from_the_steps_all_the_same(given):
+    flags = given({"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 0}})
+    config = parse(flags, workers=4)
+    assert not config.zero.deepspeed and config.training.global_batch_size == 24
+    assert_refused(refusal(f"{flags} --global-batch-size 16", workers=4), "batch-not-divisible --gradient-accumulation")
+
+
+@pytest.mark.parametrize("flag", ["--cpu-optimizer", "--zero-communication-dtype bf16", "--zero-grad-accum-dtype bf16"])
+def test_at_stage_0_what_only_the_engine_does_is_refused(flag):
+    expected = f"flag-has-no-effect {flag.split()[0]} --zero-stage"
+    assert_refused(refusal(f"--deepspeed --zero-stage 0 {flag}"), expected)
+    assert not parse("--deepspeed --zero-stage 0 --zero-reduce-bucket-size 5e8").zero.deepspeed
+
+
 COMBINED = [  # flags, codes and what the sentences name
     (f"--zero-stage 2 {PP2}", "deepspeed-excludes-flag --zero-stage"),
     (

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.unit.pretraining.flags import assert_refused, parse, refusal
+from megatron.pretraining.duties import duties_after
+from megatron.pretraining.process.stopping import StopRequests
+from tests.unit.pretraining.flags import assert_refused, parse, refusal, write
 
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 
@@ -124,6 +126,46 @@ REFUSED = [
     ("word", "value-without-flag"),
     ("--config /no/file.yaml", "config-file-unreadable --config"),
 ]
+OUT_OF_RANGE = """
+    --eval-interval 0, --eval-interval -1, --log-interval 0, --log-memory-interval 0,
+    --tensorboard-log-interval 0, --exit-interval -1, --exit-duration-in-mins -1, --save-interval 0,
+    --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
+    --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
+    --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
+    --expert-model-parallel-size 0, --moe-router-topk 0, --moe-layer-freq 0
+    """.split(",")
+
+
+@pytest.mark.parametrize("flags", map(str.strip, OUT_OF_RANGE))
+def test_numbers_that_megatron_does_not_check_are_refused(flags):
+    assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
+
+
+def test_numbers_that_turn_something_off_for_megatron_are_accepted():
+    off = "--exit-interval 0 --exit-duration-in-mins 0 --train-sync-interval 0 --eval-iters -1 --loss-scale 0 --lr 0"
+    config = parse(off)
+    assert not duties_after(config, 4, stops=False).ends
+    assert not StopRequests(config).pending
+
+
+def test_all_numbers_are_refused_together():
+    assert_refused(
+        refusal("--log-interval 0 --eval-interval 0"),
+        "value-out-of-range value-out-of-range --log-interval --eval-interval",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "interval"),
+    [
+        ("--save-retain-interval 6", 6),
+        ("--save-retain-interval 6 --save-interval 3", 3),
+        ("--save-interval 3", 3),
+        ("", 10**9),  # only at the end
+    ],
+)
+def test_checkpoints_are_saved_where_one_is_kept(flags, interval):
+    assert parse(f"--save x {flags}").checkpoint.save_interval == interval
 
 
 @pytest.mark.parametrize("flags, expected", REFUSED)
@@ -146,3 +188,21 @@ def test_faults_that_cannot_be_are_refused():
     assert_refused(refusal('--inject "kill rank=1 iteration=2"'), "flag-needs-another --inject --log-dir")
     expected = "flag-needs-another --inject-seed --inject-mtbf-iterations"
     assert_refused(refusal("--inject-seed 3"), expected)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_value_that_is_the_default_counts_as_given_on_the_command_line_and_in_a_file(from_file, tmp_path):
+    options = {"transformer-impl": "transformer_engine", "moe-token-dispatcher-type": "allgather"}
+    words = " ".join(f"--{name} {value}" for name, value in options.items())
+    words = f"--config {write(tmp_path, options)}" if from_file else words
+    assert parse(words).network.transformer_impl == "transformer_engine"
+    elastic = "--elastic --elastic-slots 8 --calculate-per-token-loss --global-batch-size 4"
+    assert parse(elastic).moe.moe_token_dispatcher_type == "alltoall"
+    assert_refused(refusal(f"{elastic} {words}"), "elastic-excludes-flag --moe-token-dispatcher-type")
+
+
+@pytest.mark.parametrize("key", ["config", "--config"])
+def test_a_file_that_names_another_file_is_refused(key, tmp_path):
+    path = write(tmp_path, {key: "other.yaml"})
+    assert_refused(refusal(f"--config {path}"), "flag-has-no-effect --config")
+    assert parse(f"--config {write(tmp_path, {key: None})}")

@@ -4,14 +4,16 @@ import pytest
 
 from megatron.pretraining.config import (
     check_backend,
+    check_fewest,
     check_world,
     data_parallel_size,
     global_batch_size,
     num_microbatches,
     train_iterations,
 )
+from megatron.pretraining.entry.offline import config_of_words
 from tests.errors import raises
-from tests.unit.pretraining.flags import PP2, TP2, parse, without
+from tests.unit.pretraining.flags import BASE, PP2, TP2, parse, without
 
 
 def test_batches_follow_from_the_number_of_workers():
@@ -59,6 +61,39 @@ def test_too_few_samples_for_one_batch():
 )
 def test_worlds_that_fit(flags, world):
     check_world(parse(flags), world)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "nodes", "fits"),
+    [
+        ("0:12,1K:24", 2, True),
+        ("0:12,1K:24", 4, False),
+        ("0:12,1K:20", 3, False),
+        ("0:2,1K:12", 3, True),  # a run that has started with more workers has passed the first step
+        ("0:2,1K:3", 4, False),
+    ],
+)
+def test_each_step_of_a_schedule_has_to_fit_the_fewest_nodes(schedule, nodes, fits):
+    words = f"--micro-batch-size 1 --step-batch-size-schedule {schedule}"
+    config = parse(words, workers=6)
+    if fits:
+        check_fewest(config, nodes, 2)
+        return
+    with raises("batch-not-divisible", "--nnodes", "--step-batch-size-schedule"):
+        check_fewest(config, nodes, 2)
+
+
+def test_each_step_of_a_schedule_is_checked_at_the_start():
+    words = f"{BASE} --micro-batch-size 1 --step-batch-size-schedule".split()
+    assert config_of_words([*words, "0:6,1K:12"], 6).scheduled_batch_sizes == (6, 12)
+    with raises("batch-not-divisible", "--step-batch-size-schedule"):
+        config_of_words([*words, "0:6,1K:8"], 6)
+
+
+@pytest.mark.parametrize("schedule", ["6", "0:x", "0:inf", "640:6", "0:6,0:12", "0:0"])
+def test_a_schedule_that_cannot_be_read_is_refused(schedule):
+    with raises("value-unreadable", "--step-batch-size-schedule"):
+        config_of_words([*BASE.split(), "--step-batch-size-schedule", schedule], 1)
 
 
 def test_gloo_cannot_do_everything():

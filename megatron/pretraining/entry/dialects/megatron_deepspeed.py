@@ -22,18 +22,20 @@ from megatron.pretraining.entry.dialects.rules import (
     refused,
     renamed,
     same,
+    whole,
 )
 
 _HERE = "the engine decides"
 _LAYOUT = "checkpoints load in any layout anyway"
 _RECOMPUTES = "it moved activations, and megatron-core recomputes them"
+_NO_NUMBER = Outcome(problem="it is not a number", fix="correct it")
 _NO_DISTILLATION = refused("there is no distillation", "train without a teacher")
 _NO_POSITIONS = refused("megatron-core has no such position embedding", "choose --position-embedding-type rope")
 
 
 def _experts(line: Line) -> list[int]:
     words = line.text("--num-experts").split()
-    return [int(word) for word in words if word.isdigit()]
+    return [int(word) for word in words if word.isdecimal()]
 
 
 def _has_experts(line: Line) -> bool:
@@ -42,6 +44,8 @@ def _has_experts(line: Line) -> bool:
 
 def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
     experts = _experts(line)
+    if len(experts) < max(len(values), 1):
+        return Outcome(("--num-experts", *values))  # whose parser refuses the value
     if not _has_experts(line):
         return Outcome(why="one expert is a dense layer")
     if len(set(experts)) > 1:
@@ -116,6 +120,8 @@ def _iterations(line: Line, samples: int) -> int:
 
 def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
     """Training ends with the first of both limits."""
+    if line.number("--train-tokens") is None:
+        return _NO_NUMBER
     samples = _samples(line, "--train-tokens")
     if _by_iterations(line):
         iterations = min(_iterations(line, samples), line.count("--train-iters"))
@@ -123,13 +129,13 @@ def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
     return Outcome(("--train-samples", str(min(samples, line.count("--train-samples", samples)))))
 
 
-def _unless_tokens(option: str, tokens: str, number: bool = False) -> Rule:
+def _unless_tokens(option: str, tokens: str) -> Rule:
     """An option that another one in tokens overrides."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         if tokens in line and line.text(tokens):
             return Outcome(why=f"{tokens} is given")
-        return Outcome((option, *(str(int(value)) for value in values)) if number else (option, *values))
+        return Outcome((option, *values))
 
     return rule
 
@@ -138,8 +144,8 @@ def _schedule(kind: str) -> Rule:
     """``--lr-decay-tokens`` and ``--lr-warmup-tokens``, in the unit of the run's length."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
-        if not values:
-            return Outcome(problem="it has no value", fix="give it one")
+        if line.number(f"--lr-{kind}-tokens") is None:
+            return _NO_NUMBER
         samples = _samples(line, f"--lr-{kind}-tokens")
         if _by_iterations(line):
             return Outcome((f"--lr-{kind}-iters", str(_iterations(line, samples))))
@@ -169,7 +175,7 @@ def _queries(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _padded(line: Line, values: Sequence[str]) -> Outcome:
-    size, workers = line.count("--pad-vocab-size-to"), line.count("--tensor-model-parallel-size", 1)
+    size, workers = line.count("--pad-vocab-size-to"), max(line.count("--tensor-model-parallel-size", 1), 1)
     if not size or size % workers:
         return Outcome(
             problem=f"the rows are no multiple of {workers} tensor-parallel workers", fix="change one of them"
@@ -192,7 +198,7 @@ _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceToken
 RULES: dict[str, Rule] = {
     "--num-experts": _num_experts,
     "--topk": _of_experts(_topk),
-    "--expert-interval": _of_experts(_interval),
+    "--expert-interval": _of_experts(whole(_interval)),
     "--moe-expert-parallel-size": _of_experts(renamed("--expert-model-parallel-size")),
     "--moe-loss-coeff": _of_experts(renamed("--moe-aux-loss-coeff")),
     "--moe-train-capacity-factor": _of_experts(_capacity),
@@ -213,8 +219,8 @@ RULES: dict[str, Rule] = {
     "--synchronize-each-layer": ignored(_RECOMPUTES),
     "--profile-backward": ignored("it measured DeepSpeed's recomputation"),
     "--train-tokens": _train_tokens,
-    "--train-iters": _unless_tokens("--train-iters", "--train-tokens", number=True),
-    "--train-samples": _unless_tokens("--train-samples", "--train-tokens", number=True),
+    "--train-iters": _unless_tokens("--train-iters", "--train-tokens"),
+    "--train-samples": _unless_tokens("--train-samples", "--train-tokens"),
     "--lr-decay-tokens": _schedule("decay"),
     "--lr-decay-iters": _unless_tokens("--lr-decay-iters", "--lr-decay-tokens"),
     "--lr-decay-samples": _unless_tokens("--lr-decay-samples", "--lr-decay-tokens"),
@@ -240,7 +246,7 @@ RULES: dict[str, Rule] = {
     # of BigScience's copy
     "--embed-layernorm": refused("megatron-core has no norm after the embedding"),
     "--abort-on-unmet-fused-kernel-constraints": ignored("kernels check their own limits"),
-    "--pad-vocab-size-to": _padded,
+    "--pad-vocab-size-to": whole(_padded),
     "--pp-partition-method": _partition,
     "--codecarbon-dir": ignored("carbon is not estimated"),
     "--log-level": ignored("messages have no levels"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.pretraining.config.layer_pattern import MOST_LAYERS
 from megatron.pretraining.entry.dialects.rules import (
     Dialect,
     Line,
@@ -15,6 +16,7 @@ from megatron.pretraining.entry.dialects.rules import (
     refused,
     renamed,
     same,
+    whole,
 )
 
 _SPEED = ignored("it changed only speed")
@@ -25,7 +27,7 @@ _WEIGHTS = refused(
 
 
 def _dense_layers(line: Line, values: Sequence[str]) -> Outcome:
-    layers = line.count("--num-layers")
+    layers = min(line.count("--num-layers"), MOST_LAYERS)
     dense = min(max(line.count("--first-k-dense-replace"), 0), layers)
     return Outcome(("--moe-layer-freq", f"[{','.join(['0'] * dense + ['1'] * (layers - dense))}]"))
 
@@ -56,9 +58,9 @@ RULES: dict[str, Rule] = {
         refused("megatron-core has no such algorithm", "choose --cp-comm-type"),
     ),
     "--moe-token-dispatcher-type": renamed("--moe-token-dispatcher-type", alltoall_seq="alltoall"),
-    "--first-k-dense-replace": _dense_layers,
+    "--first-k-dense-replace": whole(_dense_layers),
     "--moe-intermediate-size": renamed("--moe-ffn-hidden-size"),
-    "--n-shared-experts": _shared_experts,
+    "--n-shared-experts": whole(_shared_experts),
     "--shared-expert-gate": becomes("--moe-shared-expert-gate"),
     "--norm-topk-prob": _normalized,
     "--routed-scaling-factor": renamed("--moe-router-topk-scaling-factor"),

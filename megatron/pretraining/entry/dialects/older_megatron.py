@@ -22,6 +22,7 @@ from megatron.pretraining.entry.dialects.rules import (
 _SPEED = "it changed only speed"
 _ONE = "megatron-core has one implementation"
 _MOST_STEPS = 4096
+_MOST_SAMPLES = 1 << 62
 
 
 def recompute_all(line: Line, values: Sequence[str]) -> Outcome:
@@ -40,9 +41,9 @@ def _ramp(line: Line, values: Sequence[str]) -> Outcome:
         start, step, samples = (int(float(value)) for value in values)
         last, length = line.count("--global-batch-size"), line.count("--seq-length")
         steps = (last - start) // step
-        if steps < 1 or (last - start) % step or not length or steps > _MOST_STEPS:
+        if steps < 1 or (last - start) % step or not length or steps > _MOST_STEPS or samples > _MOST_SAMPLES:
             raise ValueError
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, OverflowError, ZeroDivisionError):
         return Outcome(
             problem="the batch does not grow in equal steps from the first number to --global-batch-size",
             fix="correct the numbers, or choose --step-batch-size-schedule",

@@ -21,6 +21,7 @@ from megatron.pretraining.entry.dialects.rules import (
     of_value,
     refused,
     renamed,
+    whole,
 )
 from megatron.pretraining.entry.own_flags import OWN_GROUPS
 from megatron.pretraining.presets import PRESETS
@@ -88,8 +89,6 @@ def _interval(line: Line, values: Sequence[str]) -> Outcome:
     layers = line.count("--num-layers")
     if not layers and (preset := PRESETS.get(line.text("--model"))) is not None:
         layers = int(str(preset.values["num_layers"]))
-    if line.text("--expert-interval").lower() == "none":
-        return Outcome(why="it has no value")
     pattern = from_interval(max(line.count("--expert-interval", 1), 1), layers)
     return Outcome(("--moe-layer-freq", f"[{','.join(map(str, pattern))}]"))
 
@@ -179,7 +178,7 @@ RULES: dict[str, Rule] = {
     **{off: _switched_on(off, on) for on, off in _ON_BY_DEFAULT.items()},
     **_numbers(*_NUMBERS),
     "--topk": renamed("--moe-router-topk"),
-    "--expert-interval": _interval,
+    "--expert-interval": of_value({"none": ignored("it has no value")}, whole(_interval)),
     "--moe-loss-coeff": renamed("--moe-aux-loss-coeff"),
     "--moe-expert-parallel-size": renamed("--expert-model-parallel-size"),
     "--num-layers-per-virtual-pipeline-stage": _layers_of_stage,

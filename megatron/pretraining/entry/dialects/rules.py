@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+_LARGEST = 1 << 62
 _NUMBER = re.compile(r"-\.?\d")
 _QUOTED = ("--split", "--moe-layer-freq")
 """Options whose values scripts have in quotes that no shell removes."""
@@ -34,16 +36,17 @@ class Line:
         return " ".join(self._values.get(option, ())) or default
 
     def number(self, option: str, default: float | None = None) -> float | None:
-        """The value of an option as a number; the default if it is not given, or not one number."""
+        """The value of an option as a number; the default if it is not given, or not one finite number."""
         try:
-            return float(self.text(option))
+            number = float(self.text(option))
         except ValueError:
             return default
+        return number if math.isfinite(number) else default
 
     def count(self, option: str, default: int = 0) -> int:
-        """The value of an option as an integer; the default if it is not given, or not one number."""
+        """The value of an option as an integer; the default if it is not given, or not one number that can count."""
         number = self.number(option)
-        return default if number is None else int(number)
+        return default if number is None or abs(number) > _LARGEST else int(number)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,19 @@ def renamed(to: str, **of_values: str) -> Rule:
 def becomes(*words: str, why: str = "") -> Rule:
     """The option is these words, whatever its values."""
     return lambda line, values: Outcome(words, why)
+
+
+def whole(rule: Rule) -> Rule:
+    """The rule, for an option whose value has to be a whole number, since no parser reads it afterwards."""
+
+    def checked(line: Line, values: Sequence[str]) -> Outcome:
+        try:
+            int(" ".join(values))
+        except ValueError:
+            return Outcome(problem="it is not a whole number", fix="correct it")
+        return rule(line, values)
+
+    return checked
 
 
 def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:

@@ -8,6 +8,7 @@ import sys
 
 import numpy
 import pytest
+import yaml
 
 from megatron.pretraining.planning import simulate
 from tests.errors import only_code
@@ -70,6 +71,36 @@ def test_layouts_of_a_model_from_flags(capsys, flags):
     layout = ["--cluster", "h100-80gb:16", "--pp", "4", "--ep", "2", "--runs", "1", *flags]
     found = told(capsys, *shape, *experts, *layout, "--mtbf", "30m")
     assert set(found["policies"]) == set(simulate.POLICIES)
+
+
+MICRO = ["--model", "micro", "--cluster", "a100-80gb:16", "--runs", "1", "--hours", "1", "--policy", "full"]
+LONG = {
+    "tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, "expert-model-parallel-size": 2,
+    "expert-tensor-parallel-size": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["words", "a file", "the dialect"])
+def test_the_layout_is_that_of_megatron_s_options(form, capsys, tmp_path):
+    short = told(capsys, *MICRO, "--tp", "2", "--pp", "2", "--ep", "2")
+    words = [word for name, size in LONG.items() for word in (f"--{name}", str(size))]
+    if form == "a file":
+        (tmp_path / "file.yaml").write_text(yaml.safe_dump(LONG))
+        words = ["--config", str(tmp_path / "file.yaml")]
+    elif form == "the dialect":
+        words = ["--tp", "2", "--pp", "2", "--moe-expert-parallel-size", "2", "--dialect", "moc"]
+        words += ["--expert-tensor-parallel-size", "1"]
+    long = told(capsys, *MICRO, *words)
+    layout = short["setup"]["layout"]
+    assert long["setup"]["layout"] == layout and (layout["tp"], layout["pp"], layout["ep"]) == (2, 2, 2)
+    assert long["setup"]["timing"] == short["setup"]["timing"] and layout["expert_tp"] == 1
+
+
+def test_context_parallelism_is_not_simulated(capsys):
+    words = ["--context-parallel-size", "2"]
+    assert simulate.main([*MICRO, *words]) == 1
+    error = capsys.readouterr().err
+    assert only_code(error) == "flag-has-no-effect" and words[0] in error
 
 
 def test_table_csv_and_picture(capsys, tmp_path):

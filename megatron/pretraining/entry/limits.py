@@ -1,0 +1,69 @@
+"""What Megatron-LM's checks of arguments leave to its loop: limits of numbers, and what a run cannot start without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.pretraining.config.flag import Problems
+
+_AT_LEAST = {
+    1: (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+        "make_vocab_size_divisible_by moe_layer_freq moe_router_topk tensor_model_parallel_size "
+        "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+        "micro_batch_size global_batch_size train_iters train_samples lr_decay_iters lr_decay_samples seed "
+        "save_interval save_retain_interval eval_interval log_interval log_memory_interval tensorboard_log_interval "
+        "check_weight_hash_across_dp_replicas_interval distributed_timeout_minutes"
+    ),
+    0: (
+        "lr min_lr weight_decay clip_grad exit_interval exit_duration_in_mins manual_gc_interval train_sync_interval "
+        "start_eval_at_iter num_workers"
+    ),
+}
+"""Arguments by the least value with which Megatron-LM's loop works."""
+
+_DATA = (
+    "mock_data", "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
+    "per_split_data_args_path",
+)  # fmt: skip
+"""Arguments that name data, of which this project's program needs one."""
+
+
+def check_limits(arguments: Any) -> None:
+    """Raises ``ConfigError`` with all of Megatron-LM's numbers that are too small.
+
+    Megatron-LM divides by some of them, in its checks or later in a worker.
+    """
+    problems = Problems()
+    for least, names in _AT_LEAST.items():
+        for name in names.split():
+            value = getattr(arguments, name, None)
+            problems.refuse(
+                isinstance(value, (int, float)) and not value >= least,  # nan is refused
+                f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {least}",
+                code="value-out-of-range",
+            )
+    problems.raise_found()
+
+
+def check_run(arguments: Any) -> None:
+    """Raises ``ConfigError`` if this project's program has no data, or no number of iterations."""
+    problems = Problems()
+    problems.refuse(
+        not any(getattr(arguments, name) for name in _DATA),
+        "no data are given. Fix: add --data-path, --train-data-path or --mock-data",
+        code="flag-missing",
+    )
+    problems.check(check_length, arguments)
+    problems.raise_found()
+
+
+def check_length(arguments: Any) -> None:
+    """Raises ``ConfigError`` if the length of the run is not given; Megatron-LM counts samples with it in any case."""
+    problems = Problems()
+    problems.refuse(
+        arguments.train_iters is None and arguments.train_samples is None,
+        "--train-iters is missing. Fix: give it, or --train-samples",
+        code="flag-missing",
+    )
+    problems.raise_found()
