@@ -186,7 +186,10 @@ def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
 
 
 def test_a_tokenizer_that_cannot_be_built_is_one_sentence(tmp_path):
-    ended = run(tmp_path, USER_SCRIPT, 1, "--tokenizer-type GPT2BPETokenizer --vocab-file /no/such --merge-file /none")
+    for name in ("vocabulary", "merges"):
+        (tmp_path / name).write_text("{")
+    words = "--tokenizer-type GPT2BPETokenizer --vocab-file vocabulary --merge-file merges"
+    ended = run(tmp_path, USER_SCRIPT, 1, words)
     assert ended.code == 2 and codes_in(ended.output) == ["tokenizer-unusable"] and "GPT2BPETokenizer" in ended.output
     assert "Traceback" not in ended.output
 
