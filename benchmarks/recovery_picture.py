@@ -79,9 +79,11 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
         panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
         panel.set(xlabel="seconds since the kill")
         panel.invert_yaxis()
+        trains = after[0][0] - after[0][2] - killed
+        title = f"Training continues {trains:.2f} s after the kill"
         if same:
-            title = f"All {ITERATIONS} losses and gradient norms equal those of a run without the kill"
-            panel.set_title(title, fontsize=10)
+            title += f", and all {ITERATIONS} losses and gradient norms equal those of a run without it"
+        panel.set_title(title, fontsize=10)
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
 
 
