@@ -51,7 +51,7 @@ def imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
 
 
 def least(losses: Sequence[int], experts: int, nodes: int, slots: int) -> int:
-    """The fewest replicas with which 99 % of losses are survived for certain, as far as they fit.
+    """The fewest replicas that survive 99 % of losses for certain; fewer if they do not fit.
 
     Args:
         losses: nodes lost at once, of each loss that was seen; 1 is assumed of the first one.

@@ -140,7 +140,7 @@ def flag(
     Field ``hidden_size`` is spelled ``--hidden-size``; a switch is also spelled ``--no-hidden-size``.
 
     Args:
-        default: the value when nobody gives one.  None is a legal value only where it is the default.
+        default: the value if the flag is not given.  None is a legal value only where it is the default.
         help: what the flag does: the text of ``--help`` and the documentation of the field.
         spellings: further ones.  On a switch, those that begin with ``--no-`` or ``--disable-`` turn it off,
             and stand in place of the ``--no-`` spelling made from the field's name.

@@ -61,7 +61,7 @@ class FlagGroups(abc.ABC):
 
     @property
     def scheduled_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of the global batch in the course of the run, if they are scheduled; else empty."""
+        """Sizes of the global batch in the course of the run; empty without a schedule."""
         return ()
 
     @property

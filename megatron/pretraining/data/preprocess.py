@@ -269,7 +269,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def _result_of(future: Future[list[Encoded]]) -> list[Encoded]:
     done = False
-    while not done:  # interrupts come between two waits
+    while not done:  # interrupts are handled between two waits
         with _uninterrupted():
             done = bool(wait([future], timeout=_WAITS_S).done)
     return future.result()

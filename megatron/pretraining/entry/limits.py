@@ -1,4 +1,4 @@
-"""What Megatron-LM's checks of arguments leave to its loop: limits of numbers, and what a run cannot start without."""
+"""Checks of Megatron-LM's arguments that its own checks lack: limits of numbers, data, length of the run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _AT_LEAST = {
         "start_eval_at_iter num_workers"
     ),
 }
-"""Arguments by the least value with which Megatron-LM's loop works."""
+"""Arguments by the least value that Megatron-LM's loop works with."""
 
 _DATA = (
     "mock_data", "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
     "per_split_data_args_path",
 )  # fmt: skip
-"""Arguments that name data, of which this project's program needs one."""
+"""Arguments that name data. This project's program needs one."""
 
 
 def check_limits(arguments: Any) -> None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from moc.runtime.job import Job
 
 _ANSWERS_S = 3.0  # of a directory; one that takes longer is not waited for
-_BLOCK = 1 << 16  # bytes written, for which there must be space
+_BLOCK = 1 << 16  # bytes written, to find out whether there is space
 _FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
-"""Types of tokenizers whose model is a file; that of others may be a name on a hub."""
+"""Types of tokenizers whose model is a file. Other models may be names on a hub."""
 
 
 def check_paths(config: Config, arguments: Any, reads_tokens: bool) -> None:

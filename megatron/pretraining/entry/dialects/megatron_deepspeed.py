@@ -18,11 +18,11 @@ from megatron.pretraining.entry.dialects.rules import (
     Rule,
     becomes,
     ignored,
+    integer,
     of_value,
     refused,
     renamed,
     same,
-    whole,
 )
 
 _HERE = "the engine decides"
@@ -198,7 +198,7 @@ _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceToken
 RULES: dict[str, Rule] = {
     "--num-experts": _num_experts,
     "--topk": _of_experts(_topk),
-    "--expert-interval": _of_experts(whole(_interval)),
+    "--expert-interval": _of_experts(integer(_interval)),
     "--moe-expert-parallel-size": _of_experts(renamed("--expert-model-parallel-size")),
     "--moe-loss-coeff": _of_experts(renamed("--moe-aux-loss-coeff")),
     "--moe-train-capacity-factor": _of_experts(_capacity),
@@ -246,7 +246,7 @@ RULES: dict[str, Rule] = {
     # of BigScience's copy
     "--embed-layernorm": refused("megatron-core has no norm after the embedding"),
     "--abort-on-unmet-fused-kernel-constraints": ignored("kernels check their own limits"),
-    "--pad-vocab-size-to": whole(_padded),
+    "--pad-vocab-size-to": integer(_padded),
     "--pp-partition-method": _partition,
     "--codecarbon-dir": ignored("carbon is not estimated"),
     "--log-level": ignored("messages have no levels"),

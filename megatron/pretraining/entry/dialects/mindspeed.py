@@ -12,11 +12,11 @@ from megatron.pretraining.entry.dialects.rules import (
     Rule,
     becomes,
     ignored,
+    integer,
     of_value,
     refused,
     renamed,
     same,
-    whole,
 )
 
 _SPEED = ignored("it changed only speed")
@@ -58,9 +58,9 @@ RULES: dict[str, Rule] = {
         refused("megatron-core has no such algorithm", "choose --cp-comm-type"),
     ),
     "--moe-token-dispatcher-type": renamed("--moe-token-dispatcher-type", alltoall_seq="alltoall"),
-    "--first-k-dense-replace": whole(_dense_layers),
+    "--first-k-dense-replace": integer(_dense_layers),
     "--moe-intermediate-size": renamed("--moe-ffn-hidden-size"),
-    "--n-shared-experts": whole(_shared_experts),
+    "--n-shared-experts": integer(_shared_experts),
     "--shared-expert-gate": becomes("--moe-shared-expert-gate"),
     "--norm-topk-prob": _normalized,
     "--routed-scaling-factor": renamed("--moe-router-topk-scaling-factor"),

@@ -18,10 +18,10 @@ from megatron.pretraining.entry.dialects.rules import (
     Rule,
     becomes,
     ignored,
+    integer,
     of_value,
     refused,
     renamed,
-    whole,
 )
 from megatron.pretraining.entry.own_flags import OWN_GROUPS
 from megatron.pretraining.presets import PRESETS
@@ -178,7 +178,7 @@ RULES: dict[str, Rule] = {
     **{off: _switched_on(off, on) for on, off in _ON_BY_DEFAULT.items()},
     **_numbers(*_NUMBERS),
     "--topk": renamed("--moe-router-topk"),
-    "--expert-interval": of_value({"none": ignored("it has no value")}, whole(_interval)),
+    "--expert-interval": of_value({"none": ignored("it has no value")}, integer(_interval)),
     "--moe-loss-coeff": renamed("--moe-aux-loss-coeff"),
     "--moe-expert-parallel-size": renamed("--expert-model-parallel-size"),
     "--num-layers-per-virtual-pipeline-stage": _layers_of_stage,

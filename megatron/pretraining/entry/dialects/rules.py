@@ -112,14 +112,14 @@ def becomes(*words: str, why: str = "") -> Rule:
     return lambda line, values: Outcome(words, why)
 
 
-def whole(rule: Rule) -> Rule:
-    """The rule, for an option whose value has to be a whole number, since no parser reads it afterwards."""
+def integer(rule: Rule) -> Rule:
+    """The rule for an option whose value must be an integer; no parser reads it afterwards."""
 
     def checked(line: Line, values: Sequence[str]) -> Outcome:
         try:
             int(" ".join(values))
         except ValueError:
-            return Outcome(problem="it is not a whole number", fix="correct it")
+            return Outcome(problem="it is not an integer", fix="correct it")
         return rule(line, values)
 
     return checked
