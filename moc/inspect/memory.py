@@ -43,10 +43,14 @@ def main(argv: list[str] | None = None) -> int:
                 code="memory-of-no-run",
             )
         chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
-        if own.remove:
+        if own.remove and not chosen:
+            of = "of a job" if own.ckpt_dir is None else f"of the run in {own.ckpt_dir}"
+            print_lines(f"nothing is removed: {own.memory_dir} has no memory {of}")
+        elif own.remove:
             return int(not all([_removed(one, own.ended) for one in chosen]))  # a list: also after a failure
-        total = f"{len(chosen)} directories, {sum(one.bytes for one in chosen) / 1e9:.3g} GB"
-        print_lines(*map(_line, chosen), total)
+        else:
+            total = f"{len(chosen)} directories, {sum(one.bytes for one in chosen) / 1e9:.3g} GB"
+            print_lines(*map(_line, chosen), total)
         return 0
     except (CheckpointError, OSError) as error:
         return refused("clean_memory", error)

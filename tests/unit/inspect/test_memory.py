@@ -124,6 +124,8 @@ def test_a_checkpoint_directory_names_the_memory_of_its_run_alone(capsys, tmp_pa
     assert all(str(one.root) in clean(capsys, memory, "--ckpt-dir", here)[1] for one in mine)
     assert clean(capsys, memory, "--remove", "--ckpt-dir", here)[0] == 0
     assert not any(one.root.exists() for one in mine) and all(one.root.exists() for one in others)
+    code, out, _ = clean(capsys, memory, "--remove", "--ckpt-dir", here)
+    assert code == 0 and str(here) in out  # the memory of this run is gone already
     code, _, err = clean(capsys, memory, "--remove", "--ckpt-dir", tmp_path / "nowhere")
     assert code == 1 and "nowhere" in err and all(one.root.exists() for one in others)
 
