@@ -114,19 +114,22 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
     scheduler.step(0)
 
 
-def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
-    """Raises ``CheckpointError`` if a checkpoint holds the state of another optimizer, or none."""
+def check_optimizer(config: Config, saved: Mapping, where: object, instead: str) -> None:
+    """Raises ``CheckpointError`` if a checkpoint holds the state of another optimizer, or none.
+
+    ``instead`` is the remedy that does not need the state.
+    """
     optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
     if saved["optimizer"] != optimizer:
         raise CheckpointError(
             f"{where} holds state of optimizer {saved['optimizer']}, not of {optimizer}. Fix: change --optimizer, or "
-            "pass --no-load-optim",
+            f"{instead}",
             code="optimizer-differs",
         )
     if (there := saved.get("main_params_dtype", "fp32")) != masters:
         raise CheckpointError(
-            f"{where} holds masters in {there}, not in {masters}. Fix: pass --no-load-optim, or continue with the "
-            "release that saved it",
+            f"{where} holds masters in {there}, not in {masters}. Fix: continue with the release that saved "
+            f"it, or {instead}",
             code="optimizer-format-differs",
         )
     there, here = (tuple(of or 2 * (masters,)) for of in (saved.get("moments"), config.mixed_precision.moments))

@@ -65,7 +65,7 @@ def load(
             "--no-load-optim, or --finetune to start at iteration 0",
             code="optimizer-state-missing",
         )
-    check_optimizer(config, state, directory)
+    check_optimizer(config, state, directory, "pass --no-load-optim")
     paths = [directory / name for name in manifest["files"] if name.startswith(f"{DIRECTORY}/")]
     if missing := first_reported(fill(directory, paths, chunks, optimizer)):
         raise CheckpointError(missing)

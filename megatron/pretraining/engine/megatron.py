@@ -119,7 +119,7 @@ class MegatronEngine:
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
         self._model.check(saved["shape"], where)
-        contents.check_optimizer(self._config, saved, where)
+        contents.check_optimizer(self._config, saved, where, "begin another run with --ckpt-dir")
         if window:
             contents.check_window(self._config, saved, where)
             contents.check_package(self._config, self._stepper.optimizer, saved, where)
