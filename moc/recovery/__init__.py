@@ -1,1 +1,1 @@
-"""Recovery: from what has survived to the state that the run resumes from."""
+"""Recovery: selects the state that a run resumes from."""

@@ -1,7 +1,7 @@
-"""Chooses which nodes give what absent nodes had, when a job resumes with other members than its snapshots.
+"""Chooses the nodes that provide absent nodes' parts of snapshots, when a job resumes with other nodes.
 
-A snapshot in memory is whole only with the parts of all nodes that wrote it.  An absent node's part is where copies of
-it are: one holder *adopts* it.  Each node then fetches from the others' parts what its ranks load.
+A snapshot in memory is complete only with the parts of all nodes that wrote it. For each absent node, one node with
+copies *adopts* its parts. Each node then fetches the operators that its ranks load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moc.recovery.lost_nodes import NodeInventory
 
 
 class Fetch(NamedTuple):
-    """Operators of a node's part of a snapshot, with the detail of each, to fetch from the node that has the part."""
+    """Operators to fetch, each with its detail, from the node that has this part of a snapshot."""
 
     iteration: int
     of: str
@@ -23,7 +23,7 @@ class Fetch(NamedTuple):
 
 
 def adopters(nodes: Mapping[str, NodeInventory]) -> dict[str, str]:
-    """By absent node, the present one that adopts its parts: the one with the newest copy."""
+    """Returns, by absent node, the present node that adopts its parts: one with the newest copy."""
     holders: dict[str, list[str]] = {}
     for node in sorted(nodes):
         for of, parts in nodes[node].copies.items():
@@ -35,10 +35,15 @@ def adopters(nodes: Mapping[str, NodeInventory]) -> dict[str, str]:
 def to_fetch(
     node: str, wanted: Mapping[int, Collection[str]], nodes: Mapping[str, NodeInventory], sizes: Mapping[str, int]
 ) -> list[Fetch]:
-    """What a node fetches for its ranks, which load operators of snapshots, by iteration; in a fixed order.
+    """Returns the fetches of a node for its ranks, in a fixed order.
 
-    An operator that several nodes hold alike is fetched from one that has all of it, unless it is here.  ``sizes`` are
-    the parameters of operators.
+    An operator with identical copies on several nodes is fetched from one that has all of it, unless it is local.
+
+    Args:
+        node: name of the node.
+        wanted: by iteration of a snapshot, the operators that the node's ranks load.
+        nodes: inventories of all nodes.
+        sizes: by operator, its number of parameters.
     """
     adopted = adopters(nodes)
     parts = {of: (of, nodes[of].own) for of in nodes}
@@ -47,7 +52,7 @@ def to_fetch(
     fetches: list[Fetch] = []
     for iteration, names in sorted(wanted.items()):
         of_it = {of: part for of, (_, own) in parts.items() for part in own if part.iteration == iteration}
-        whole: set[str] = set()  # of those that are held alike
+        whole: set[str] = set()  # operators with identical copies
         for of in sorted(of_it, key=lambda of: (of not in here, of)):
             part, operators = of_it[of], {}
             for name in sorted(part.details.keys() & names):

@@ -1,19 +1,21 @@
-"""Carries experts: of older partial snapshots, memory keeps each expert's newest version, and nothing else.
+"""Retains the newest version of each expert in memory, from partial snapshots (*carried experts*).
 
-MoC-System (section 5.1, Figure 8) recovers an expert from the newest state in memory, whichever snapshot holds it.  So
-while a snapshot is copied into its buffer, the experts that only older ones hold are *carried* out of these: each is
-copied into a file of its own, beside the ranks' files, with its existing hashes.  Once the new snapshot is safe, older
-ones are *reduced* to these files, which frees their buffers; once a newer snapshot holds an expert, its carried file is
-removed.  So beside the newest snapshot, memory has one version of each expert that this snapshot lacks, together at
-most one full state, and every version is copied once.  An expert's version may be a full save and the gradients of all
-later iterations (MoEtion, section 5.2): these are carried, too.
+MoC-System (section 5.1, Figure 8) recovers each expert from its newest state in memory, in any snapshot. While a
+snapshot is copied into its buffer, experts that it lacks are *carried* out of older snapshots. Each is copied to its
+own file in the older snapshot's directory, with its existing hashes.
 
-Beside training, a chain may be folded into a newer base (:mod:`moc.recovery.folds`), which is *adopted*: it takes the
-place of the gradients that led to it.  A snapshot with both the state of an expert and the gradients that led to it is
-there to *compare*: until that is done, the chain is kept, as if there were no newer state.
+* When the new snapshot is durable, older ones are *reduced* to these files, which frees their buffers.
+* When a newer snapshot contains an expert, its carried file is removed.
 
-Other nodes may receive copies of fewer experts (:mod:`moc.recovery.copies`).  An expert of which several nodes save
-parts is whole only with all of them.  So a node's memory also keeps its part of the version that others have copies of.
+So memory has the newest snapshot and one version of each expert that it lacks: together at most one full state. Every
+version is copied once. A version can be a full save and the gradients of all later iterations (MoEtion, section 5.2).
+
+A background process can apply a chain's gradients to its base (:mod:`moc.recovery.folds`). The new base is *adopted*:
+it replaces these gradients. A snapshot with both an expert's state and the gradients that led to it is used to
+*compare* the two. Until then the chain is retained, as if the newer state did not exist.
+
+Other nodes may receive copies of fewer experts (:mod:`moc.recovery.copies`). If several nodes save parts of an expert,
+all parts are needed. So a node's memory also retains its part of the version that was copied.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
-"""The manifest of what was carried out of a snapshot, beside the snapshot's own, which it replaces on reduction."""
+"""Name of the manifest of carried experts, in the snapshot's directory; on reduction it replaces the snapshot's own."""
 
 _DETAILS = {frozenset({MASTER, MOMENTS}): Detail.FULL, frozenset({MASTER}): Detail.MASTER}
 _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
@@ -48,9 +50,10 @@ _GRADIENTS = frozenset({Detail.GRAD.value})
 
 
 def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
-    """Returns, by snapshot, the experts of which it has the newest master weights, moments or both, or later gradients.
+    """Returns, by snapshot, the experts whose newest state, or later gradients, it has.
 
-    A run would resume with them.  ``experts`` names the operators that may be older than the rest.
+    State is master weights, moments or both. A run would resume with these versions. ``experts`` names the operators
+    that may be older than the rest.
     """
     seen: set[tuple[str, str]] = set()
     found: dict[int, dict[str, Detail]] = {}
@@ -72,12 +75,12 @@ def slot_of(detail: Detail) -> str:
 
 
 def most_carried(snapshots: Iterable[AvailableCheckpoint], experts: Collection[str], behind: int) -> dict[Detail, int]:
-    """Returns by detail the most experts that are carried at the same time; a pure function.
+    """Returns, by detail, the maximum number of experts that are carried at the same time; a pure function.
 
     Args:
         snapshots: in the order of their iterations.
         experts: as for :func:`of_use`.
-        behind: snapshots before the newest that may not be known to be safe yet.
+        behind: snapshots before the newest that may not be known to be durable yet.
     """
     carried: dict[str, list[_Carried]] = defaultdict(list)
     now: Counter[Detail] = Counter()
@@ -110,7 +113,7 @@ class _Carried(NamedTuple):
     parts: frozenset[str]
 
     def without(self, detail: str, number: int) -> _Carried:
-        """What is left once another snapshot is safe."""
+        """Returns the expert with the parts still needed once another snapshot is durable."""
         return self._replace(parts=self.parts - _superseded_by(detail)) if self.number < number else self
 
 
@@ -127,9 +130,9 @@ class Held(NamedTuple):
     """A snapshot in memory.
 
     Attributes:
-        whole: all of it.
-        copied: what of it other nodes have copies of and need the rest of.
-        compared: experts of which it has both the state and the gradients that led to it.
+        whole: all its operators.
+        copied: operators that other nodes have copies of, if all nodes' parts are needed.
+        compared: experts with both their state and the gradients that led to it.
     """
 
     whole: AvailableCheckpoint
@@ -138,7 +141,7 @@ class Held(NamedTuple):
 
 
 class Carrier:
-    """Carries experts of one node's snapshots in its memory: its own, or copies that it keeps for another node.
+    """Carries experts of one node's snapshots in its memory, either its own or copies for another node.
 
     ``experts`` are the operators that may be older than the rest; empty if none may.
     """
@@ -148,11 +151,11 @@ class Carrier:
         self._experts = {one.name: one.parameters for one in experts}
         self._known: dict[int, tuple[bool, Held]] = {}
         self._retired = 0  # snapshots before it are reduced
-        self._shared: set[str] = set()  # experts of which other nodes save parts, too
+        self._shared: set[str] = set()  # experts that other nodes save parts of
         self.compares = False
-        """Whether chains are kept until they are compared with the state that snapshots have beside gradients."""
-        self._uncompared: dict[str, int] = {}  # by expert, the snapshot with such state
-        self._compared: dict[str, int] = {}  # the same, once it is compared
+        """Whether chains are retained until they are compared with the state saved with their last gradients."""
+        self._uncompared: dict[str, int] = {}  # by expert, the snapshot with this state
+        self._compared: dict[str, int] = {}  # the same, after the comparison
 
     def carry(
         self,
@@ -160,13 +163,18 @@ class Carrier:
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        """Copies the experts that the coming snapshot lacks out of earlier ones; removes nothing.
+        """Copies the experts that a new snapshot lacks out of earlier snapshots; removes nothing.
 
-        The coming snapshot is by default the newest one stored; ``copied`` are the operators that other nodes receive
-        copies of, all by default, and ``compared`` as in :class:`Held`.  Returns the bytes copied.
+        Args:
+            coming: the new snapshot; by default the newest stored one.
+            copied: its operators that other nodes receive copies of; all by default.
+            compared: as in :class:`Held`.
+
+        Returns:
+            Bytes copied.
 
         Raises:
-            CheckpointError, OSError: a snapshot cannot be read, or there is no room.
+            CheckpointError, OSError: a snapshot cannot be read, or memory is insufficient.
         """
         held = self._held()
         if coming is not None:
@@ -181,12 +189,12 @@ class Carrier:
         return amount
 
     def retire(self, before: int) -> None:
-        """Reduces the snapshots before an iteration to their carried experts; quick, since it copies no tensors.
+        """Reduces the snapshots before an iteration to their carried experts; copies no tensors.
 
         Raises:
-            CheckpointError, OSError: it cannot be written.
+            CheckpointError, OSError: a write failed.
         """
-        since = self._retired if self._retired <= before else 0  # after a recovery, iterations come again
+        since = self._retired if self._retired <= before else 0  # after a recovery, iterations repeat
         for iteration, names in self._store.listed(since):
             if iteration < before and any(map(is_by_rank, names)):
                 self._retire(iteration, names)
@@ -197,10 +205,10 @@ class Carrier:
         return {iteration for iteration, names in self._store.listed() if any(map(is_by_rank, names))}
 
     def reduce(self, before: int) -> None:
-        """Reduces the snapshots before an iteration whose buffers are in use again; leaves all others as they are.
+        """Reduces the snapshots before an iteration whose buffers are in use again, if they have carried experts.
 
         Raises:
-            CheckpointError, OSError: it cannot be written.
+            CheckpointError, OSError: a write failed.
         """
         for iteration in self.whole():
             if iteration < before and CARRIED in (names := self._names(iteration)) and self._is_overwritten(iteration):
@@ -211,10 +219,10 @@ class Carrier:
         return any(self._store.damage_in_header(iteration, name, entry) for name, entry in files)
 
     def drop(self, upto: int) -> None:
-        """Removes carried experts that a newer snapshot holds, up to the newest safe one.
+        """Removes carried experts that a newer snapshot contains, up to the newest durable one.
 
         Raises:
-            CheckpointError, OSError: it cannot be written.
+            CheckpointError, OSError: a write failed.
         """
         held = [one for one in self._held() if one.whole.iteration <= upto]
         for iteration, wanted in self._of_use(held).items():
@@ -222,7 +230,7 @@ class Carrier:
                 self._keep_only(iteration, wanted)
 
     def to_compare(self) -> list[Chain]:
-        """Returns the chains that led to state in snapshots that are reduced, which has not been compared with them."""
+        """Returns the chains in reduced snapshots that were not yet compared with the state that they led to."""
         reduced = [self._seen(one.whole) for one in self._reduced()]
         chains = foldable(reduced, self._uncompared.keys(), 1)
         return [
@@ -232,31 +240,31 @@ class Carrier:
         ]
 
     def to_fold(self, least: int) -> list[Chain]:
-        """Returns the chains of at least so many gradients in reduced snapshots, the longest first."""
+        """Returns the chains of at least ``least`` gradients in reduced snapshots, the longest first."""
         experts = self._experts.keys() - self._shared - self._uncompared.keys()
         return foldable((one.whole for one in self._reduced()), experts, least)
 
     def is_compared(self, experts: Collection[str]) -> None:
-        """The chains of these experts are needed no longer where snapshots have newer state."""
+        """Records that the chains of these experts were compared: newer state in snapshots replaces them."""
         for name in self._uncompared.keys() & experts:
             self._compared[name] = self._uncompared.pop(name)
 
     def compares_no_more(self) -> None:
-        """No chain is needed where snapshots have newer state."""
+        """Ends comparisons: newer state in snapshots replaces all chains."""
         self.compares = False
         self._uncompared.clear()
 
     def adopt(self) -> list[str]:
-        """Takes over what the folder of this node has published, in place of gradients; returns the operators.
+        """Replaces gradients by the bases that this node's folder has committed; returns the operators.
 
         Raises:
-            CheckpointError, OSError: it cannot be read or written.
+            CheckpointError, OSError: a read or write failed.
         """
         folded, adopted = place_of_folded(self._store), []
         for iteration in folded.iterations():
             manifest = folded.manifest(iteration)
             if iteration not in self._store.iterations():
-                continue  # superseded meanwhile
+                continue  # superseded since then
             here = self._store.manifest(iteration)
             operators = {
                 name: entry
@@ -276,11 +284,11 @@ class Carrier:
 
     def _new(self, iteration: int, file: str) -> str:
         path = f"{directory_of(iteration)}/{file}"
-        self._store.place.remove(path)  # linked by one that was killed before it could publish it
+        self._store.place.remove(path)  # left by a process that was killed before its commit
         return self._store.place.path(path)
 
     def delete(self) -> None:
-        """Removes experts carried for a snapshot that will not come; called when a run resumes."""
+        """Removes experts carried for a snapshot that will not follow; called when a run resumes."""
         for iteration in self._store.iterations():
             if CARRIED in (names := self._names(iteration)) and any(map(is_by_rank, names)):
                 self._store.rewrite(self._store.manifest(iteration))  # removes files that it does not name
@@ -289,7 +297,7 @@ class Carrier:
         return self._store.place.names(directory_of(iteration))
 
     def _held(self) -> list[Held]:
-        """Returns the stored snapshots; reads a manifest if it is new, or was reduced."""
+        """Returns the stored snapshots; reads a manifest if it is new or was reduced."""
         there = {}
         for iteration, names in self._store.listed():
             whole = any(map(is_by_rank, names))
@@ -298,7 +306,7 @@ class Carrier:
                 try:
                     manifest = self._store.manifest(iteration)
                 except CheckpointError:
-                    continue  # removed meanwhile, or unreadable
+                    continue  # removed since then, or unreadable
                 part, sizes = summary(manifest), self._experts
                 self._shared |= {n for n in part.operators if n in sizes and part.shares(n, sizes[n])}
                 one = AvailableCheckpoint(iteration, MEMORY, part.details)
@@ -316,7 +324,7 @@ class Carrier:
         return [one for one in self._held() if not self._known[one.whole.iteration][0]]
 
     def _keep_to_compare(self, held: Iterable[Held]) -> None:
-        """Keeps the chains that lead to new state to compare, unless they have a gap or belong to several nodes."""
+        """Retains chains whose new state is to be compared, unless they have a gap or belong to several nodes."""
         if not self.compares:
             return
         there = {one.whole.iteration: one for one in held}
@@ -329,7 +337,7 @@ class Carrier:
                     self._uncompared[name] = iteration
 
     def _seen(self, one: AvailableCheckpoint) -> AvailableCheckpoint:
-        """A snapshot as it counts: without the state that is still to be compared."""
+        """Returns a snapshot without the state that is still to be compared."""
         later = {name for name in one.operators if self._uncompared.get(name) == one.iteration}
         return dataclasses.replace(one, operators={**one.operators, **dict.fromkeys(later, Detail.GRAD.value)})
 
@@ -372,7 +380,7 @@ def _has_both(detail: str, slots: Collection[str]) -> bool:
 
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
-    """Carries operators out; those wanted as gradients with all that the snapshot has of them."""
+    """Carries operators out; operators wanted as gradients with all that the snapshot has of them."""
     place, parts = store.place, defaultdict[str, list[tuple[Blob, StoredBox]]](list)
     assert isinstance(place, LocalPlace)  # snapshots in memory are local
     for file, entry in manifest.files.items():

@@ -1,7 +1,7 @@
-"""Chains of gradients in a node's memory, and the files of single operators; without torch.
+"""Finds gradient chains in a node's memory and names the files of single operators; without torch.
 
-MoEtion (section 5.2) saves the gradients of an expert in place of its state: a *chain* is a state, its base, and the
-gradients of all iterations since.
+MoEtion (section 5.2) saves an expert's gradients instead of its state. A *chain* is a state, its base, and the
+gradients of all later iterations.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class Chain(NamedTuple):
 
 
 def file_of_operator(name: str) -> str:
-    """Returns the name of the file that holds one operator alone, carried out of a snapshot."""
+    """Returns the name of the file with one operator, carried out of a snapshot."""
     return f"{name}{SUFFIX}"
 
 
 def file_of_folded(name: str) -> str:
-    """Returns the name of the file with what an operator's gradients have led to."""
+    """Returns the name of the file with an operator's base after its gradients were applied."""
     return f"{name}{_FOLDED}"
 
 
 def is_of_operator(file: str, operators: Collection[str]) -> bool:
-    """Whether a file holds one of these operators alone."""
+    """Returns whether a file contains one of these operators."""
     return file.removesuffix(_FOLDED if file.endswith(_FOLDED) else SUFFIX) in operators
 
 
 def place_of_folded(store: Store) -> Store:
-    """Returns where the folder of a node publishes what it has folded of the snapshots in a store."""
+    """Returns the store where the folder of a node commits new bases of the snapshots in a store."""
     return Store(LocalPlace(f"{store.place.name}/folded", in_memory=True))
 
 
 def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
-    """Returns the chains with at least so many gradients, the longest first.
+    """Returns the chains with at least ``least`` gradients, the longest first.
 
     Args:
         held: snapshots, each reduced to the experts that were carried out of it.
-        experts: operators that may be folded.
+        experts: operators whose gradients may be applied.
         least: number of gradients.
     """
     details = {one.iteration: one.operators for one in held}

@@ -1,4 +1,4 @@
-"""Changes of policy: what a run may use of another policy's snapshots."""
+"""Decides which snapshots of another policy a run may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.store.errors import CheckpointError
 
 
 def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> CheckpointError | None:
-    """The error of an exact policy that cannot resume behind newer snapshots of an inexact one; None if it can.
+    """Returns the error of an exact policy that cannot resume because newer snapshots are inexact; None if it can.
 
     ``iteration`` is the one that it would resume from; -1 if there is none.
     """
@@ -29,11 +29,14 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
 
 
 def is_of(policy: Policy, way: RecoveryPath) -> bool:
-    """Whether a policy planned all checkpoints of a path; those of others say nothing of tokens."""
+    """Returns whether a policy planned all checkpoints of a path, except survivor state.
+
+    Other policies' checkpoints have no token counts for this one.
+    """
     return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
 
 
 def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
-    """Whether a run could resume from its own policy's checkpoints in storage."""
+    """Returns whether a run could resume from its own policy's checkpoints in storage."""
     stored = [one for one in held if one.tier == STORAGE]
     return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.exact))

@@ -1,8 +1,8 @@
-"""Copies of some operators: which of them are still of use when a run resumes, and which are missing.
+"""Selects copies of some operators: those still needed when a run resumes, and missing ones.
 
-Other nodes may receive fewer experts of a snapshot than a node's own memory, so an expert's newest copy may be older
-than the newest state of it.  Copies of an expert are whole only together, over all nodes that save parts of it: so each
-node's memory, and each holder, keeps the version of which there are copies until a newer one has them.
+Other nodes may receive fewer experts of a snapshot than a node's own memory has. So an expert's newest copy may be
+older than its newest state. If several nodes save parts of an expert, its copies are complete only with all parts. So
+each node's memory, and each holder, retains the copied version until a newer one has copies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from moc.recovery.sources import MEMORY, AvailableCheckpoint
 
 
 def partly_copied(nodes: Mapping[str, NodeInventory]) -> bool:
-    """Whether other nodes received only some operators of any snapshot in memory."""
+    """Returns whether other nodes received only some operators of any snapshot in memory."""
     return any(part.copied is not None for node in nodes.values() for part in _all(node))
 
 
 def copies_of_use(nodes: Mapping[str, NodeInventory], experts: Collection[str], upto: int) -> set[int]:
-    """Returns the iterations, up to one, of which a node's copies have the newest version of an expert."""
+    """Returns the iterations, up to ``upto``, whose copies have the newest copied version of an expert."""
     kept = (
         of_use([_held(part) for part in parts if part.iteration <= upto], experts)
         for node in nodes.values()
@@ -37,17 +37,20 @@ def to_copy(
     resumed: Collection[int],
     loaded: Mapping[str, Collection[int]],
 ) -> dict[int, dict[str, str]]:
-    """Returns the operators that a holder still lacks of a node's snapshots, with their details, by iteration.
+    """Returns, by iteration, the operators of a node's snapshots that a holder still lacks, with their details.
 
-    These are dense operators of the snapshots that the run resumes from, experts of which copies were under way, and
-    those of which the holder has no version at all, in the version that the run resumes with.
+    These are:
+
+    * dense operators of the snapshots that the run resumes from,
+    * experts that were being copied,
+    * operators without any version at the holder, in the version that the run resumes with.
 
     Args:
-        own: parts in the node's own memory; no newer ones than the run resumes from.
-        copies: the holder's copies of its parts; no newer ones, either.
+        own: parts in the node's own memory, none newer than the resumed iteration.
+        copies: the holder's copies of the node's parts, none newer than the resumed iteration.
         experts: operators that may be older than the rest.
         resumed: iterations of the snapshots that the run resumes from.
-        loaded: by expert, the iterations of the state that the run resumes with, and of later gradients.
+        loaded: by operator, the iterations of the state that the run resumes with, and of later gradients.
     """
     newest: dict[str, int] = {}
     for part in copies:

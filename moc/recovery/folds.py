@@ -1,10 +1,9 @@
-"""Folds chains in a node's memory: from a base and the gradients after it, the base that they lead to.
+"""Applies the gradients of chains in a node's memory to their bases (*folding*).
 
-MoEtion (section 5.2, Algorithm 3) updates experts beside training from the gradients that it saves in place of their
-state.  Here a process of each node does (:mod:`moc.session.folder`).  It reads files of experts that were carried out
-of snapshots (:mod:`moc.recovery.carrying`), and publishes what it has folded as checkpoints of Format v1 in a place of
-its own, from which the carrier takes them over: so one writer alone changes a snapshot in memory, and whenever the
-folder is killed, the chain is whole.
+MoEtion (section 5.2, Algorithm 3) updates experts in the background from the gradients saved instead of their state.
+Here a process of each node, the folder, applies them (:mod:`moc.session.folder`). It reads files of carried experts
+(:mod:`moc.recovery.carrying`). It commits new bases as checkpoints of Format v1 in a separate store; the carrier adopts
+them from there. So a snapshot in memory has a single writer, and chains stay complete if the folder is killed.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from moc.store.store import Store, directory_of
 
 _GONE = (CheckpointError, MissingRegionError, OSError)
 RULES = "adam"
-"""In the state of a snapshot, the :class:`~moc.state.adam.Rules` of the next update."""
+"""Key in a snapshot's state for the :class:`~moc.state.adam.Rules` of the next update."""
 
 
 class Outcome(NamedTuple):
-    """What became of an order.
+    """Result of an order.
 
     Attributes:
         folded: experts with a new base.
-        gradients: that are in these.
-        equal: experts whose state was compared with what their chain gives, and is that.
-        differing: experts whose state is not.
-        superseded: experts whose chain, or state to compare, was gone meanwhile, or is damaged.
-        why: why an expert cannot be folded at all; empty if all can.
+        gradients: number of gradients applied to these bases.
+        equal: experts whose saved state equals the result of their chain.
+        differing: experts whose saved state differs from it.
+        superseded: experts whose chain, or state to compare, was removed or is damaged.
+        why: why an expert's gradients cannot be applied; empty if all can.
     """
 
     folded: list[str]
@@ -52,9 +51,9 @@ class Outcome(NamedTuple):
 
 
 def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain]) -> Outcome:
-    """Compares the state at the end of some chains with what the chain gives, and folds others.
+    """Compares the state at the end of some chains with the chain's result, and folds others.
 
-    What is folded is published in :func:`place_of_folded`, all at once; whatever was left there is removed first.
+    Removes earlier results in :func:`place_of_folded`, then commits the new bases there, one manifest per iteration.
     """
     into, done = place_of_folded(store), Outcome([], 0, [], [], [], "")
     into.clear()
@@ -88,8 +87,8 @@ def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain
 class _Steps:
     """Repeats the updates of chains in a store; reads each manifest once.
 
-    Methods raise an error of ``_GONE`` for what is gone or damaged, and ValueError for state that is not Adam's in
-    fp32, or whose update nobody has told.
+    Methods raise an error of ``_GONE`` for removed or damaged state. They raise ValueError for state that is not Adam's
+    in fp32, or without update rules.
     """
 
     def __init__(self, store: Store):
@@ -102,7 +101,7 @@ class _Steps:
         return self._manifests[iteration]
 
     def is_right(self, chain: Chain) -> bool:
-        """Whether the state that is beside the last gradients of a chain has the hashes of what the chain gives."""
+        """Returns whether the state saved with a chain's last gradients has the hashes of the chain's result."""
         boxes, step = self._follow(chain)
         saved = RegionReader(self._files(chain.until, chain.operator), verify=True)
         same = [
@@ -133,11 +132,11 @@ class _Steps:
         return file, OperatorEntry(Detail.FULL.value, step, elements)
 
     def _follow(self, chain: Chain) -> tuple[dict[tuple[str, Region], dict[str, torch.Tensor]], int]:
-        """Returns state by tensor, box and slot at the end of a chain, and the updates that its moments have seen."""
+        """Returns the state at the end of a chain, by tensor, box and slot, and its number of updates."""
         name, base = chain.operator, RegionReader(self._files(chain.base, chain.operator), verify=True)
         entries = [source.entry for source in base.sources()]
         slots = {entry.slot for entry in entries} - {"grad"}
-        boxes = {  # slots may be cut apart, where several ranks save what they hold alike
+        boxes = {  # slots may be split if several ranks save identical state
             (one.name, one.region): {slot: base.get(one.name, slot, one.region).clone() for slot in slots}
             for one in entries
             if one.slot == MASTER
@@ -159,7 +158,7 @@ class _Steps:
         return boxes, step
 
     def _check(self, chain: Chain) -> None:
-        """Raises an error if a file of a chain is gone: its memory may have been written to while it was read."""
+        """Raises an error if a file of a chain was removed: its memory may have been overwritten during the read."""
         for iteration in range(chain.base, chain.until + 1):
             self._files(iteration, chain.operator)
 

@@ -1,4 +1,4 @@
-"""Continues a pipeline stage's replay that the loss of another stage interrupted (MoEvement, Appendix A)."""
+"""Resumes a pipeline stage's replay after the loss of another stage interrupted it (MoEvement, Appendix A)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class Course:
-    """How the workers of a stage reach an iteration by themselves.
+    """Stage plan: how the workers of a stage reach an iteration independently.
 
     Attributes:
-        begin: iterations completed where it starts.
-        way: checkpoints loaded on it; None if the stage already has its whole state.
+        begin: iterations completed at its start.
+        way: recovery path to load; None if the stage already has its full state.
         goes_on: workers have the state of ``begin``, except for operators still to be loaded.
-        behind: ranks one iteration behind ``begin``, whose reduced gradients they have: they complete it first.
+        behind: ranks one iteration behind ``begin`` that have its reduced gradients: they complete it first.
     """
 
     begin: int
@@ -29,11 +29,11 @@ class Course:
 
     @property
     def whole(self) -> int:
-        """Iteration from which on all operators of the stage learn."""
+        """First iteration at which all operators of the stage learn."""
         return self.begin if self.way is None else self.way.iteration
 
     def moment(self, iteration: int) -> ReplayPoint | None:
-        """Returns what to load at this many completed iterations, if anything."""
+        """Returns the data to load at this many completed iterations, if any."""
         return None if self.way is None else self.way.moment(iteration)
 
 
@@ -46,15 +46,23 @@ def goes_on(
     held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
-    """Returns the course by which a stage continues from its current state to the iteration ``until``.
+    """Returns the plan by which a stage continues from its current state to the iteration ``until``.
 
-    A worker completes an iteration only when its whole stage has the reduced gradients (see
-    ``moc/session/resume/replay.py``), so workers of a stage are at most one iteration apart.  ``live`` has by rank the
-    iteration of its state, ``pieces`` the operators of which it holds something.  Availability of logs is not checked.
+    A worker completes an iteration only when its stage has all reduced gradients (``moc/session/resume/replay.py``). So
+    workers of a stage are at most one iteration apart. The availability of logs is not checked.
+
+    Args:
+        stage: number of the stage.
+        until: iteration to reach.
+        live: by rank, the iteration of its state.
+        pieces: by rank, the operators that it has a part of.
+        logs: upstream logs and the progress of replays.
+        held: available checkpoints.
+        operators: of the model.
 
     Returns:
-        None if a worker of the stage has no such state, they are too far apart, or what the stage lacks is not
-        available.
+        None if a worker of the stage has no usable state, the workers are too far apart, or state that the stage lacks
+        is unavailable.
     """
     ranks = logs.of(stage)
     states = {rank: state for rank in ranks if (state := _state(rank, live, logs)) is not None}

@@ -1,4 +1,4 @@
-"""Inventory of checkpoints, in storage and in the memory of surviving nodes."""
+"""Lists checkpoints in storage and in the memory of surviving nodes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from moc.store.publish import joined
 from moc.store.store import Store, directory_of, is_of_rank
 
 COPIED = "copied"
-"""In the state of a snapshot in memory, the names of the operators that other nodes receive copies of, if not all."""
+"""Key in the state of a snapshot in memory: names of the operators that other nodes receive copies of, if not all."""
 
 
 class Summary(NamedTuple):
-    """The part of a manifest that other workers need; in memory each node has one, of its part of a snapshot.
+    """Excerpt of a manifest for other workers; in memory, of a node's part of a snapshot.
 
     Attributes:
         iteration: iterations completed.
         writers: number of ranks that wrote, over all nodes.
-        files: number of ranks' files that it names; 0 if the part was reduced to some experts, or is a copy of some
-            operators.
+        files: number of ranks' files in the manifest; 0 if the part was reduced to some experts, or is a copy of only
+            some operators.
         operators: by name, the detail, and by slot the number of elements in these files.
-        job: the launch that published it; empty if the manifest does not say.
+        job: the launch that committed it; empty if the manifest has none.
         policy: name of the policy that planned it.
-        copied: the operators that other nodes receive copies of; None for all.
+        copied: operators that other nodes receive copies of; None for all.
         alike: by operator, how many nodes save each of its elements, if several do.
     """
 
@@ -46,23 +46,23 @@ class Summary(NamedTuple):
 
     @property
     def snapshot(self) -> tuple[int, int, str]:
-        """Identifies the snapshot that a node's part belongs to."""
+        """Identity of the snapshot that a node's part belongs to."""
         return self.iteration, self.writers, self.job
 
     @property
     def details(self) -> dict[str, str]:
-        """By operator, its detail."""
+        """Details by operator."""
         return {name: detail for name, (detail, _) in self.operators.items()}
 
     def shares(self, name: str, parameters: int) -> bool:
-        """Whether a snapshot has an operator, of so many parameters, only if other nodes have their parts of it, too.
+        """Returns whether other nodes' parts are needed for an operator with ``parameters`` parameters.
 
-        Each node resumes from its own memory, so that also those must that hold it alike.
+        Identical copies on other nodes are needed, too: each node resumes from its own memory.
         """
         return not self.has_all(name, parameters) or name in self.alike
 
     def has_all(self, name: str, parameters: int) -> bool:
-        """Whether this part has every element of an operator, of so many parameters."""
+        """Returns whether this part has every element of an operator with ``parameters`` parameters."""
         return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) >= parameters
 
 
@@ -109,7 +109,7 @@ def _refused(problem: str) -> CheckpointError:
 
 
 def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:
-    """Merges the parts of a snapshot that several nodes hold, without operators that lack some of their elements.
+    """Merges several nodes' parts of a snapshot, without operators that lack some of their elements.
 
     Raises:
         CheckpointError: parts contradict each other.
@@ -121,18 +121,18 @@ def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manife
 
 
 def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
-    """Returns the checkpoints in storage: a published one is complete."""
+    """Returns the checkpoints in storage; committed checkpoints are complete."""
     return [AvailableCheckpoint(one.iteration, STORAGE, one.details, one.policy) for one in summaries]
 
 
 def in_memory(
     nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY
 ) -> list[AvailableCheckpoint]:
-    """Returns the checkpoints that the memory of all surviving nodes holds together, from summaries by node.
+    """Returns the checkpoints in the combined memory of all surviving nodes, from summaries by node.
 
-    If every rank's file is present, every operator is whole; otherwise only those whose elements the surviving nodes
-    hold in full.  If several launches left parts of one iteration, the one with the most files counts.  Of the tier
-    :data:`BEFORE` only experts are of use.
+    If every rank's file is present, every operator is complete. Otherwise an operator is complete if the surviving
+    nodes have all its elements. If several launches left parts of one iteration, the launch with the most files is
+    used. In other tiers, such as :data:`BEFORE`, only experts are used.
     """
     parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:
@@ -165,6 +165,6 @@ def _is_whole(name: str, operator: Operator | None, summaries: Iterable[Summary]
     if operator is None:
         return False
     if COMPUTE in details:
-        return elements["param"] >= operator.parameters * copies  # a router's biases are not among its parameters
+        return elements["param"] >= operator.parameters * copies  # a router's parameters exclude its biases
     slots = [slot for slot in elements if slot != "param"]
     return bool(slots) and all(elements[slot] == operator.elements(slot) * copies for slot in slots)

@@ -1,4 +1,4 @@
-"""State that survivors keep beside what is loaded: parts of an inexact recovery, like a checkpoint's."""
+"""Treats state that survivors keep as a checkpoint in an inexact recovery."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 Pieces = Mapping[int, Mapping[str, str]]
-"""By rank and operator, a name of the rank's piece: ranks with the same name hold the same elements."""
+"""By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 
 def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[AvailableCheckpoint]:
-    """The operators that survivors hold whole, by iteration of their state.
+    """Returns the operators that survivors have completely, by iteration of their state.
 
     Args:
         live: by rank, the iteration of its state.
@@ -32,21 +32,21 @@ def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[Av
 
 
 def path_of_survivors(iteration: int, operators: Sequence[Operator]) -> RecoveryPath:
-    """The path of a run whose survivors have the state of an iteration whole, and that loads nothing."""
+    """Returns the path of a run whose survivors have the complete state of an iteration; it loads nothing."""
     state = AvailableCheckpoint(iteration, LIVE, {one.name: Detail.FULL.value for one in operators})
     sources = {(one.name, part): state for one in operators for part in (MASTER, MOMENTS)}
     return RecoveryPath((ReplayPoint(iteration, sources),))
 
 
 def kept_of(way: RecoveryPath) -> dict[str, int]:
-    """By operator that survivors keep on a recovery path, the iteration of its state."""
+    """Returns the operators that survivors keep on a recovery path, with the iteration of their state."""
     return {name: held.iteration for (name, _), held in way.sources.items() if held.tier == LIVE}
 
 
 def still_needed(
     way: RecoveryPath, held: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
 ) -> list[AvailableCheckpoint]:
-    """The checkpoints in use, and those in place of what survivors keep, in case of another loss."""
+    """Returns the checkpoints in use, and those that would replace survivor state after another loss."""
     used = {one.key: one for one in way.used() if one.tier != LIVE}
     if kept_of(way):
         past = [one for one in held if one.iteration <= way.iteration]
@@ -56,7 +56,7 @@ def still_needed(
 
 
 def given(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> list[tuple[str, int, int]]:
-    """Copies of what survivors keep to those that lack it: operator, source and target."""
+    """Returns copies of survivor state to ranks that lack it: operator, source and target."""
     kept, busy, found = kept_of(way), Counter(), []
     for target, of_rank in sorted(pieces.items()):
         for name, piece in of_rank.items():
@@ -69,7 +69,7 @@ def given(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> list[tu
 
 
 def whole_ranks(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> frozenset[int]:
-    """The ranks that keep all of their state, since nobody goes back."""
+    """Returns the ranks that keep all their state at the path's iteration."""
     kept = kept_of(way)
     there = [rank for rank, at in live.items() if kept and at == way.iteration]
     return frozenset(rank for rank in there if all(kept.get(name) == way.iteration for name in pieces[rank]))

@@ -1,4 +1,4 @@
-"""Chooses the snapshots that other nodes' memory restores to nodes that have lost theirs."""
+"""Chooses the snapshots to restore from other nodes to nodes that lost their memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moc.state.operators import Operator
 
 
 class NodeInventory(NamedTuple):
-    """Contents of a node's memory: its own parts, and by node the parts that it keeps for others."""
+    """Contents of a node's memory: its own parts, and by node the copies of other nodes' parts."""
 
     own: Sequence[Summary]
     copies: Mapping[str, Sequence[Summary]]
@@ -22,7 +22,7 @@ class Restore(NamedTuple):
     """A part to restore.
 
     Attributes:
-        of: the node whose part it is, and which lacks it.
+        of: the node that lacks its part.
         held_by: a node that has a copy.
         iteration: of the snapshot.
     """
@@ -35,12 +35,18 @@ class Restore(NamedTuple):
 def to_restore(
     nodes: Mapping[str, NodeInventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
 ) -> list[Restore]:
-    """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
+    """Returns the parts to restore, so that the newest window that the nodes can complete is complete again.
 
-    So are the chains of gradients that lead to one iteration.  A full snapshot is a window of one.  Newer snapshots
-    that can be completed are restored, too: they belong to the current window.  If experts may be older (not
-    ``exact``), every part that another node keeps a copy of is restored, unless the node itself has all of it in a
-    newer state.  Restores that failed are ``spoilt``.
+    A full snapshot is a window of one. Chains of gradients that lead to one iteration are restored, too, and so are
+    newer snapshots that can be completed: they belong to the current window. If experts may be older (not ``exact``), a
+    copied part is restored if its node lacks some of it in this or a newer state. It is also restored if an operator in
+    it needs several nodes' parts.
+
+    Args:
+        nodes: inventories by node.
+        operators: of the model.
+        exact: whether all state must be of one iteration.
+        spoilt: restores that failed.
     """
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     found = {
@@ -70,7 +76,10 @@ def to_restore(
 def _find(
     name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
 ) -> tuple[Summary, Restore | None] | None:
-    """Returns a node's part, and its restore, from the holder of most operators, if the node lacks it; None if lost."""
+    """Returns a node's part, and its restore if the node lacks it; None if it is lost.
+
+    The restore is from the holder of the most files, then of the most operators.
+    """
     if part := _part(nodes[name].own, snapshot):
         return part, None
     found = [
@@ -83,9 +92,9 @@ def _find(
 
 
 def _is_of_use(part: Summary, own: Sequence[Summary], sizes: Mapping[str, int]) -> bool:
-    """Whether a copy has what its node lacks, or part of an operator that other nodes may hold only in this state.
+    """Returns whether a copy has state that its node lacks, or part of an operator that other nodes may have only here.
 
-    Gradients are no newer state: they need what a copy may have.
+    Gradients do not count as newer state, since they need the base that a copy may have.
     """
     newer = {
         name

@@ -1,4 +1,4 @@
-"""The state that a run finds in storage if all memory is lost, and its age; pure functions."""
+"""Computes the state that a run finds in storage if all memory is lost, and its age; pure functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class Persisted:
-    """What a run would resume with if all memory were lost.
+    """State that a run would resume with if all memory were lost.
 
     Attributes:
-        iteration: that it would resume from; 0 if storage has nothing that a run can resume from.
-        learned: by operator, the last iteration whose update its state has; empty if there is nothing.
+        iteration: that it would resume from; 0 if storage has no recovery path.
+        learned: by operator, the last iteration whose update its state has; empty without a recovery path.
     """
 
     iteration: int = 0
@@ -25,7 +25,7 @@ class Persisted:
 
     @classmethod
     def of(cls, held: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
-        """Finds the state among checkpoints; other tiers than storage do not count."""
+        """Finds the state among checkpoints; tiers other than storage are ignored."""
         stored = [one for one in held if one.tier == STORAGE]
         way = next(recoveries(stored, policy.operators, policy.exact), None)
         if way is None:
@@ -35,10 +35,10 @@ class Persisted:
 
 @dataclass(frozen=True)
 class Promise:
-    """The age, in iterations, that an operator's newest state in storage does not exceed while storage keeps up.
+    """Maximum age, in iterations, of an operator's newest state in storage while storage keeps up.
 
     Attributes:
-        state: of the operators that are not experts, or of all operators if the policy is exact.
+        state: of dense operators, or of all operators if the policy is exact.
         experts: of experts; None if the policy promises nothing.
     """
 
@@ -47,17 +47,17 @@ class Promise:
 
     @classmethod
     def of(cls, policy: Policy, every: int, outstanding: int, votes: int) -> Promise:
-        """The promise of a policy.
+        """Returns the promise of a policy.
 
-        Storage keeps up if it writes each snapshot (with windows: each window) before the next one is due.  A state
-        waits for ``storage_cycle`` snapshots; the last of them may follow others that are outstanding, ends with its
-        window, and is known to be published after some votes.
+        Storage keeps up if it writes each snapshot (with windows: each window) before the next one is due. A state
+        waits for ``storage_cycle`` snapshots. The last of them may follow outstanding ones, ends with its window, and
+        is known to be committed after some commit all-reduces.
 
         Args:
             policy: with the current settings.
-            every: iterations between snapshots that go to storage.
-            outstanding: snapshots that may be on their way to storage at the same time.
-            votes: iterations after which a snapshot is known to be published if its write takes no time.
+            every: iterations between snapshots for storage.
+            outstanding: snapshots that may be written to storage at the same time.
+            votes: iterations until a snapshot is known to be committed if its write takes no time.
         """
         apart = policy.iterations_apart
         step = -(-max(every, apart) // apart) * apart
@@ -69,7 +69,7 @@ class Promise:
 def overdue(
     persisted: Persisted, promise: Promise, operators: Sequence[Operator], iteration: int, since: int
 ) -> list[str]:
-    """The operators whose newest state in storage is older than promised, in model order.
+    """Returns the operators whose newest state in storage is older than promised, in model order.
 
     Args:
         persisted: state in storage.
@@ -87,7 +87,7 @@ def overdue(
 
 
 def newest_full(held: Iterable[AvailableCheckpoint]) -> dict[str, int]:
-    """By operator, the iteration of its newest full save in some checkpoints; absent operators have none."""
+    """Returns, by operator, the iteration of its newest full save in some checkpoints; omits operators without one."""
     found: dict[str, int] = {}
     for one in held:
         for name, detail in one.operators.items():

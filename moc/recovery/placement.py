@@ -1,13 +1,13 @@
-"""Placement of copies on nodes: as many simultaneous losses as possible are survived, and few bytes are sent.
+"""Places copies on nodes to survive as many simultaneous losses as possible and send few bytes.
 
-The placement is Gemini's mixed strategy (SOSP '23; as described in MoEtion, section 2.3): groups of nodes that copy to
-each other; leftover nodes join the last group, which becomes a ring.  If all nodes fit into groups, no placement
-survives more; a ring may fall a little short of the optimum (of 5 nodes with 2 copies each, 5 of the 10 ways to lose
-three nodes are fatal, where 4 is possible).
+The placement is Gemini's mixed strategy (SOSP '23; as described in MoEtion, section 2.3). Groups of nodes copy to each
+other; leftover nodes join the last group, which becomes a ring. If all nodes fit into groups, no placement survives
+more. A ring can be slightly worse than the optimum: with 5 nodes and 2 copies each, 5 of the 10 losses of three nodes
+are fatal, and 4 is possible.
 
-Which nodes form a group changes nothing of that.  So those are chosen that hold the most alike, which a copy among them
-does not send (MoEtion, section 5.1).  Its Algorithm 2 is by worker, knows no nodes, and lets a worker keep more copies
-than others; here every node keeps ``replicas``.
+The choice of nodes for a group does not affect survival. So nodes with the most identical data are grouped, because
+copies within the group need not send it (MoEtion, section 5.1). Algorithm 2 there places copies by worker, without
+nodes, and one worker can keep more copies than another. Here every node keeps ``replicas``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from itertools import combinations, permutations
 from math import comb
 
 Alike = Mapping[frozenset[int], int]
-"""By set of nodes, the bytes that all of them hold alike, once."""
+"""Bytes of data that is identical on all nodes of a set, counted once."""
 
 Groups = tuple[tuple[int, ...], ...]
 
-_ALL_TRIED = 8  # nodes; of more, the groups are found by a greedy search and exchanges
-_EXCHANGED = 64  # nodes, of which all exchanges are tried
+_ALL_TRIED = 8  # nodes; larger jobs use a greedy search and exchanges
+_EXCHANGED = 64  # nodes; larger jobs try no exchanges
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which node keeps copies of which.
+    """Assignment of copies to nodes.
 
     Attributes:
-        groups: nodes by number.  In a group of ``replicas + 1`` nodes, each keeps copies of all others; a larger group
-            is a ring, in which each node's snapshots are copied to the nodes that follow it.
-        replicas: nodes that keep copies of each node's snapshots, beside itself.
+        groups: nodes by number. In a group of ``replicas + 1`` nodes, each keeps copies of all others. A larger group
+            is a ring: each node's snapshots are copied to the nodes that follow it.
+        replicas: number of other nodes that keep copies of each node's snapshots.
     """
 
     groups: Groups
@@ -42,7 +42,7 @@ class Placement:
 
     @cached_property
     def holders(self) -> dict[int, tuple[int, ...]]:
-        """By node, the other nodes that keep copies of its snapshots."""
+        """Nodes that keep copies, by the node whose snapshots they copy."""
         return {
             node: tuple(group[(place + step) % len(group)] for step in range(1, self.replicas + 1))
             for group in self.groups
@@ -50,18 +50,18 @@ class Placement:
         }
 
     def kept_by(self, holder: int) -> tuple[int, ...]:
-        """Returns the other nodes of whose snapshots a node keeps copies."""
+        """Returns the other nodes whose snapshots a node keeps copies of."""
         return tuple(node for node in sorted(self.holders) if holder in self.holders[node])
 
 
 def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
-    """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last one takes the leftover nodes.
+    """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last group takes the leftover nodes.
 
-    Groups are of nodes that hold much alike; otherwise they follow the order of the nodes.  Of up to eight nodes, no
-    other choice and order of them sends less.
+    Groups combine nodes with much identical data; without such data they follow the order of the nodes. For up to eight
+    nodes, no other choice and order of groups sends fewer bytes.
 
     Raises:
-        ValueError: there are not that many other nodes.
+        ValueError: there are too few other nodes.
     """
     if not 0 <= replicas < nodes:
         raise ValueError(f"{nodes} nodes have at most {nodes - 1} others that keep copies, not {replicas}")
@@ -75,7 +75,7 @@ def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
 
 
 def not_sent(placement: Placement, alike: Alike) -> int:
-    """Bytes of all copies of a snapshot that need not be sent, since who keeps them holds the same."""
+    """Returns the bytes of a snapshot's copies that need not be sent, because their holders have identical data."""
     return _unsent(placement.groups, placement.replicas, alike)
 
 
@@ -91,7 +91,7 @@ def _unsent(groups: Iterable[tuple[int, ...]], replicas: int, alike: Alike) -> i
 
 
 def _unsent_in(group: tuple[int, ...], replicas: int, alike: Alike) -> int:
-    """Bytes that the copies of one group need not send: those of nodes and their holders, the next ones in the ring."""
+    """Returns the bytes that copies in one group need not send: data identical on a node and its holders."""
     there = [(amount, [node in of for node in group]) for of, amount in alike.items()]
     size = len(group)
     return sum(
@@ -102,7 +102,7 @@ def _unsent_in(group: tuple[int, ...], replicas: int, alike: Alike) -> int:
 
 
 def _all_groups(nodes: Sequence[int], replicas: int) -> Iterator[Groups]:
-    """Every choice of groups, the one in order first; the last is a ring if nodes are left over."""
+    """Yields every choice of groups, the ordered one first; the last group is a ring if nodes are left over."""
     copies = replicas + 1
     ring = copies + len(nodes) % copies
     if ring == copies:
@@ -126,7 +126,7 @@ def _partitions(nodes: Sequence[int], size: int) -> Iterator[Groups]:
 
 
 def _greedy(nodes: int, replicas: int, alike: Alike) -> Groups:
-    """Begins each group with the first node left, and adds those that hold the most in common with it."""
+    """Starts each group with the first remaining node, and adds the nodes with the most data in common."""
     left, order = dict.fromkeys(range(nodes)), []
     while left:
         group = [next(iter(left))]
@@ -145,7 +145,7 @@ def _closest(group: Sequence[int], left: Collection[int], alike: Alike) -> int:
 
 
 def _exchanged(groups: Groups, replicas: int, alike: Alike) -> Groups:
-    """Exchanges two nodes as long as that saves bytes."""
+    """Exchanges pairs of nodes until no exchange saves bytes."""
     better = True
     while better:
         better = False
@@ -160,10 +160,10 @@ def _exchanged(groups: Groups, replicas: int, alike: Alike) -> Groups:
 
 
 def survival(placement: Placement, lost: int) -> float:
-    """Probability that a simultaneous loss of ``lost`` nodes leaves a holder of each node's snapshots.
+    """Returns the probability that a simultaneous loss of ``lost`` nodes leaves a holder of each node's snapshots.
 
-    Exact: per group, the numbers of survivable losses by size are the coefficients of a polynomial; groups are
-    independent, so the product of their polynomials counts the losses over all of them.
+    The result is exact. For each group, the numbers of survivable losses by size are the coefficients of a polynomial.
+    Groups are independent, so the product of their polynomials counts the losses over all groups.
     """
     ways = [1]
     for group in placement.groups:
@@ -173,10 +173,11 @@ def survival(placement: Placement, lost: int) -> float:
 
 
 def _survived(size: int, copies: int) -> list[int]:
-    """By number of nodes lost from a ring, the ways that leave a holder of everything; a group is a ring of ``copies``.
+    """Returns, by number of nodes lost from a ring, the number of losses that leave a holder of everything.
 
-    A loss of ``copies`` nodes in a row is fatal.  A ring is shorter than two such rows, so there is at most one; it is
-    counted by its first node, which follows a surviving one, and the other losses are free.
+    A group is a ring of ``copies`` nodes. A loss of ``copies`` consecutive nodes is fatal. A ring is shorter than two
+    such runs, so there is at most one. It is counted by its first node, which follows a survivor; the other losses are
+    free.
     """
     return [
         comb(size, lost) - (size * comb(size - copies - 1, lost - copies) if lost >= copies else 0)
@@ -195,7 +196,7 @@ def _product(one: list[int], other: list[int]) -> list[int]:
 def describe(placement: Placement, names: list[str], unsent: int = 0) -> str:
     """Describes the groups and the losses that they survive, in one sentence.
 
-    Names are by number of the node; ``unsent`` is :func:`not_sent`, of a full snapshot.
+    Names are by number of the node; ``unsent`` is :func:`not_sent` for a full snapshot.
     """
     groups = "; ".join(", ".join(names[node] for node in group) for group in placement.groups)
     r, nodes = placement.replicas, len(names)

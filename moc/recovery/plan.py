@@ -1,22 +1,26 @@
-"""Recovery plan of a job that has lost workers: a pure function of what has survived.
+"""Plans the recovery of a job that has lost workers: a pure function of the surviving state.
 
-A rank reaches the state of an iteration in one of three ways: it *keeps* its state, if it is a survivor at that
-iteration; it *copies* the state from a surviving data-parallel replica; or it *loads* a checkpoint of that iteration.
-The job resumes from the newest iteration that every rank can reach, so that work is lost only where state is lost.  If
-the policy is not exact, what is loaded may be older in part; where survivors have the whole state, nothing is loaded.
+A rank reaches the state of an iteration in one of these ways:
 
-A worker that has seen the vote of an iteration has updated its state; one that has not still has the previous state
-(see ``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: if the newer state can be copied,
-the others roll forward to it.  If they alone have a part of the state, they complete the iteration from their reduced
-gradients: its vote took place, so that every rank had them.  If nothing helps, the ranks that are ahead load the older
+* It *keeps* its state, if it survived at that iteration.
+* It *copies* the state from a surviving data-parallel replica.
+* It *loads* a checkpoint of that iteration.
+
+The job resumes from the newest iteration that every rank can reach, so only lost state costs work. If the policy is not
+exact, loaded state may be partly older. If survivors have the complete state, nothing is loaded.
+
+A worker that received the commit all-reduce of an iteration has updated its state; the others have the previous state
+(``megatron/pretraining/engine/step.py``). So ranks may be one iteration apart. If the newer state can be copied, the
+others roll forward to it. If only lagging ranks have part of the state, they complete the iteration with their reduced
+gradients. The commit all-reduce took place, so every rank had them. Otherwise, ranks that are ahead load the older
 state from its checkpoint.
 
-Upstream logs add a fourth way: the pipeline stages that lost something go back to a checkpoint and *replay* alone up to
-the iteration at which the others have stayed (:mod:`moc.recovery.scope`).  A worker one iteration behind that has the
-reduced gradients then completes the iteration: its vote took place.
+Upstream logs add another way: pipeline stages that lost state return to a checkpoint. Only these stages *replay*, up to
+the iteration of the others (:mod:`moc.recovery.scope`). A worker one iteration behind that has the reduced gradients
+then completes the iteration.
 
-If another worker is lost meanwhile, replaying stages *continue* from the iteration that they had reached, provided that
-all their workers survive and what they need is available: the loss hit others.
+If another worker is lost during a replay, stages *continue* from the iteration that they had reached. This requires
+that all their workers survive and that the state they need is available.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class JobInventory:
-    """What has survived.
+    """State that survived.
 
     Attributes:
         held: available checkpoints.
         live: by rank, the iteration of its worker's state; a new worker has none.
-        pieces: by rank and operator, a name of the rank's piece: ranks with the same name hold the same elements of the
+        pieces: by rank and operator, an ID of the rank's part: ranks with the same ID have the same elements of the
             same tensors.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients its worker still has.
@@ -54,7 +58,7 @@ class JobInventory:
 
 @dataclass(frozen=True)
 class RankCopy:
-    """A copy of an operator, of which both ranks hold the same piece, from the source to the target."""
+    """Copy of an operator from a source rank to a target rank that holds the same part."""
 
     operator: str
     source: int
@@ -63,16 +67,16 @@ class RankCopy:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """How every rank reaches the iteration that the job resumes from.
+    """Instructions for every rank to reach the iteration that the job resumes from.
 
     Attributes:
         iteration: that the job resumes from.
         keep: ranks that keep their state.
-        copies: from survivors to the others, of what these do not load.
-        way: checkpoints that the others load; None if they copy, or if all keep or continue.  Of an inexact policy it
-            has the live state, too, which holders keep.
-        courses: by pipeline stage, how its workers get here by themselves, for stages that do not keep their state;
-            empty if all stages replay together.
+        copies: from survivors to the others, of operators that these do not load.
+        way: recovery path that the others load; None if they copy, or if all keep or continue. For an inexact policy it
+            includes the survivor state that its holders keep.
+        courses: by pipeline stage, the stage plan of its workers, for stages that do not keep their state; empty if all
+            stages replay together.
         complete: ranks one iteration behind that have the reduced gradients, and complete the iteration.
     """
 
@@ -85,7 +89,7 @@ class RecoveryPlan:
 
     @property
     def stages(self) -> frozenset[int]:
-        """Pipeline stages that replay, or have replayed, by themselves; empty if all replay together."""
+        """Pipeline stages that replay, or have replayed, independently; empty if all replay together."""
         return frozenset(self.courses)
 
     @property
@@ -100,7 +104,7 @@ class RecoveryPlan:
         return range(self.begin + 1, self.iteration + 1)
 
     def course(self, stage: int) -> Course | None:
-        """Returns the course of a stage's workers that do not keep their state; None if there is nothing to do."""
+        """Returns the plan for a stage's workers that do not keep their state; None if there is nothing to do."""
         if self.courses:
             return self.courses.get(stage)
         return None if self.way is None else Course(self.begin, self.way)
@@ -113,15 +117,15 @@ class RecoveryPlan:
 def plans(
     inventory: JobInventory, operators: Sequence[Operator], exact: bool, only: int | None = None
 ) -> Iterator[RecoveryPlan]:
-    """Yields plans, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
+    """Yields plans, the newest iteration first; arguments as for :func:`moc.recovery.sources.recoveries`.
 
-    With ``exact`` off, live state of some operators alone counts only where it is among the checkpoints
+    With ``exact`` off, survivor state of only some operators counts only if it is among the checkpoints
     (:mod:`moc.recovery.live`).
 
     Yields:
-        Plans by which every rank reaches its whole state at the plan's iteration.  Memory is preferred to copies from
-        other ranks, these to storage and to updates by saved gradients, and these to a replay by some stages; with
-        ``exact`` off, copies to all, since checkpoints of the same iteration may have older experts.
+        Plans by which every rank reaches its complete state at the plan's iteration. The order of preference is:
+        memory, copies from other ranks, storage and updates by saved gradients, a replay by some stages. With ``exact``
+        off, copies to all are preferred, since checkpoints of the same iteration may have older experts.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
     live = inventory.live if only is None else {}
@@ -132,7 +136,7 @@ def plans(
         behind = frozenset(r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r))
         if copies is not None:
             behind = frozenset()  # copying is enough
-        elif behind:  # they alone hold some operator
+        elif behind:  # only they may have some operator
             copies = _copies(keep | behind, inventory.pieces)
         if copies is not None and not exact:
             yield RecoveryPlan(iteration, keep, copies, path_of_survivors(iteration, operators), complete=behind)
@@ -155,7 +159,7 @@ def _by_stages(
     inventory: JobInventory,
     operators: Sequence[Operator],
 ) -> RecoveryPlan | None:
-    """Plans a replay by the stages that are not whole, from the newest checkpoint that the logs allow."""
+    """Plans a replay by the incomplete stages, from the newest checkpoint that the logs allow."""
     logs, keep = inventory.logs, {rank for rank, at in live.items() if at == iteration}
     if logs is None or not keep:
         return None
@@ -179,7 +183,7 @@ def _by_stages(
 
 
 def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[RankCopy, ...] | None:
-    """Returns copies from the ranks that keep their state to all others; None if something is missing."""
+    """Returns copies from the ranks that keep their state to all others; None if a part has no source."""
     if not keep:
         return None
     copies, given = [], Counter()

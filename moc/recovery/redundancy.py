@@ -1,7 +1,7 @@
-"""State that several nodes hold alike: data-parallel replicas that no ZeRO cuts (MoEtion, section 5.1).
+"""Describes state that is identical on several nodes: data-parallel replicas without ZeRO (MoEtion, section 5.1).
 
-Each node saves what its ranks hold, so that everything can restart from the memory of its node alone.  So a node that
-keeps a copy of another one's snapshot has in its own snapshot what both hold alike, and receives only the rest.
+Each node saves the state of its ranks, so that all of them can restart from their node's memory. A node that keeps a
+copy of another node's snapshot already has the identical data in its own. So it receives only the rest.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from moc.store.manifest import ALIKE
 
 Told = Mapping[tuple[str, ...], Mapping[str, int]]
-"""By the nodes that hold them alike, operators, and bytes of each node's copy."""
+"""By nodes with identical state: operators, and bytes of each node's copy."""
 
 
 @dataclass(frozen=True)
 class Redundancy:
-    """What nodes of a job hold alike.
+    """Identical state on the nodes of a job.
 
     Attributes:
         copies: by operator, how many nodes save each element, if several do.
-        nbytes: by nodes, the bytes that all of them hold alike, once.
+        nbytes: by nodes, the bytes that are identical on all of them, counted once.
     """
 
     copies: Mapping[str, int] = field(default_factory=dict)
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """What the manifest of a snapshot of operators says (:data:`moc.store.manifest.ALIKE`); empty if nothing."""
+        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.ALIKE`); empty if none."""
         found: dict[str, list[str]] = {}
         for name in operators:
             if name in self.copies:
@@ -37,7 +37,7 @@ class Redundancy:
 
 
 def redundancy(stages: Iterable[Told]) -> Redundancy:
-    """Joins what the pipeline stages tell."""
+    """Combines the reports of the pipeline stages."""
     copies: dict[str, int] = {}
     nbytes: dict[tuple[str, ...], int] = {}
     for told in stages:

@@ -1,4 +1,4 @@
-"""Replicated state, and its copies from one rank to another."""
+"""Copies replicated state from one rank to another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moc.state.interface import TrainingState
 
 
 def pieces(state: TrainingState) -> dict[str, str]:
-    """Returns, by operator, a name of this rank's piece: see :class:`moc.recovery.plan.JobInventory`."""
+    """Returns, by operator, an ID of this rank's part: see :class:`moc.recovery.plan.JobInventory`."""
     return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
 
 
 def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
-    """Sends and receives a plan's copies, one operator after the other; returns the bytes that this rank received.
+    """Sends and receives a plan's copies, one operator at a time; returns the bytes that this rank received.
 
     All ranks call it with the same copies.
     """

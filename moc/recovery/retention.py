@@ -1,4 +1,4 @@
-"""Retention of checkpoints: in storage during the run, and in the safe tier when it resumes."""
+"""Selects the checkpoints to retain: in storage during a run, and in the snapshots' tier when it resumes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moc.store.store import Store
 
 
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
-    """Garbage-collects checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
+    """Removes checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
 
-    Checkpoints with unreadable manifests stay, as do those newer than ``upto``, the newest of this run, and those of an
-    incomplete window.
+    Checkpoints with unreadable manifests stay. So do checkpoints newer than ``upto``, the newest of this run, and
+    checkpoints of an incomplete window.
     """
     held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
     kept = needed(held, operators, exact, keep)
@@ -32,8 +32,8 @@ class Staying:
 
     Attributes:
         newest: iteration of the newest recovery path; None if there is none.
-        in_memory: iterations of the useful snapshots in memory, ascending: those of that path if it is in memory, and
-            those of the current window.
+        in_memory: iterations of the needed snapshots in memory, ascending: of the newest path if it is in memory, and
+            of the current window.
         again: the missing snapshot of the current window, if only that of the resumed iteration is missing: it can be
             taken again.
         goes_on: the current window continues; otherwise another one starts.
@@ -50,8 +50,8 @@ class Experts(NamedTuple):
 
     Attributes:
         older: iterations up to the resumed one, except snapshots that stay anyway.
-        newer: later iterations; they are of an abandoned time line, and the run will take these snapshots again.
-        before: iterations of snapshots moved aside already.
+        newer: iterations after the resumed one; the run will take these snapshots again.
+        before: iterations of snapshots that were already moved to superseded memory.
     """
 
     older: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Experts(NamedTuple):
 
 
 def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
-    """Returns the snapshots with experts that a run must keep after an inexact recovery, until newer ones are safe."""
+    """Returns the snapshots whose experts a run must keep after an inexact recovery, until newer ones are durable."""
     used = sorted(used, key=lambda one: one.iteration)
     others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
     return Experts(
@@ -78,15 +78,16 @@ def staying(
     iteration: int,
     under_way: Sequence[SnapshotPlan],
 ) -> Staying:
-    """Returns what stays when a run resumes from an iteration; identical on all ranks.
+    """Returns the checkpoints that stay when a run resumes from an iteration; identical on all ranks.
 
     Args:
         held: available checkpoints.
         operators: of the model.
         exact: as in :func:`moc.recovery.sources.recoveries`.
-        tier: where a snapshot is safe, :data:`~moc.recovery.sources.MEMORY` or :data:`~moc.recovery.sources.STORAGE`.
+        tier: where a snapshot is durable, :data:`~moc.recovery.sources.MEMORY` or
+            :data:`~moc.recovery.sources.STORAGE`.
         iteration: that the run resumes from.
-        under_way: plans of the current window up to that iteration, that iteration's the last; empty if unknown.
+        under_way: plans of the current window up to and including that iteration; empty if unknown.
     """
     past = [one for one in held if one.iteration <= iteration]
     way = next(recoveries(past, operators, exact), None)

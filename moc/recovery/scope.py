@@ -1,8 +1,8 @@
-"""Chooses the pipeline stages that replay after a loss: as few, and as little, as upstream logs allow.
+"""Chooses the fewest pipeline stages, and the shortest replay, that upstream logs allow after a loss.
 
-MoEvement, section 3.4 and Appendix A: the stages of lost workers replay, and logs provide what other stages sent them.
-Neighbouring stages that replay an iteration together compute what passes between them, so they need no log of it;
-separate ones are independent.  A stage whose replay was interrupted by another loss continues from where it was.
+MoEvement, section 3.4 and Appendix A: the stages of lost workers replay, and logs provide the data that other stages
+sent them. Adjacent stages that replay an iteration together recompute the data between them, so they need no log of it.
+Separate stages are independent. A stage whose replay was interrupted by another loss continues from its progress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Replayed:
 
     Attributes:
         iteration: of its state.
-        frozen: operators that lag behind this iteration, since they had not been loaded in full before it.
+        frozen: operators behind this iteration, since they had not been loaded in full before it.
         reduced: it also has the reduced gradients of the next iteration.
     """
 
@@ -33,7 +33,7 @@ class Logs:
     Attributes:
         stages: by rank, its pipeline stage.
         feeds: by stage, the stages that it receives from.
-        kept: by rank, the iterations with a whole log, counted from 1.
+        kept: by rank, the iterations with a complete log, counted from 1.
         reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
         records: iterations whose step record is known.
         replayed: by rank, the progress of its interrupted replay, if any.
@@ -51,7 +51,7 @@ class Logs:
         return [rank for rank, other in self.stages.items() if other == stage]
 
     def have(self, stage: int, iterations: Iterable[int]) -> bool:
-        """Whether a stage has its logs of iterations."""
+        """Returns whether a stage has its logs of iterations."""
         wanted = set(iterations)
         return all(wanted <= set(self.kept.get(rank, ())) for rank in self.of(stage))
 
@@ -61,23 +61,23 @@ def scope(
 ) -> dict[int, int] | None:
     """Returns the stages that replay up to the iteration of the others, with the iteration where each starts.
 
-    These are the lost stages, and those that lack logs which others need.  A stage that is ahead starts where it is; up
-    to there it serves its logs, like the stages that keep their state.
+    These are the lost stages, and stages without logs that others need. A stage that is ahead starts from its progress;
+    it serves its logs for earlier iterations, like the stages that keep their state.
 
     Args:
         lost: stages with a worker that lacks its state.
-        since: iterations completed at the checkpoint that they go back to.
+        since: iterations completed at the checkpoint that they return to.
         until: iterations completed by the other stages.
         logs: that are available.
         ahead: by stage, iterations completed in an interrupted replay; after ``since``.
 
     Returns:
-        None if all stages would replay, and nobody would keep its state.
+        None if all stages would replay, and none would keep its state.
     """
     begins = dict.fromkeys(lost, since) | dict(ahead or {})
 
     def serves(feed: int, begin: int) -> bool:
-        """Whether a stage can serve what another replays from ``begin`` on, until it replays itself."""
+        """Returns whether a stage can serve another's replay from ``begin`` on, until it replays itself."""
         return logs.have(feed, range(begin + 1, begins.get(feed, until) + 1))
 
     while joins := {feed for stage, begin in begins.items() for feed in logs.feeds[stage] if not serves(feed, begin)}:

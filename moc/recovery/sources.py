@@ -1,11 +1,12 @@
-"""Chooses the checkpoint that each operator comes from: a pure function of the available checkpoints.
+"""Chooses the checkpoint that provides each operator: a pure function of the available checkpoints.
 
-An exact policy resumes from a single iteration.  Either one checkpoint holds all of it, or checkpoints of consecutive
-iterations do together: with a replay of the iterations between them (MoEvement, section 3.3), or with updates by the
-gradients of these iterations, where checkpoints have them.  With partial experts
-checkpointing (MoC-System, section 5.1), the dense part comes from the newest checkpoint that has all of it, and each
-expert from wherever its newest state is: the memory of a surviving node, or storage.  Where later checkpoints have the
-expert's gradients, updates with these follow (MoEtion, section 5.2), up to the first gap.
+An exact policy resumes from a single iteration. Either one checkpoint contains all of it, or checkpoints of consecutive
+iterations do together. The iterations between these are replayed (MoEvement, section 3.3), or saved gradients of these
+iterations are applied.
+
+With partial experts checkpointing (MoC-System, section 5.1), the newest checkpoint with the full dense part provides
+it. Each expert is from its newest state, in a surviving node's memory or in storage. If later checkpoints have the
+expert's gradients, these are applied (MoEtion, section 5.2), up to the first gap.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from moc.state.operators import Operator
 
 MEMORY, STORAGE = "memory", "storage"
 BEFORE = "memory before"
-"""Memory of an abandoned time line, in which some experts are newer than the rest."""
+"""Superseded memory; some of its experts are newer than the rest."""
 LIVE = "live"
-"""Stands for a tier where the state comes from surviving workers."""
+"""Replaces the tier of state that surviving workers keep."""
 MASTER, MOMENTS, COMPUTE = "master", "moments", "compute"
 _GRAD = Detail.GRAD.value
 PARTS = {
@@ -33,7 +34,7 @@ PARTS = {
     Detail.MOMENTS.value: (MOMENTS,),
     Detail.COMPUTE.value: (COMPUTE,),
 }
-"""By detail, the parts of an operator's state that it holds; with COMPUTE alone an operator can compute, not learn."""
+"""Parts of an operator's state at each detail; with only COMPUTE, an operator can compute but not learn."""
 
 
 def part_of_slot(slot: str) -> str:
@@ -47,8 +48,8 @@ class AvailableCheckpoint:
 
     Attributes:
         iteration: iterations completed.
-        tier: :data:`MEMORY`, :data:`STORAGE`, or :data:`BEFORE`.
-        operators: by name, the detail of each operator that is whole in it.
+        tier: :data:`MEMORY`, :data:`STORAGE`, :data:`BEFORE` or :data:`LIVE`.
+        operators: by name, the detail of each operator that is complete in it.
         policy: name of the policy that planned it.
     """
 
@@ -59,7 +60,7 @@ class AvailableCheckpoint:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Identifies the checkpoint."""
+        """Identity of the checkpoint."""
         return self.iteration, self.tier
 
     def without(self, damaged: Collection[str] | None) -> AvailableCheckpoint | None:
@@ -68,24 +69,24 @@ class AvailableCheckpoint:
         return replace(self, operators=left) if left and len(left) < len(self.operators) else None
 
     def has(self, iteration: int, tier: str, operators: Mapping[str, Detail]) -> bool:
-        """Whether it is of this iteration and tier, and holds these operators at their planned details."""
+        """Returns whether it is of this iteration and tier, and has these operators at their planned details."""
         details = {name: detail.value for name, detail in operators.items()}
         return self.key == (iteration, tier) and details.items() <= dict(self.operators).items()
 
 
 Sources = Mapping[tuple[str, str], AvailableCheckpoint]
-"""By operator and part of its state, the checkpoint that it comes from."""
+"""Checkpoint by operator and part of its state."""
 
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """What is loaded at an iteration of a recovery path, before the next one is replayed or the run resumes.
+    """State loaded at an iteration of a recovery path, before the next one is replayed or the run resumes.
 
     Attributes:
         iteration: iterations completed.
-        sources: of the loaded operators; those that were whole at an earlier point are not loaded again.
-        folds: by operator, the checkpoints with the gradients of the iterations after its source's, ascending: the
-            operator is updated with these once it is loaded.
+        sources: of the loaded operators; operators that were complete at an earlier point are not loaded again.
+        folds: by operator, the checkpoints with the gradients of the iterations after its source's, ascending; they are
+            applied once the operator is loaded.
     """
 
     iteration: int
@@ -112,7 +113,7 @@ class ReplayPoint:
 class RecoveryPath:
     """Checkpoints and replays that lead to a state to resume from.
 
-    At each moment something is loaded; between two of them an iteration is replayed.
+    State is loaded at each step; between two steps an iteration is replayed.
     """
 
     moments: tuple[ReplayPoint, ...]
@@ -129,7 +130,7 @@ class RecoveryPath:
 
     @cached_property
     def folds(self) -> Mapping[str, Sequence[AvailableCheckpoint]]:
-        """By operator, the checkpoints with the gradients that follow its source."""
+        """Checkpoints with the gradients after its source, by operator."""
         return {name: steps for moment in self.moments for name, steps in moment.folds.items()}
 
     @property
@@ -142,10 +143,10 @@ class RecoveryPath:
         return next((moment for moment in self.moments if moment.iteration == iteration), None)
 
     def at(self, iteration: int) -> AvailableCheckpoint:
-        """Returns the checkpoint that provides the non-tensor state of a point: of those in use, preferably storage.
+        """Returns the checkpoint in use that provides the non-tensor state of a point, preferably from storage.
 
-        All workers read it.  Memory is readable by all only if no node is lost, and then nothing of this iteration
-        comes from storage.
+        All workers read it. They can all read memory only if no node is lost, and then nothing of this iteration is
+        from storage.
         """
         of_this = [held for held in self.used() if held.iteration == iteration]
         return next((held for held in of_this if held.tier == STORAGE), of_this[0])
@@ -158,7 +159,7 @@ class RecoveryPath:
     def stale(self) -> list[str]:
         """Operators whose recovered state is of another iteration, older or newer."""
         if len(self.moments) > 1:
-            return []  # they learn until the last moment
+            return []  # all learn until the last step of the path
         of = {name: {steps[-1].iteration} for name, steps in self.folds.items()}
         for (name, _), held in self.sources.items():
             if name not in self.folds:
@@ -182,13 +183,14 @@ def recoveries(
     Args:
         held: available checkpoints.
         operators: of the model.
-        exact: all state must be of one iteration, saved or replayed; otherwise experts may be older or newer than the
+        exact: all state must be of one iteration, saved or replayed. Otherwise experts may be older or newer than the
             rest, and windows left by an exact policy are paths, too.
         only: resume from this iteration, and use nothing newer.
 
     Yields:
-        A path for each iteration at which everything is held, can be replayed, or is reached by saved gradients; with
-        ``exact`` off, at which the dense part is, and each expert somewhere.  Memory is preferred to storage.
+        A path for each iteration whose state is complete, can be replayed, or is reached by saved gradients. With
+        ``exact`` off, a path requires only a complete dense part, and each expert in any checkpoint. Memory is
+        preferred to storage.
     """
     usable = [one for one in held if only is None or one.iteration <= only]
     newest_first = sorted(usable, key=lambda one: (-one.iteration, one.tier))
@@ -214,14 +216,14 @@ def _newest_first(preferred: Iterator[RecoveryPath], others: Iterator[RecoveryPa
 def windows(
     there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator]
 ) -> Iterator[RecoveryPath]:
-    """Yields the windows from whose end a run can resume exactly, the newest first (MoEvement, section 3.3).
+    """Yields the windows that allow an exact resume from their end, the newest first (MoEvement, section 3.3).
 
     ``there`` has by iteration, the newest first, its checkpoints, the preferred ones first.
     """
     last = None
     for start in there:
         way = window_replay(there, operators, start)
-        if way is not None and way.iteration != last:  # otherwise it only replays more
+        if way is not None and way.iteration != last:  # otherwise it only repeats more iterations
             last = way.iteration
             yield way
 
@@ -229,10 +231,10 @@ def windows(
 def window_replay(
     there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
 ) -> RecoveryPath | None:
-    """Returns the window that starts at an iteration, each operator loaded where it is first whole (Figure 8).
+    """Returns the window that starts at an iteration, or None if it is incomplete (Figure 8).
 
-    Before that, every checkpoint of the window must hold its compute weights; after that, it learns by itself.  A full
-    checkpoint is a window of one iteration.  Returns None if there is no such window.
+    Each operator is loaded at the first iteration where it is complete, and learns from there on. Until then, every
+    checkpoint of the window must have its compute weights. A full checkpoint is a window of one iteration.
     """
     waiting, moments = [operator.name for operator in operators], []
     while waiting:
@@ -299,10 +301,10 @@ def _chain(
     operator: str,
     until: int,
 ) -> tuple[AvailableCheckpoint | None, list[AvailableCheckpoint]]:
-    """Returns the newest checkpoint with all of an operator, and those with its next gradients, without a gap.
+    """Returns the newest checkpoint with all of an operator, and the checkpoints with its next gradients, up to a gap.
 
-    An abandoned time line has no part in it: its gradients led to another state.  Neither has live state, which has no
-    records of its updates.
+    Gradients in superseded memory, or after a base there, are not used: they led to another state. Survivor state is
+    not a base, since it has no records of its updates.
     """
     whole = (one for one in newest_first if one.operators.get(operator) == Detail.FULL.value)
     base = next((one for one in whole if one.tier != LIVE), None)
@@ -325,10 +327,10 @@ def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> Ava
 def needed(
     held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, keep: int
 ) -> set[tuple[int, str]]:
-    """Returns the keys of the checkpoints that are still of use.
+    """Returns the keys of the checkpoints that are still needed.
 
-    These are those of the newest ``keep`` recovery paths, and all newer ones, which may start an incomplete window; all
-    checkpoints, if there is no path.
+    These are the checkpoints of the newest ``keep`` recovery paths and all newer ones, which may start an incomplete
+    window. Without a path, all checkpoints are needed.
     """
     held = list(held)
     ways = list(islice(recoveries(held, operators, exact), keep))

@@ -1,6 +1,6 @@
-"""Transfers boxes of tensors between workers: any holder to any receiver.
+"""Transfers boxes of tensors between workers, from any holder to any receiver.
 
-All workers know who holds and who wants which box, so all compute the same transfers without communication.
+All workers know which worker has and needs each box. So all compute the same transfers without communication.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from moc.state.region import Region
 
 MOST = 64 << 20
-"""Bytes of one transfer, at most."""
+"""Maximum bytes of one transfer."""
 
 
 class Box(NamedTuple):
-    """A box of a slot of a tensor, held or wanted by a worker.
+    """A box of a slot of a tensor that a worker has or needs.
 
     Attributes:
         name: of the tensor in the unpartitioned model.
@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A region sent from the ``held``-th box that the source holds to the ``wanted``-th box that the target wants."""
+    """A region sent from the ``held``-th box that the source has to the ``wanted``-th box that the target needs."""
 
     source: int
     held: int
@@ -47,15 +47,15 @@ class Transfer(NamedTuple):
 def transfers(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], most: int = MOST
 ) -> tuple[list[Transfer], list[Box]]:
-    """Computes who sends what to whom, from the boxes that each rank holds and wants.
+    """Computes the transfers from the boxes that each rank has and needs.
 
-    A worker takes from itself what it holds; otherwise, among the workers that hold the most of a piece, the one sends
-    that sends the fewest bytes so far.  Overlapping boxes hold the same values.  A transfer has at most ``most``
+    A worker uses its own data first. Otherwise, among the workers with the largest part of a region, the worker that
+    sends the fewest bytes so far is the source. Overlapping boxes have the same values. A transfer has at most ``most``
     bytes, or one element.
 
     Returns:
         Transfers that cover each element of the wanted boxes once, in an order for :func:`perform`; and the parts of
-        wanted boxes that nobody holds.
+        wanted boxes that no worker has.
     """
     holders: dict[tuple[str, str], list[tuple[int, int, Region]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -97,7 +97,7 @@ def perform(
 ) -> None:
     """Sends and receives; all workers call it with the same transfers, and with the values of their boxes.
 
-    Each worker finishes one transfer before it starts the next: the first unfinished one always has both of its workers
+    Each worker finishes one transfer before it starts the next. The first unfinished transfer always has both workers
     ready, so there is no deadlock.
     """
     rank = dist.get_rank()

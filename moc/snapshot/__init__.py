@@ -1,1 +1,1 @@
-"""Snapshots from device memory to host memory, beside the computation."""
+"""Snapshots from device memory to host memory, copied in the background."""

@@ -1,10 +1,10 @@
-"""Keeps what works beside training out of its way: off its processor, and not for long in Python's interpreter.
+"""Keeps background threads off the training core and limits how long they hold the GIL.
 
-A thread that is woken to copy or to hash is often put on the processor that trains, where it ran before; training then
-waits for milliseconds although another processor is idle.  On that other processor it still competes for the
-interpreter: it takes it for each call and hands it on to whoever was first to wait, who may not run yet, and training
-sleeps until the interval is over after which it asks again.  Each alone saves little, since the one wait turns into the
-other; both together, most (``docs/results/selective-overhead.md``).
+A woken thread that copies or hashes often runs on the training core, where it ran before. Training then waits for
+milliseconds although another core is idle. On another core, the thread still competes for the GIL. It takes the GIL for
+each call and passes it to the first waiting thread, which may not run yet. Training then sleeps until its switch
+interval ends. Applied separately, the two measures save little, since one wait turns into the other; together they save
+most (``docs/results/selective-overhead.md``).
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import threading
 from collections.abc import Iterable
 
 SWITCH_S = 1e-4
-"""Python's switch interval beside snapshots; its default of 5 ms is as long as a whole copy."""
+"""Python's switch interval during snapshots; its default of 5 ms is as long as a complete copy."""
 
 _BESIDE, _WITH = "snapshot-", "event-log"
-"""What threads are called that work beside training, and those that it waits for."""
+"""Name prefixes of background threads, and of threads that training waits for."""
 
 _LIBC = ctypes.CDLL(None)
 
 
 def share_interpreter() -> None:
-    """Lets a thread that waits for the interpreter ask for it sooner; for the whole process."""
+    """Lets waiting threads of this process request the GIL sooner."""
     sys.setswitchinterval(SWITCH_S)
 
 
 class Aside:
-    """Keeps threads and processes off the processor that trains, if one is left over for them.
+    """Keeps background threads and processes off the training core if another core is left.
 
     Args:
-        workers: of this node, each of which trains on a processor of its own.
+        workers: number of workers on this node, each with its own training core.
     """
 
     def __init__(self, workers: int):
         self._workers, self._moved = workers, None
 
     def move(self, processes: Iterable[int] = ()) -> None:
-        """Moves this process's threads for snapshots, and other processes; the thread that trains calls it.
+        """Moves this process's background threads, and other processes, off the current core.
 
-        They may use the processors that it may use, but the one that it runs on now, which is left to those that it
-        waits for.  Processes run when no thread wants the processor: whoever waits for such a thread would wait for
-        them too.
+        The training thread calls it. Background threads and processes may use the other cores that it may use. The
+        current core is left to training and the threads that it waits for. Processes run only when no thread needs
+        their core; otherwise training could wait for them through such a thread.
         """
         allowed = os.sched_getaffinity(0)
         if len(allowed) <= self._workers:
@@ -61,7 +61,7 @@ class Aside:
         self._moved = now
         for ones, there in ((now[2], allowed - {here}), (waited, {here})):
             for one in ones:
-                with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
+                with contextlib.suppress(OSError):  # it has ended, or the machine forbids it
                     os.sched_setaffinity(one, there)
         for process in processes:
             with contextlib.suppress(OSError):
@@ -69,5 +69,5 @@ class Aside:
 
 
 def _processor() -> int:
-    """The processor that the calling thread runs on."""
+    """Returns the core that the calling thread runs on."""
     return _LIBC.sched_getcpu()

@@ -1,7 +1,7 @@
-"""Threads for operations that may hang: nobody has to wait for them, and they do not keep the process alive.
+"""Daemon threads for operations that may hang; callers can stop waiting, and the process can exit.
 
-Threads of :mod:`concurrent.futures` are joined at interpreter exit, so one write to storage that never returns would
-keep the process forever.
+Threads of :mod:`concurrent.futures` are joined at interpreter exit. A write to storage that never returns would keep
+the process alive forever.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from moc.store.errors import CheckpointError, TakenError
 
 
 class GivenUpError(Exception):
-    """A write was abandoned, and no caller waits for it."""
+    """Error of an abandoned write that no caller waits for."""
 
 
 class Background:
-    """A daemon thread that runs actions one after the other, in the order of submission."""
+    """A daemon thread that runs actions one at a time, in the order of submission."""
 
     def __init__(self, name: str):
         self._name, self._asked, self._starting = name, SimpleQueue(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def submit(self, action: Callable, *args) -> Future:
-        """Queues an action; returns at once.
+        """Queues an action without waiting for it.
 
         The future has its result or exception, and can be cancelled until the action starts.
         """
@@ -43,7 +43,7 @@ class Background:
         self._asked.put(None)
 
     def _work(self) -> None:
-        while self._do(self._asked.get()):  # a call of its own frees the large arguments
+        while self._do(self._asked.get()):  # a separate call frees the large arguments
             pass
 
     def _do(self, asked: tuple[Future, Callable, tuple] | None) -> bool:
@@ -68,14 +68,13 @@ _of_process: dict[str, Background] = {}
 def background(name: str) -> Background:
     """Returns the process-wide thread of this name.
 
-    An action starts once all earlier ones have ended, abandoned ones included: writes of one generation cannot mix with
-    those of the next.
+    An action starts once all earlier ones have ended, abandoned ones included. So writes of two generations cannot mix.
     """
     return _of_process.setdefault(name, Background(name))
 
 
 def with_retries(action: Callable[[], None], pauses_s: Sequence[float], given_up: threading.Event) -> int:
-    """Runs a storage operation, and repeats it after each of some pauses while it fails; returns the repetitions.
+    """Runs a storage operation, and repeats it after each pause while it fails; returns the number of repetitions.
 
     Raises:
         TakenError: another job owns the storage.
@@ -97,7 +96,7 @@ def with_retries(action: Callable[[], None], pauses_s: Sequence[float], given_up
 
 
 def within(seconds: float | None, action: Callable, *args):
-    """Returns the result of an action; None after ``seconds``, and then the action continues in the background.
+    """Returns the result of an action, or None after ``seconds``; the action then continues in the background.
 
     Without a limit (None) it runs on this thread.
     """

@@ -1,4 +1,4 @@
-"""Copies in a pipeline's bubbles, the waits of a worker for other stages (MoEtion, section 5.3, Algorithm 4)."""
+"""Copies in pipeline bubbles: a worker's waits for other stages (MoEtion, section 5.3, Algorithm 4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moc.snapshot.capture import PIECE, Gate, Split
 from moc.stream import Marker, StreamSpans
 
 _PIECES = 256
-"""Pieces that the bubbles of an iteration have time for: each wait, however short, is overrun by one at most."""
+"""Number of pieces that fit into an iteration's bubbles; a copy exceeds a wait by at most one piece."""
 
 _LEAST_PIECE = 64 << 10
 """Bytes below which a check of the gate takes longer than the copy."""
@@ -23,15 +23,15 @@ _LEAST_PIECE = 64 << 10
 _RECENT = 10
 
 _LOOKS_S = 2e-4
-"""Seconds between two looks at the stream of a device."""
+"""Seconds between two checks of a device's stream."""
 
 
 def split_of(amount: int, fitting: float | None) -> Split:
-    """Algorithm 4: copies that the bubbles have no time for pass beside the computation, the rest in the bubbles.
+    """Divides a snapshot by Algorithm 4: copies that do not fit into bubbles run during computation.
 
     Args:
         amount: bytes of the snapshot.
-        fitting: bytes that the bubbles of an iteration have time for; None if unknown, and all pass.
+        fitting: bytes that fit into an iteration's bubbles; None if unknown, and all may pass.
     """
     if fitting is None:
         return Split(beside=amount)
@@ -39,13 +39,13 @@ def split_of(amount: int, fitting: float | None) -> Split:
 
 
 def bubbles_on(device: torch.device) -> Bubbles:
-    """The bubbles of a worker with this device."""
+    """Returns the bubbles of a worker with this device."""
     mark = stream.marker_of(device)
     return Bubbles() if mark is None else StreamBubbles(mark)
 
 
 class Bubbles(Gate):
-    """Times an iteration's waits for other workers, and lets copies pass in them first."""
+    """Gate that measures an iteration's waits for other workers, and lets copies pass in them first."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Bubbles(Gate):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Context of an iteration's forward and backward: outside of waits, the gate is closed."""
+        """Context of an iteration's forward and backward: outside waits, the gate is closed."""
         self._waited_s = 0.0
         self.close()
         try:
@@ -89,15 +89,15 @@ class Bubbles(Gate):
             self._rates.append(amount / seconds)
 
     def split(self, amount: int) -> Split:
-        """As :meth:`Gate.split`: by medians of the last iterations and snapshots."""
+        """As :meth:`Gate.split`, with medians of the last iterations and snapshots."""
         known = self._seconds and self._rates
         return split_of(amount, median_low(self._seconds) * median_low(self._rates) if known else None)
 
 
 class StreamBubbles(Bubbles):
-    """As its base class, by the stream of a device: the host enqueues an iteration before the device computes it.
+    """Bubbles measured on a device's stream, because the host enqueues an iteration before the device computes it.
 
-    Copies pass unless the stream is within a forward or backward, and no wait is under way there.
+    Copies pass unless the stream is in a forward or backward without a wait.
     """
 
     def __init__(self, mark: Marker):
@@ -115,13 +115,13 @@ class StreamBubbles(Bubbles):
         return self._waited.under_way
 
     def wait(self) -> None:
-        """See :class:`Gate`; nothing wakes this thread when the stream gets to a wait."""
+        """See :class:`Gate`; checks regularly, since nothing wakes this thread when the stream reaches a wait."""
         while not self.is_open:
             self._is_open.wait(_LOOKS_S)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """See :class:`Bubbles`; on return, the stream may not have begun."""
+        """See :class:`Bubbles`; when it returns, the stream may not have started."""
         self._computed.take()
         self._waited.take()
         self.close()
@@ -141,6 +141,6 @@ class StreamBubbles(Bubbles):
             yield
 
     def take(self) -> float:
-        """See :class:`Bubbles`; to be called after the vote, for which the host has waited for the stream."""
+        """See :class:`Bubbles`; to be called after the commit all-reduce, when the host has waited for the stream."""
         self._waited_s = self._waited.take()
         return super().take()

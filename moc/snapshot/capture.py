@@ -1,4 +1,4 @@
-"""Copies of live memory that run beside the computation; the next update waits for them."""
+"""Copies of live memory that run during computation; the next update waits for them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch
 from moc.snapshot.copies import Copy, nbytes, pieces
 
 PIECE = 64 << 20
-"""Largest number of bytes copied between two checks of the gate."""
+"""Maximum number of bytes copied between two checks of the gate."""
 
 DEVICE_PIECE = 16 << 20
-"""As :data:`PIECE`, on CUDA: copies of one direction are served in turn, and megatron-core's MoE layers copy the number
-of tokens of each expert to the host before they dispatch; so such a layer waits for one piece at most, a third of a
-millisecond over PCIe 5, and not for the whole snapshot."""
+"""As :data:`PIECE`, on CUDA, where copies of one direction run in turn. megatron-core's MoE layers copy each expert's
+number of tokens to the host before they dispatch. With this limit such a layer waits for at most one piece, not for the
+complete snapshot. A piece takes a third of a millisecond over PCIe 5."""
 
 
 HOST_PIECE = 4 << 20
-"""As :data:`PIECE`, for copies of host memory without a gate: one who waits makes the next piece meanwhile."""
+"""As :data:`PIECE`, for copies of host memory without a gate: a waiting caller copies the next piece."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How copies pass a gate.
+    """Division of copies at a gate.
 
     Attributes:
-        beside: bytes that pass although it is closed, beside the computation.
+        beside: bytes that pass although it is closed, during computation.
         piece: bytes copied between two checks of the gate.
     """
 
@@ -41,15 +41,15 @@ class Split:
 
 
 class Gate:
-    """Holds up copies between two pieces while it is closed; initially open, and thread-safe.
+    """Stops copies between two pieces while it is closed; initially open, and thread-safe.
 
-    If it is closed during an iteration, it must be opened again before the vote.
+    If it is closed during an iteration, it must be opened again before the commit all-reduce.
 
     Args:
         piece: bytes copied between two checks of the gate; None for :data:`PIECE`.
 
     Attributes:
-        passed: bytes that have passed meanwhile.
+        passed: bytes that passed while this worker waited for another one.
     """
 
     def __init__(self, piece: int | None = None):
@@ -68,11 +68,11 @@ class Gate:
         return self._is_open.is_set()
 
     def open(self) -> None:
-        """Lets copies pass from now on."""
+        """Opens the gate: copies pass from now on."""
         self._is_open.set()
 
     def close(self) -> None:
-        """Lets no further piece pass; the current one completes."""
+        """Closes the gate: no further piece passes, and the current one completes."""
         self._is_open.clear()
 
     def wait(self) -> None:
@@ -80,7 +80,7 @@ class Gate:
         self._is_open.wait()
 
     def split(self, amount: int) -> Split:
-        """How a snapshot of so many bytes passes; by default, nothing does while the gate is closed."""
+        """Returns the division of ``amount`` bytes of a snapshot; by default, none pass while the gate is closed."""
         return Split(piece=self._piece or PIECE)
 
     def copied(self, amount: int, seconds: float) -> None:
@@ -107,8 +107,8 @@ class Capture(ABC):
     def wait(self, opens: bool = True) -> None:
         """Returns once everything is copied; may be called from any thread, and repeatedly.
 
-        The caller cannot continue before that, so it opens the gate, and helps where it can; without ``opens``, it
-        leaves the gate as it is, and the work to others.
+        By default it opens the gate and helps to copy, since the caller cannot continue earlier. Without ``opens``, it
+        only waits.
         """
 
     @property
@@ -149,7 +149,7 @@ class Capturer(ABC):
 
     @abstractmethod
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """Starts to copy what the sources hold now, and returns at once; they must not change meanwhile."""
+        """Starts to copy the current values of the sources without waiting; they must not change until copied."""
 
     @abstractmethod
     def close(self) -> None:
@@ -162,8 +162,8 @@ def capturer(device: torch.device, gate: Gate | None = None, check: Callable[[],
     Args:
         device: of the live memory.
         gate: see :class:`ThreadCapturer`; on CUDA there is always one, open by default.
-        check: on CUDA, raises if what this worker has asked of its device so far cannot be trusted; called, by another
-            thread, when the device has done it, and before it is copied.
+        check: on CUDA, raises if the device's work so far cannot be trusted. Called by another thread, after the device
+            has finished this work and before the copy.
     """
     if device.type != "cuda":
         return ThreadCapturer(gate)
@@ -171,7 +171,7 @@ def capturer(device: torch.device, gate: Gate | None = None, check: Callable[[],
 
 
 class Both(Capturer):
-    """Captures what is on a device by one capturer, and what is in host memory (offload) by another."""
+    """Captures device memory with one capturer, and host memory (offload) with another."""
 
     def __init__(self, device: Capturer, host: Capturer):
         self._device, self._host = device, host
@@ -192,16 +192,16 @@ class Both(Capturer):
 
 
 class FromHost:
-    """How the thread copies what is in host memory; torch copies without holding the GIL."""
+    """Copies host memory for the thread; torch copies without holding the GIL."""
 
     def enter(self) -> None:
-        """To be called once on the thread that copies."""
+        """Prepares the copying thread; to be called once on it."""
 
     def now(self) -> Any:
-        """Returns a mark of what the calling thread has asked for so far."""
+        """Returns a marker of the calling thread's device work so far."""
 
     def reach(self, mark: Any) -> None:
-        """Returns once that is done."""
+        """Returns once the marked work is done."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Returns once everything is copied."""
@@ -209,9 +209,9 @@ class FromHost:
 
 
 class FromDevice(FromHost):
-    """How the thread copies from CUDA memory into pinned memory: on a stream of its own, beside the kernels of others.
+    """Copies CUDA memory to pinned memory for the thread, on a separate stream, in parallel with other kernels.
 
-    Every CUDA call is the thread's, which sleeps while it waits: the thread that trains records an event, and no more.
+    The training thread only records an event. The copying thread makes all other CUDA calls and sleeps while it waits.
 
     Args:
         device: of the sources.
@@ -224,12 +224,12 @@ class FromDevice(FromHost):
 
     def enter(self) -> None:
         """See :class:`FromHost`."""
-        torch.cuda.set_device(self._device)  # per thread; otherwise the first call makes a context on device 0
+        torch.cuda.set_device(self._device)  # per thread; otherwise the first call creates a context on device 0
         self._stream = torch.cuda.Stream(self._device)
 
     def now(self) -> torch.cuda.Event:
         """See :class:`FromHost`: kernels on the current stream."""
-        asked = torch.cuda.Event(blocking=True)  # otherwise a waiting thread keeps a core busy
+        asked = torch.cuda.Event(blocking=True)  # otherwise a waiting thread occupies a core
         asked.record()
         return asked
 
@@ -249,14 +249,14 @@ class FromDevice(FromHost):
 
 
 class ThreadCapturer(Capturer):
-    """Captures in a thread beside the computation.
+    """Captures in a background thread.
 
     Args:
-        gate: passed by copies piece by piece; without one, they are of host memory, and who waits helps.
-        how: the thread copies what passes the gate.
+        gate: controls each piece; without one, the copies are of host memory, and waiting callers help.
+        how: copies for the thread, after the gate.
 
     Raises:
-        ValueError: there is no gate for what another way copies.
+        ValueError: ``how`` is given without a gate.
     """
 
     def __init__(self, gate: Gate | None = None, how: FromHost | None = None):
@@ -267,7 +267,7 @@ class ThreadCapturer(Capturer):
         self._last: Future | None = None
 
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """See :class:`Capturer`: what the sources hold once the device has done what it was asked for so far."""
+        """See :class:`Capturer`: copies the sources as they are after the device's work so far."""
         if self._gate is None:
             capture = _HostCapture(copies, self._thread, self._last)
             self._last = capture.done
@@ -301,15 +301,15 @@ class _ThreadCapture(Capture):
 
 
 class _HostCapture(Capture):
-    """Copies of host memory, which the thread makes, and whoever waits for them: by turns, the next piece.
+    """Copies of host memory by the thread and by waiting callers, each taking the next piece in turn.
 
     Args:
         copies: all of them.
-        thread: makes them after those that were started before.
-        last: of these, done when they are.
+        thread: makes them after the copies that were started before.
+        last: done when the thread has no earlier copies left to start; None if there are none.
 
     Attributes:
-        done: when the thread has nothing left to begin.
+        done: when the thread has nothing left to start.
     """
 
     def __init__(self, copies: Sequence[Copy], thread: ThreadPoolExecutor, last: Future | None):
@@ -322,7 +322,7 @@ class _HostCapture(Capture):
         if opens and (self._last is None or self._last.done()):
             self._make()
         self.done.result()
-        self._over.wait()  # for the pieces of others
+        self._over.wait()  # for pieces that other threads copy
         if self._failure is not None:
             raise self._failure
 
@@ -332,7 +332,7 @@ class _HostCapture(Capture):
         return self._seconds
 
     def _make(self) -> None:
-        """Makes copies until none is left that nobody has begun."""
+        """Makes copies until all have been started."""
         try:
             with torch.no_grad():
                 while (piece := self._take()) is not None:
@@ -347,7 +347,7 @@ class _HostCapture(Capture):
         try:
             _copy_all(piece, non_blocking=False)
         except BaseException as error:
-            self._failure = error  # others may wait for this piece
+            self._failure = error  # other threads may wait for this piece
             raise
         finally:
             with self._taking:
@@ -379,7 +379,7 @@ def _passed(copies: Sequence[Copy], gate: Gate, how: FromHost, mark: Any) -> _Pa
 
 
 def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:
-    # one call, so that the GIL is not needed in between
+    # one call, so that the GIL is not needed between copies
     if copies:
         targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
         torch._foreach_copy_(targets, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]  # no public one

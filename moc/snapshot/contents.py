@@ -1,4 +1,4 @@
-"""What this rank saves of a model, for any plan."""
+"""Selects this rank's share of the model for any plan."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _REMEMBERED = 64  # plans; experts selected by load form arbitrarily many sets
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's share of a plan: what it saves, and the layout of its file.
+    """One rank's share of a plan: the saved state, and the layout of its file.
 
     Attributes:
         layout: of the file.
         sources: flat views of live memory, one for each entry of the layout.
         elements: by operator and slot, the number of elements.
-        stored: entries that go to storage: what several nodes save goes there once.  None for all.
+        stored: entries for storage, which has data of several nodes only once. None for all.
     """
 
     layout: FileLayout
@@ -40,14 +40,14 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """A fragment as a file has it.
+    """A fragment as saved in a file.
 
     Attributes:
         operator: that it belongs to.
         entry: its description.
         values: a flat view of its live memory.
         elements: number of them.
-        memory: where that is: slot and storage.
+        memory: slot and storage of the values.
         order: within these.
     """
 
@@ -62,7 +62,7 @@ class _Saved:
 def share(fragments: Iterable[Fragment]) -> Share:
     """Returns the share of these fragments; neighbours in memory are neighbours in the file.
 
-    The same state in the same layout gives the same file in every run: nothing depends on addresses.
+    The same state in the same layout gives the same file in every run, since nothing depends on addresses.
     """
     return _share_of(map(_saved, fragments))
 
@@ -84,7 +84,7 @@ def _share_of(saved: Iterable[_Saved]) -> Share:
 
 
 def _laid_out(parts: Iterable[tuple[Entry, torch.Tensor]], elements: Mapping[str, Mapping[str, int]]) -> Share:
-    ordered = sorted(parts, key=lambda part: -part[0].itemsize)  # as in the file, which so keeps their order
+    ordered = sorted(parts, key=lambda part: -part[0].itemsize)  # the file then keeps this order
     return Share(FileLayout(entry for entry, _ in ordered), tuple(source for _, source in ordered), elements)
 
 
@@ -110,10 +110,10 @@ class Contents:
 
     Args:
         state: the live state.
-        holdings: which rank of this pipeline stage holds what.
+        holdings: state held by each rank of this pipeline stage.
         rank: of this worker.
         scheme: the rules.
-        nodes: by rank, the name of its node, if each node saves what its ranks hold; otherwise empty.
+        nodes: by rank, the name of its node, if each node saves the state of its ranks; otherwise empty.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class Contents:
         self.renew(holdings)
 
     def renew(self, holdings: StageHoldings) -> None:
-        """From now on, ranks hold this, and views of another state are void."""
+        """Replaces the holdings of ranks, and discards views of the previous state."""
         self.holdings = holdings
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
         self._saved: dict[tuple[str, Detail], dict[tuple[ByteRange, ...], list[_Saved]]] = defaultdict(dict)
 
     def share(self, operators: Mapping[str, Detail]) -> Share:
-        """Returns what this rank saves of operators, each at its detail."""
+        """Returns this rank's share of operators, each at its detail."""
         key = tuple(operators.items())
         if key not in self._known:
             if len(self._known) == _REMEMBERED:
@@ -156,7 +156,7 @@ class Contents:
             yield from self._parts(operator, detail, tuple(parts.get(operator, ())))
 
     def _parts(self, operator: str, detail: Detail, parts: tuple[ByteRange, ...]) -> list[_Saved]:
-        """Returns what this rank saves of an operator; cached, since plans differ in which operators they have."""
+        """Returns this rank's share of an operator; cached, since plans have different operators."""
         known = self._saved[operator, detail]
         if parts not in known:
             if len(known) == _REMEMBERED:
@@ -166,7 +166,7 @@ class Contents:
         return known[parts]
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
-        """Returns this rank's fragments of an operator; all are described at once."""
+        """Returns this rank's fragments of an operator; describes all operators in one call."""
         if detail not in self._fragments:
             self._fragments[detail] = defaultdict(list)
             for fragment in self._state.fragments(self._state.operators(), detail):
@@ -174,16 +174,16 @@ class Contents:
         return self._fragments[detail].get(operator, [])
 
     def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
-        """Bytes of these operators by rank of this stage, where any, without file headers."""
+        """Returns the bytes of these operators by rank of this stage, where any, without file headers."""
         return rank_loads(self.holdings, operators, self._scheme, self._nodes)
 
     def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
-        """Returns the :meth:`share` of operators, with the gradients of some of them beside their state."""
+        """Returns the :meth:`share` of operators, and the gradients of some of them in addition to their state."""
         mine, gradients = self.share(operators), dict.fromkeys(sorted(of), Detail.GRAD)
         return joined(mine, self.share(gradients)) if gradients else mine
 
     def entries(self, operators: Mapping[str, Detail], mine: Share | None = None) -> dict[str, OperatorEntry]:
-        """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""
+        """Returns the manifest entries of this rank's share, with the number of updates in its moments."""
         steps = self._state.steps()
         return {
             name: OperatorEntry(operators[name].value, steps.get(name), slots)

@@ -17,23 +17,23 @@ class Copy:
 
 
 def nbytes(copies: Iterable[Copy]) -> int:
-    """Bytes of all copies."""
+    """Returns the bytes of all copies."""
     return sum(copy.source.nbytes for copy in copies)
 
 
 def coalesced(
     sources: Iterable[torch.Tensor], spans: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Joins what is adjacent in live memory and in the file, such as the boxes of a ZeRO range.
+    """Joins data that is adjacent in live memory and in the file, such as the boxes of a ZeRO range.
 
     Args:
         sources: flat tensors.
-        spans: bytes [start, stop) of the file that each goes to.
+        spans: bytes [start, stop) of the file for each source.
 
     Yields:
         Sources, and their spans.
     """
-    first, begin, end, behind = None, 0, 0, 0  # the last: the address after the run, which is [begin, end) of the file
+    first, begin, end, behind = None, 0, 0, 0  # behind: address after the run at [begin, end) of the file
     for source, (start, stop) in zip(sources, spans, strict=True):
         if start == stop:
             continue
@@ -49,7 +49,7 @@ def coalesced(
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a view of one storage can be of both."""
+    """Returns whether one view of a storage can cover both."""
     return one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 

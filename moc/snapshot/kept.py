@@ -1,7 +1,7 @@
-"""Buffers that survive a generation: allocating gigabytes and locking them for CUDA takes seconds.
+"""Retains buffers across generations, because allocating gigabytes and pinning them for CUDA takes seconds.
 
-A buffer in a memory file system may hold a snapshot, which a second hard link publishes.  Such a buffer belongs to the
-slot of that snapshot again once the run has resumed, and is free only when nothing else names it.
+A buffer in a memory file system may contain a snapshot, which a second hard link commits. After the run has resumed,
+this buffer belongs to the snapshot's slot again. It is free only when no other name exists.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from moc.store.buffers import Buffer
 
 
 class KeptBuffers:
-    """The buffers of one worker between generations; not thread-safe."""
+    """Buffers of one worker between generations; not thread-safe."""
 
     def __init__(self):
         self._kept: list[Buffer] = []
 
     def keep(self, buffers: Iterable[Buffer]) -> None:
-        """Takes over buffers that nobody reads or writes."""
+        """Takes over buffers that no thread reads or writes."""
         self._kept.extend(buffers)
 
     @property
@@ -29,20 +29,21 @@ class KeptBuffers:
         return {buffer.path for buffer in self._kept if buffer.path is not None}
 
     def drop_others(self, name: str) -> None:
-        """Frees buffers whose files are not named after ``name``, such as those of a rank that was this worker's."""
+        """Frees buffers whose files are not named after ``name``, such as buffers of this worker's previous rank."""
         others = [buffer for buffer in self._kept if buffer.path is not None and buffer.path.stem != name]
         for buffer in others:
             self._kept.remove(buffer)
             buffer.close()
 
     def published_as(self, file: Path) -> Buffer | None:
-        """Gives away the buffer that is also named ``file``, if there is one."""
+        """Removes and returns the buffer that is also named ``file``, if there is one."""
         return self._give(next((one for one in self._kept if _is_same(one.path, file)), None))
 
     def take(self, nbytes: int, directory: Path | None) -> Buffer | None:
-        """Gives away the smallest free buffer of at least ``nbytes`` bytes in a directory, None for anonymous memory.
+        """Removes and returns the smallest free buffer of at least ``nbytes`` bytes in a directory.
 
-        If all are too small, it frees the largest, to make room, and returns None.
+        Without a directory (None), the buffer is anonymous memory. If all are too small, it frees the largest, to make
+        room, and returns None.
         """
         free = sorted(
             (one for one in self._kept if (one.path and one.path.parent) == directory and _is_free(one)),
@@ -55,7 +56,7 @@ class KeptBuffers:
         return self._give(fitting)
 
     def trim(self, most: int) -> None:
-        """Frees all but ``most`` buffers, those that cannot be taken first; what is published stays in its file."""
+        """Frees all but ``most`` buffers, unavailable ones first, then the smallest; committed files remain."""
         order = sorted(self._kept, key=lambda one: (not _is_free(one), -one.nbytes))
         self._kept, over = order[:most], order[most:]
         for buffer in over:
@@ -72,7 +73,7 @@ def _is_free(buffer: Buffer) -> bool:
         return True
     try:
         return buffer.path.stat().st_nlink == 1
-    except OSError:  # somebody has removed it, and nothing could be published from it any more
+    except OSError:  # it was removed, so nothing could be committed from it
         return False
 
 

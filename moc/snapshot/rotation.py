@@ -1,22 +1,20 @@
-"""Rotation of buffers, so that one complete snapshot exists at every moment (MoC-System, section 5.2).
+"""Rotates buffers so that one complete snapshot exists at every moment (MoC-System, section 5.2).
 
-A state machine without side effects.  All ranks feed it the same events in the same order, since the vote of each
-iteration carries what only one rank knows; so all agree on whether a buffer is free.
+A state machine without side effects. All ranks process the same events in the same order, since each iteration's commit
+all-reduce carries facts known to only one rank. So all agree on whether a buffer is free.
 
     FREE -> FILLING -> RECOVERY -> RETIRING -> FREE
 
-* FILLING: being copied into; no rank knows yet whether all have the snapshot.  If a rank lacks memory for its part, all
+* FILLING: being copied into; no rank knows yet whether all have the snapshot. If a rank lacks memory for its part, all
   abandon the snapshot, and it retires.
 * RECOVERY: all ranks have this snapshot, and no newer one supersedes it.
-* RETIRING: a newer one supersedes it, but may not be published yet; after the next vote it is.
+* RETIRING: a newer one supersedes it, but may not be committed yet; after the next commit all-reduce it is.
 
-A full snapshot supersedes all earlier ones.  A snapshot of a window (MoEvement, section 3.2) supersedes others only if
-it ends the window, and then all that precede the window; so the newest complete window stays, and all of the current
-one.
+A full snapshot supersedes all earlier ones. A snapshot of a window (MoEvement, section 3.2) supersedes others only if
+it ends the window: all that precede the window. So the newest complete window and all of the current one stay.
 
-A buffer that is being written to storage is not free in any state.  If memory keeps what recovery needs, the caller
-writes one state at a time to storage, a snapshot or a window: so there is always another buffer, however long storage
-takes.
+A buffer that is being written to storage is not free in any state. If memory keeps the state for recovery, the caller
+writes one snapshot or window at a time to storage. So there is always another buffer, even if storage is slow.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Use(Enum):
 
 
 _NEWEST_FIRST = (Use.FILLING, Use.RECOVERY, Use.RETIRING, Use.FREE)
-"""Uses of two buffers with the snapshot of one iteration: the newer one comes first."""
+"""Uses of two buffers with the snapshot of one iteration; the newer buffer is first."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Slot:
 
     Attributes:
         use: of the buffer, apart from being written to storage.
-        iteration: of the snapshot that it holds.
+        iteration: of the snapshot that it contains.
         persisting: it is being written to storage, by this rank or another.
         supersedes: once all ranks have it, snapshots before this iteration are not needed; None if they are.
         superseded_by: iteration of the snapshot that made a retiring one obsolete.
@@ -67,13 +65,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The buffers, identical on every rank: those that recovery needs, and spare ones.
+    """Buffers for recovery and spare buffers, identical on every rank.
 
     Attributes:
         slots: the buffers; their number grows on demand.
-        spare: buffers that may be in use in addition to recovery's; all buffers that one snapshot makes obsolete
-            count as one until the next vote, and with ``keep`` so do all that only storage still needs.
-        keep: memory keeps what recovery needs; otherwise storage does.
+        spare: buffers that may be in use in addition to recovery's. All buffers that one snapshot makes obsolete count
+            as one until the next commit all-reduce. With ``keep``, so do all buffers that only storage still needs.
+        keep: memory keeps the state for recovery; otherwise storage does.
         stores: with ``keep``, snapshots also go to storage.
     """
 
@@ -100,16 +98,16 @@ class Rotation:
         return tuple(number for number, slot in enumerate(self.slots) if slot.free)
 
     def held(self) -> set[int]:
-        """Iterations of the snapshots that are being copied or that recovery needs."""
+        """Returns the iterations of the snapshots that are being copied or that recovery needs."""
         in_use = (slot.iteration for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
         return {iteration for iteration in in_use if iteration is not None}
 
     def holds(self, iteration: int) -> bool:
-        """Whether a buffer holds the snapshot of an iteration, not given up."""
+        """Returns whether a buffer contains the snapshot of an iteration, not given up."""
         return any(slot.iteration == iteration and not slot.free for slot in self.slots)
 
     def holding(self, iteration: int) -> int:
-        """Returns the buffer of a snapshot that is not given up; of one that is taken again, the new buffer.
+        """Returns the buffer of a snapshot that is not given up; if it is taken again, the new buffer.
 
         Raises:
             KeyError: there is none.
@@ -131,19 +129,19 @@ class Rotation:
         return any(slot.persisting for slot in self.slots)
 
     def voted(self) -> Rotation:
-        """A vote has passed: every rank has done its earlier work, publishing included."""
+        """Records a commit all-reduce: every rank has done its earlier work, including commits of snapshots."""
         return self._each(
             lambda slot: replace(slot, use=Use.FREE, superseded_by=None) if slot.use is Use.RETIRING else slot
         )
 
     def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
-        """A snapshot is being copied into the buffer that :meth:`free` returns."""
+        """Records that a snapshot is being copied into the buffer that :meth:`free` returns."""
         number = self.free()
         assert number is not None  # the caller has waited for one
         return self._set(number, Slot(Use.FILLING, iteration, persisting, supersedes))
 
     def complete(self, iteration: int) -> Rotation:
-        """All ranks have copied a snapshot; what it supersedes retires, and so does an earlier copy of itself."""
+        """Records that all ranks have copied a snapshot; superseded ones retire, including earlier copies of itself."""
         number = self.holding(iteration)
         if not self.keep:
             return self._set(number, replace(self.slots[number], use=Use.FREE))
@@ -159,7 +157,7 @@ class Rotation:
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
 
     def abandon(self, iteration: int) -> Rotation:
-        """Some rank could not copy a snapshot: it retires, and so do the others of its incomplete window."""
+        """Retires a snapshot that some rank could not copy, and the others of its incomplete window."""
         number, ended = self.holding(iteration), self.newest_end(iteration)
 
         def retired(slot: Slot) -> Slot:
@@ -171,18 +169,18 @@ class Rotation:
         return self._each(retired)._set(number, changed)
 
     def newest_end(self, before: int) -> int:
-        """Iteration of the newest snapshot before another one that ends a window, and is not given up; -1 for none."""
+        """Returns the iteration of the newest snapshot before another that ends a window and is not given up, or -1."""
         in_use = (slot for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
         ends = (slot.iteration for slot in in_use if slot.supersedes is not None and slot.iteration is not None)
         return max((one for one in ends if one < before), default=-1)
 
     def persist(self, iteration: int) -> Rotation:
-        """Every rank starts to write its part of a snapshot to storage."""
+        """Records that every rank starts to write its part of a snapshot to storage."""
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=True))
 
     def persisted(self, iteration: int) -> Rotation:
-        """Every rank has written its part."""
+        """Records that every rank has written its part."""
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=False))
 
@@ -190,8 +188,8 @@ class Rotation:
     def _retiring(self) -> int:
         """Number of spare buffers that retiring ones count as.
 
-        One vote can complete several snapshots, and each may supersede others.  Snapshots after the end of a window
-        count, too: otherwise they need buffers before the superseded window has left its own.
+        One commit all-reduce can complete several snapshots, and each may supersede others. Snapshots after the end of
+        a window count, too: otherwise they would need buffers before the superseded window has released its own.
         """
         ends = {slot.superseded_by for slot in self.slots if slot.use is Use.RETIRING}
         newest = max((end for end in ends if end is not None), default=None)
@@ -202,12 +200,12 @@ class Rotation:
 
     @property
     def _held(self) -> int:
-        """Number of spare buffers that count as used by storage alone."""
+        """Number of spare buffers that count as used only by storage."""
         held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
         return min(held, 1) if self.keep else held
 
     def most(self, window: int = 1, kept: int | None = None) -> int:
-        """Maximum number of buffers for windows of this length; recovery needs ``kept`` snapshots at most."""
+        """Returns the maximum number of buffers for windows of this length; recovery needs up to ``kept`` snapshots."""
         kept = kept_of_windows(window) if kept is None else kept
         return most_buffers(kept, window, self.spare, self.stores) if self.keep else self.spare
 

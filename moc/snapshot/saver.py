@@ -1,4 +1,4 @@
-"""One rank's part of every snapshot: captured, sealed, and written to storage, each beside the computation."""
+"""Captures, finalizes and writes one rank's part of every snapshot, each in the background."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from moc.store.slots import DIRECTORY
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
-_CHUNK = 16 << 20  # bytes written at once
+_CHUNK = 16 << 20  # bytes per write
 _GRAD = "grad"
-_OVERWRITTEN = bytes(8)  # no header begins so: what the buffer was the file of can be told to be gone
-_REMEMBERED = 16  # shares per buffer; those of a window take turns
+_OVERWRITTEN = bytes(8)  # no header starts like this, so overwritten snapshots are detected
+_REMEMBERED = 16  # shares per buffer; the shares of a window take turns
 
 
 Digests = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
@@ -49,18 +49,18 @@ class Snapshot:
 
     Attributes:
         iteration: iterations completed when it was taken.
-        layout: of ``buffer``, which holds the file as it will be stored.
+        layout: of ``buffer``, which contains the file as it will be stored.
         buffer: host memory.
-        operators: what it holds of each operator.
+        operators: manifest entries of its operators.
         capture: the copies into the buffer.
-        gradients: the first of them, which must be done before the next iteration clears the gradients; None if there
-            are none.
-        in_memory: it goes to the memory tier, if there is one; otherwise to storage alone.
-        after: must be done before the snapshot counts as sealed.
+        gradients: the first of them, which must be done before the next iteration clears the gradients; None without
+            gradients.
+        in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
+        after: must be done before the snapshot counts as finalized.
         stored: as in :class:`~moc.snapshot.contents.Share`.
-        sealed: done when the buffer holds the whole file, hashes included; with a memory tier, in memory that outlives
-            this process.
-        digests: hashes of the entries, once it is sealed.
+        sealed: done when the buffer contains the complete file, hashes included; with a memory tier, in memory that
+            outlives this process.
+        digests: hashes of the entries, once it is finalized.
         persisted: done when storage has it; None until :meth:`Saver.persist` is called.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
@@ -87,17 +87,17 @@ class Snapshot:
 
 
 class Saver:
-    """Captures, seals and writes in threads; the futures of a snapshot raise their errors.
+    """Captures, finalizes and writes in threads; the futures of a snapshot raise their errors.
 
     Args:
         rank: of this worker.
         device: of the live memory.
         memory: tier in this node's memory, if there is one.
         storage: tier beyond it; needed by :meth:`persist`.
-        gate: holds up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
-        kept: buffers of an earlier generation, to be used again; those of this one go there.  None to free them.
+        gate: delays copies; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+        kept: provides an earlier generation's buffers, and receives this one's; None to free them.
         check: as in :func:`~moc.snapshot.capture.capturer`.
-        digests: hashes entries, on the thread that seals.
+        digests: hashes entries, on the thread that finalizes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Saver:
         self._digests: Digests = digests or hashed
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
-        self._kept.drop_others(_slot_of(rank))  # before the worker that has that rank now makes files of these names
+        self._kept.drop_others(_slot_of(rank))  # before the rank's new worker creates files of these names
         self._capturer = capturer(device, gate, check)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
@@ -122,7 +122,7 @@ class Saver:
         self._copies: dict[Buffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
 
     def reserve(self, slot: int, nbytes: int, most: float = math.inf) -> None:
-        """Gives a slot a buffer of ``nbytes`` bytes; keeps an existing one of at least that and at most ``most`` bytes.
+        """Allocates a buffer of ``nbytes`` bytes for a slot; keeps an existing one of ``nbytes`` to ``most`` bytes.
 
         Raises:
             NoRoomError: there is too little memory.
@@ -136,22 +136,22 @@ class Saver:
         self._buffers[slot] = buffer or Buffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
 
     def trim(self, slots: int) -> None:
-        """Frees the buffers of all slots from ``slots`` on, and kept ones for which there is no slot."""
+        """Frees the buffers of all slots from ``slots`` on, and kept ones without a slot."""
         for slot in [slot for slot in self._buffers if slot >= slots]:
             self._give_back(slot)
         self._kept.trim(max(0, slots - len(self._buffers)))
 
     def adopt(self, iterations: Iterable[int]) -> None:
-        """Gives the slots from 0 on the kept buffers that hold the published snapshots of these iterations, if any."""
+        """Assigns the kept buffers with the committed snapshots of these iterations, if any, to the slots from 0 on."""
         for slot, iteration in enumerate(iterations):
             buffer = self._kept.published_as(self._published(iteration))
             if buffer is not None:
                 self._buffers[slot] = buffer
 
     def remove_leftovers(self, others: bool, node: Collection[int]) -> None:
-        """Removes the names of buffers that earlier processes of this rank have left in memory.
+        """Removes the names of buffers that earlier processes of this rank left in memory.
 
-        With ``others``, also those of ranks that are not on this node any more, whose ranks are ``node``.
+        With ``others``, also the names left by ranks that are no longer on this node; ``node`` has its current ranks.
         """
         if self._directory is None or not self._directory.is_dir():
             return
@@ -164,7 +164,7 @@ class Saver:
             remove_own(path)
 
     def beside(self) -> Saver:
-        """Another saver to the same places, which shares the kept buffers."""
+        """Returns another saver with the same memory and storage, which shares the kept buffers."""
         kept = self._kept if self._keeps else None
         return Saver(self._rank, self._device, self._memory, self._storage, kept=kept, check=self._check)
 
@@ -179,25 +179,25 @@ class Saver:
         after: Future | None = None,
         nbytes: int | None = None,
     ) -> Snapshot:
-        """Starts to copy a share into a slot's buffer, and to seal it; returns at once.
+        """Starts to copy a share into a slot's buffer and to finalize it, without waiting.
 
-        The live memory must not change before ``capture.wait()`` has returned; gradients, which are copied first, not
-        before ``gradients.wait()`` has.
+        The live memory must not change before ``capture.wait()`` has returned. Gradients are copied first and must not
+        change before ``gradients.wait()`` has returned.
 
         Args:
             slot: number of the slot.
             iteration: iterations completed.
-            share: what this rank saves.
-            operators: what it holds of each operator.
-            others: further free slots: the smallest of all their buffers that fits becomes this slot's; if memory is
-                short, their buffers make room.
+            share: this rank's share.
+            operators: manifest entries of its operators.
+            others: further free slots. The smallest of all their buffers that fits becomes this slot's. If memory is
+                insufficient, their buffers are freed.
             in_memory: as in :class:`Snapshot`.
             after: as in :class:`Snapshot`.
-            nbytes: bytes of a buffer for every snapshot of the window, if it is one of several: then a larger buffer is
+            nbytes: bytes of a buffer for every snapshot of the window, if it is one of several; a larger buffer is then
                 replaced.
 
         Returns:
-            The snapshot; if there is too little memory, ``sealed`` raises NoRoomError.
+            The snapshot; if memory is insufficient, ``sealed`` raises NoRoomError.
         """
         others, least = [other for other in others if other != slot], share.layout.nbytes
         size = max(least, nbytes or 0)
@@ -261,10 +261,12 @@ class Saver:
     def persist(
         self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None, pauses_s: Sequence[float] = ()
     ) -> None:
-        """Starts to write a snapshot to storage once it is sealed; returns at once.
+        """Starts to write a snapshot to storage once it is finalized, without waiting.
 
-        It writes only the given operators, each at its detail; by default all.  A failed write is repeated after each
-        of the pauses.
+        Args:
+            snapshot: to write.
+            operators: operators to write, each at its detail; all by default.
+            pauses_s: pauses before the repetitions of a failed write.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators, pauses_s)
         under_way = {one: buffer for one, buffer in self._written.items() if not one.done()}
@@ -273,8 +275,8 @@ class Saver:
     def close(self, patience: float = 0.0) -> None:
         """Ends pending work, and keeps or frees the buffers; files named in memory or storage stay.
 
-        Copied snapshots are sealed first, since others may have the matching parts.  A started write to storage may
-        take ``patience`` seconds to complete; then it is abandoned, keeps its memory until it ends, and is not
+        Copied snapshots are finalized first, since other ranks may have the matching parts. A started write to storage
+        may take ``patience`` seconds to complete. Then it is abandoned: it keeps its memory until it ends, and is not
         reported.
         """
         self._capturer.close()
@@ -411,7 +413,7 @@ class Saver:
 
     @property
     def _directory(self) -> Path | None:
-        """Where buffers have their own names; None without a memory tier."""
+        """Directory with the buffers' own names; None without a memory tier."""
         return None if self._memory is None else self._memory_place().root / DIRECTORY
 
     def _new_path(self) -> Path | None:
@@ -433,14 +435,14 @@ class Saver:
 
 
 def _fail(after: Future | None, error: NoRoomError) -> NoReturn:
-    """Raises an error once what must be done before the snapshot counts as sealed is done."""
+    """Raises an error after ``after`` is done."""
     if after is not None:
         after.result()
     raise error
 
 
 def hashed(buffer: Buffer, spans: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """The hashes of spans of a buffer, each of bytes [start, stop)."""
+    """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
     return tuple(digest_of(buffer.memory[start:stop]) for start, stop in spans)
 
 
@@ -458,7 +460,7 @@ def _copies(buffer: Buffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]
 
 
 def _runs(parts: Iterable[tuple[torch.Tensor, int, int]]) -> Iterator[list[tuple[torch.Tensor, int, int]]]:
-    """Cuts parts into those of one dtype that follow each other in the file."""
+    """Cuts parts into runs of one dtype that are consecutive in the file."""
     run = []
     for source, start, stop in parts:
         if run and (run[-1][2] != start or run[-1][0].dtype != source.dtype):
