@@ -1,5 +1,5 @@
-"""Where replicas of experts are, and which one computes a token, on a number of nodes that changes (Lazarus).
+"""Places expert replicas and dispatches tokens on a changing number of nodes (Lazarus).
 
-Pure functions of loads and members, without torch and without communication: each rank computes the same.  What the
-paper says, and where its rules are corrected, is in ``docs/explanation/lazarus.md``.
+Pure functions of loads and active nodes, without torch or communication: all ranks compute the same results.
+``docs/explanation/lazarus.md`` describes the paper and the corrections of its rules.
 """

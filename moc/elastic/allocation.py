@@ -1,4 +1,4 @@
-"""How many replicas each expert has (Lazarus, section 4.1, equation 1)."""
+"""Computes the number of replicas of each expert (Lazarus, section 4.1, equation 1)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from moc.elastic.errors import ElasticError
 
 
 def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
-    """f, or as much of it as the slots allow; fewer than so many simultaneous losses of nodes are survived.
+    """Returns f, or the largest smaller value that fits the slots; fewer simultaneous node losses lose no expert.
 
-    Lazarus drops f where it does not fit (section 6.2).
+    Lazarus reduces f if it does not fit (section 6.2).
 
     Args:
         wanted: f.
-        experts: of a layer.
-        nodes: that hold them; f replicas are on f nodes.
+        experts: experts of a layer.
+        nodes: nodes that hold them; f replicas are on f nodes.
         slots: experts that a node can hold.
 
     Raises:
@@ -31,9 +31,9 @@ def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
 
 
 def most_everywhere(wanted: int, experts: int, nodes: int, slots: int) -> int:
-    """The most experts that every node can hold while the slots that are left keep f for the others.
+    """Returns the maximum number of experts that all nodes can hold while the remaining slots keep f for the others.
 
-    It takes the arguments of :func:`least_replicas`, and raises the same errors.
+    Arguments and errors as in :func:`least_replicas`.
     """
     kept = least_replicas(wanted, experts, nodes, slots)
 
@@ -45,18 +45,18 @@ def most_everywhere(wanted: int, experts: int, nodes: int, slots: int) -> int:
 
 
 def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
-    """Replicas of each expert in proportion to its tokens, and at least ``least`` (equation 1).
+    """Returns the replicas of each expert in proportion to its tokens, at least ``least`` (equation 1).
 
-    Exact, in integers.  Ascending with the loads, where equal loads are in the order of the experts; without any load,
-    experts are alike.
+    The computation is exact, in integers. Replicas ascend with the loads; equal loads are ordered by expert number.
+    Without any load, all experts have the same weight.
 
     Args:
         loads: tokens of each expert.
-        slots: replicas in all.
+        slots: total number of replicas.
         least: f, at most slots / experts.
 
     Returns:
-        By expert; the sum is ``slots``.
+        Replicas by expert; the sum is ``slots``.
 
     Raises:
         ValueError: there are fewer slots than ``least`` for each expert.
@@ -78,20 +78,20 @@ def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
 
 
 def allocate_distinct(loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0) -> list[int]:
-    """As :func:`allocate`, for replicas on different nodes: at most one for each node.
+    """Returns the replicas of each expert as :func:`allocate`, but at most one per node.
 
-    A second replica of an expert on a node would be the same weights once more; the dispatcher gives more tokens to the
-    first one instead, and the slot goes to another expert.
+    A second replica of an expert on a node would duplicate its weights. Instead, the dispatcher gives more tokens to
+    the first replica, and another expert gets the slot.
 
     Args:
         loads: tokens of each expert.
-        nodes: that hold replicas.
-        slots: of each node.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
         least: f.
-        everywhere: of the hottest experts, so many have a replica on every node.
+        everywhere: number of hottest experts with a replica on every node.
 
     Returns:
-        By expert; the sum is ``nodes * slots``, or less where every node holds every expert.
+        Replicas by expert; the sum is ``nodes * slots``, or less if every node holds every expert.
 
     Raises:
         ValueError: the slots do not suffice.
@@ -109,5 +109,5 @@ def allocate_distinct(loads: Sequence[int], nodes: int, slots: int, least: int, 
 
 
 def ascending(loads: Sequence[int]) -> list[int]:
-    """Experts from the coldest to the hottest; equal ones by number."""
+    """Returns the experts from the coldest to the hottest; equal ones by number."""
     return sorted(range(len(loads)), key=loads.__getitem__)

@@ -1,6 +1,6 @@
-"""What is sent from whom to whom, when ranks hold other operators than before; sources are alike in bytes.
+"""Plans transfers of operators between ranks when their holders change.
 
-Holders of an operator have the same bits, so that each part of it may come from another one.
+All holders of an operator have the same bits, so each part may have a different source.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from moc.errors import UserError
 from moc.state.region import Region
 
 PIECE = 64 << 20
-"""Bytes of the largest piece: staging memory is as large, and a loss ends no longer transfer."""
+"""Maximum bytes of a chunk; limits staging memory, and the length of a transfer that a loss interrupts."""
 
 PARTS = 16
-"""Pieces of an expert at least, so that what one rank holds goes to several, which pass it on."""
+"""Minimum number of chunks of the largest expert: several ranks receive parts of it, and forward them."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One slot of a tensor of an operator.
+    """One state tensor of an operator, or a chunk of it.
 
     Attributes:
-        operator: ``layers.N.expert.E``, or any other.
-        name: in the unpartitioned model.
-        slot: ``master``, ``exp_avg``, ...
-        region: the box of it that holders have.
+        operator: name of the operator, such as ``layers.N.expert.E``.
+        name: name in the unpartitioned model.
+        slot: optimizer-state key: ``master``, ``exp_avg``, ...
+        region: chunk bounds that the holders have.
         itemsize: bytes of an element.
     """
 
@@ -42,16 +42,16 @@ class Tensor:
 
     @cached_property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self.region.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A piece of a tensor that one rank sends to another; ranks are those of the new world.
+    """A chunk that one rank sends to another; ranks are numbered in the new world.
 
     Attributes:
-        round: 0, or 1 if the source may have got the piece in round 0.
+        round: 0, or 1 if the source may have received the chunk in round 0.
     """
 
     round: int
@@ -60,12 +60,12 @@ class Transfer:
     piece: Tensor
 
 
-_SWEEPS = 4  # after which a further one changes little
-_Delivery = tuple[int, Tensor]  # target and piece
+_SWEEPS = 4  # further sweeps change little
+_Delivery = tuple[int, Tensor]  # target and chunk
 
 
 class NoSourceError(UserError, ValueError):
-    """Nobody holds an operator that somebody needs: it must come from a checkpoint."""
+    """An operator is needed, but held by no rank: it must be loaded from a checkpoint."""
 
     code = "state-without-source"
 
@@ -76,23 +76,23 @@ def transfers(
     after: Mapping[str, Collection[int]],
     most: int = PIECE,
 ) -> list[Transfer]:
-    """The transfers that bring each operator to those that shall hold it and do not yet.
+    """Returns the transfers that bring each operator to its new holders.
 
-    Of an operator with several new holders, the pieces are dealt out among them in round 0, and they pass them on to
-    one another in round 1, so that what only few held does not wait for those.  Who sends how much is levelled, as the
-    dispatcher does with tokens; which piece comes from whom follows from their order.
+    If an operator has several new holders, its chunks are distributed among them in round 0. They forward the chunks to
+    each other in round 1, so they do not wait for a few original holders. Bytes sent are balanced as the dispatcher
+    balances tokens. The order of the chunks determines their sources.
 
     Args:
-        tensors: of all operators that are told of.
-        before: ranks that hold an operator.
-        after: ranks that shall hold it.
-        most: bytes of a piece.
+        tensors: state of all operators to consider.
+        before: current holders by operator.
+        after: future holders by operator.
+        most: maximum bytes of a chunk.
 
     Returns:
-        The same on every rank, round by round; both sides may post those of a round in this order.
+        The same on every rank, sorted by round; senders and receivers may post the transfers of a round in this order.
 
     Raises:
-        NoSourceError: an operator is needed, and held by no rank.
+        NoSourceError: an operator is needed, but held by no rank.
     """
     whole: dict[str, list[Tensor]] = {}
     for tensor in tensors:
@@ -104,7 +104,7 @@ def transfers(
             f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}. Fix: load a "
             "checkpoint",
         )
-    cut = functools.cache(lambda region, count: [*region.cut(count)])  # most tensors are alike
+    cut = functools.cache(lambda region, count: [*region.cut(count)])  # cached, since most tensors have equal shapes
     groups: list[_Group] = []
     for one in moved:
         pieces = [
@@ -123,7 +123,7 @@ def transfers(
 
 @dataclass(frozen=True)
 class _Group:
-    """Deliveries that any of the same ranks may make."""
+    """Deliveries with the same possible sources."""
 
     round: int
     sources: list[int]
@@ -135,7 +135,7 @@ class _Group:
 
 
 def _groups(sources: list[int], targets: list[int], pieces: list[Tensor]) -> Iterator[_Group]:
-    """Of one operator: each piece once, to one target; then each target's, to the others."""
+    """Yields the deliveries of one operator: each chunk to one target, then to the other targets."""
     dealt = {target: pieces[place :: len(targets)] for place, target in enumerate(targets)}
     yield _Group(0, sources, [(target, piece) for target, mine in dealt.items() for piece in mine])
     for holder, mine in dealt.items():
@@ -145,10 +145,10 @@ def _groups(sources: list[int], targets: list[int], pieces: list[Tensor]) -> Ite
 
 
 def _shares(groups: Sequence[_Group]) -> list[list[int]]:
-    """Bytes that each source of each group sends: those that send least are filled up, until all are level.
+    """Returns the bytes that each source of each group sends; the least loaded sources are filled first.
 
-    One group after the other is shared out anew among its sources, on top of what they send of the others.  That lowers
-    the sum of squares at each step, and so leads to the most even shares there are.
+    Each step redistributes one group among its sources, given their loads from the other groups. This lowers the sum of
+    squares, and so leads to the most even shares.
     """
     loads = [0] * _ranks(groups)
     shares = [[0] * len(group.sources) for group in groups]
@@ -169,7 +169,7 @@ def _shares(groups: Sequence[_Group]) -> list[list[int]]:
 
 
 def levelled(loads: Sequence[int], amount: int) -> list[int]:
-    """As :func:`moc.elastic.dispatch.filled_up`; faster where they are few."""
+    """Returns the result of :func:`moc.elastic.dispatch.filled_up`; faster for few loads."""
     order = sorted(range(len(loads)), key=loads.__getitem__)
     count = total = 0
     for place in order:
@@ -184,7 +184,7 @@ def levelled(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _sources(groups: Sequence[_Group], shares: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Who makes each delivery of each group: of its sources, the one that is most behind its shares so far."""
+    """Yields the sources of the deliveries of each group: always the one furthest behind its share."""
     behind = [0] * _ranks(groups)
     for group, share in zip(groups, shares, strict=True):
         for source, nbytes in zip(group.sources, share, strict=True):
@@ -202,12 +202,12 @@ def _ranks(groups: Sequence[_Group]) -> int:
 
 
 def expert_operator(layer: int, expert: int) -> str:
-    """Name of an expert's operator."""
+    """Returns the name of an expert's operator."""
     return f"layers.{layer}.expert.{expert}"
 
 
 def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Ranks that hold each expert, by the name of its operator."""
+    """Returns the ranks that hold each expert, by operator name."""
     return {
         expert_operator(layer, expert): plan.holders(layer, expert)
         for layer, expert in itertools.product(sorted(plan.tables), range(plan.experts))
@@ -215,25 +215,25 @@ def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def copies(before: Plan, after: Plan) -> int:
-    """Replicas of experts that ranks hold by a plan, and not by another one of the same ranks."""
+    """Returns the number of replicas that ranks hold by ``after`` but not by ``before``, with the same ranks."""
     return sum(int((after.held(layer) > before.held(layer)).sum()) for layer in after.tables)
 
 
 def expert_transfers(
     before: Mapping[str, Collection[int]], after: Plan, nbytes: Mapping[int, int]
 ) -> dict[int, list[Transfer]]:
-    """The transfers that bring experts to where a plan has them, levelled over all layers.
+    """Returns the transfers that bring experts to their holders by a plan, balanced over all layers.
 
     Args:
-        before: ranks that hold each expert now, as :func:`experts_held` tells it.
+        before: ranks that hold each expert now, in the form of :func:`experts_held`.
         after: the plan.
-        nbytes: by layer, bytes of the state of one of its experts, which is one range of bytes.
+        nbytes: by layer, bytes of the state of one expert, which is one range of bytes.
 
     Returns:
-        By layer, so that layers can be moved one by one; each as :func:`transfers` returns it.
+        Transfers by layer, in the form of :func:`transfers`; layers can be moved one by one.
 
     Raises:
-        NoSourceError: an expert is needed, and held by no rank.
+        NoSourceError: an expert is needed, but held by no rank.
     """
     layer_of = {expert_operator(layer, expert): layer for layer in nbytes for expert in range(after.experts)}
     tensors = [Tensor(name, "", "", Region((0,), (nbytes[layer],)), 1) for name, layer in layer_of.items()]
@@ -245,7 +245,7 @@ def expert_transfers(
 
 
 def experts_left(previous: Plan, members: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Ranks among those of ``members`` that hold each expert by the previous plan; none, where it is lost."""
+    """Returns the ranks of ``members`` that hold each expert by the previous plan; none if it is lost."""
     number = {member: index for index, member in enumerate(members)}
     now = {
         index * previous.ranks + local: number[member] * previous.ranks + local

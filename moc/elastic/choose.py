@@ -1,4 +1,4 @@
-"""Chooses how many experts are on every node (h), and how many replicas each has at least (f)."""
+"""Chooses the number of experts on every node (h), and the minimum number of replicas (f)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from moc.elastic.dispatch import work
 from moc.elastic.placement import holders, place_by_load
 
 TOLERATED = 1.05
-"""Work of the busiest node by that of the mean, below which another hot expert on every node brings little."""
+"""Work of the busiest node relative to the mean; below this, further experts on every node gain little."""
 
 
 def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int, alike: bool = False) -> int:
-    """The fewest hottest experts that must be on every node for levelled work.
+    """Returns the minimum number of hottest experts on every node that balances the work.
 
-    Maximum rank overlap puts cold experts on the same few nodes, which then have little to do, and each slot for a hot
-    expert there makes for more groups of cold ones, and so for less survival.
+    Maximum rank overlap puts cold experts on the same few nodes, which have little work. Each slot for a hot expert
+    there creates more groups of cold experts, and so lowers survival.
 
     Args:
-        loads: tokens of each expert, of each layer.
-        nodes: that hold replicas.
-        slots: of each node.
-        least: replicas of each expert; what fits of that is kept.
+        loads: tokens of each expert, by layer.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
+        least: replicas of each expert, reduced if they do not fit.
         alike: as in :func:`moc.elastic.placement.place_by_load`.
 
     Returns:
-        The number with which the busiest node has at most 1.05 times the mean work, in the mean over layers; otherwise
-        that with which it has least.
+        The smallest number for which the busiest node has at most 1.05 times the mean work, averaged over layers. If
+        there is none, the number with the least work on the busiest node.
 
     Raises:
         ValueError: the slots do not suffice for all experts.
@@ -44,20 +44,20 @@ def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: in
 
 
 def imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
-    """Work of the busiest node by that of the mean, if the dispatcher levels it."""
+    """Returns the work of the busiest node divided by the mean, as balanced by the dispatcher."""
     tokens = numpy.asarray(loads, numpy.int64)
     done = work(tokens, holders(table, len(tokens)))
     return float(done.max() / done.mean()) if tokens.any() else 1.0
 
 
 def least(losses: Sequence[int], experts: int, nodes: int, slots: int) -> int:
-    """The fewest replicas that survive 99 % of losses for certain; fewer if they do not fit.
+    """Returns the fewest replicas that are certain to survive 99 % of losses; fewer if they do not fit.
 
     Args:
-        losses: nodes lost at once, of each loss that was seen; 1 is assumed of the first one.
-        experts: of a layer.
-        nodes: that hold replicas.
-        slots: of each node.
+        losses: nodes lost simultaneously, for each observed loss; 1 is assumed before the first loss.
+        experts: experts of a layer.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
 
     Raises:
         ValueError: the slots do not suffice for all experts.

@@ -1,7 +1,7 @@
-"""Which replica computes which tokens (Lazarus, section 4.2), in integers and without padding.
+"""Assigns tokens to replicas (Lazarus, section 4.2), in integers and without padding.
 
-Each rank computes the same capacities from the same counts, and what it sends and receives from those.  Algorithm 1
-gives shares that are no integers, and does not say how they are rounded; here sums are exact.
+All ranks compute the same capacities from the same counts, and derive their sends and receives from them. Algorithm 1
+yields fractional shares and does not define their rounding; here, sums are exact.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import numpy
 from moc.elastic.domains import spans
 
 Capacities = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
-"""From tokens of each expert [experts] and replicas [experts, ranks] to tokens that each rank computes, of the same
-shape as the replicas, int64.  A row sums to the tokens of its expert, and is 0 where there is no replica."""
+"""Function from tokens [experts] and replicas [experts, ranks] to tokens that each rank computes.
+
+The result is int64[experts, ranks]. A row sums to the tokens of its expert, and is 0 on ranks without a replica.
+"""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank sends and receives, in tokens, int64[experts, ranks]; its own tokens are in both.
+    """Tokens that one rank sends and receives, int64[experts, ranks]; its own tokens are in both.
 
-    Tokens are sorted by expert, and stably; an expert's first tokens go to the lowest rank that gets some of it.
+    Tokens are sorted stably by expert. An expert's first tokens go to the lowest rank that receives any.
 
     Attributes:
-        sends: to each rank.
-        receives: from each rank.
+        sends: tokens to each rank.
+        receives: tokens from each rank.
     """
 
     sends: numpy.ndarray
@@ -34,15 +36,15 @@ class Exchange:
 
 
 def level(tokens: numpy.ndarray, replicas: numpy.ndarray, before: numpy.ndarray | None = None) -> numpy.ndarray:
-    """Capacities that fill up the least loaded ranks, expert by expert, from that with fewest replicas.
+    """Returns capacities that fill the least loaded ranks, expert by expert, fewest replicas first.
 
     Args:
-        tokens: of each expert, int64[experts].
-        replicas: of each expert on each rank, [experts, ranks]; each expert with tokens has some.
-        before: what each rank has to do already, int64[ranks]; nothing by default.
+        tokens: tokens of each expert, int64[experts].
+        replicas: replicas of each expert on each rank, [experts, ranks]; each expert with tokens has at least one.
+        before: existing load of each rank, int64[ranks]; none by default.
 
     Returns:
-        As :data:`Capacities` says.
+        Tokens in the form of :data:`Capacities`.
     """
     result = numpy.zeros(replicas.shape, numpy.int64)
     loads = numpy.zeros(replicas.shape[1], numpy.int64) if before is None else before.astype(numpy.int64)
@@ -52,7 +54,7 @@ def level(tokens: numpy.ndarray, replicas: numpy.ndarray, before: numpy.ndarray 
 
 
 def work(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
-    """Tokens that each rank computes by :func:`level`, int64[ranks]."""
+    """Returns the tokens that each rank computes by :func:`level`, int64[ranks]."""
     loads = numpy.zeros(replicas.shape[1], numpy.int64)
     for _ in _levelled(tokens, replicas, loads):
         pass
@@ -60,15 +62,15 @@ def work(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
 
 
 def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
-    """Tokens that each rank computes if each domain levels its own, and all ranks have equally many of each expert.
+    """Returns the tokens that each rank computes if domains balance theirs, and all ranks have equal counts per expert.
 
     Args:
-        tokens: of each expert, int64[experts].
-        replicas: of each expert on each rank, [experts, ranks].
+        tokens: tokens of each expert, int64[experts].
+        replicas: replicas of each expert on each rank, [experts, ranks].
         sizes: ranks of each domain.
 
     Returns:
-        int64[ranks]; the sum is that of the tokens.
+        int64[ranks]; the sum is the number of tokens.
     """
     until = numpy.cumsum(sizes)
     shares = numpy.diff(tokens[:, None] * until // until[-1], axis=1, prepend=0)
@@ -80,7 +82,7 @@ def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]
 def _levelled(
     tokens: numpy.ndarray, replicas: numpy.ndarray, loads: numpy.ndarray
 ) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
-    """Experts with tokens, their ranks, and what each of those gets, which is added to ``loads``."""
+    """Yields experts with tokens, their ranks, and the share of each rank, which is added to ``loads``."""
     held = replicas > 0
     for expert in numpy.argsort(held.sum(axis=1), kind="stable").tolist():
         if tokens[expert]:
@@ -91,11 +93,11 @@ def _levelled(
 
 
 def filled_up(loads: numpy.ndarray, amount: int) -> numpy.ndarray:
-    """What each gets of an amount, so that the least loaded are level: int64, and the sum is the amount."""
+    """Returns the shares of an amount that level the smallest loads: int64, and the sum is the amount."""
     order = numpy.argsort(loads, kind="stable")
     ascending = loads[order]
     below = numpy.arange(1, len(loads) + 1)
-    room = ascending * below - numpy.cumsum(ascending)  # that is below each one's load
+    room = ascending * below - numpy.cumsum(ascending)  # capacity below each load
     count = int(numpy.searchsorted(room, amount, side="right"))
     height, more = divmod(amount + int(ascending[:count].sum()), count)
     result = numpy.zeros(len(loads), numpy.int64)
@@ -105,22 +107,22 @@ def filled_up(loads: numpy.ndarray, amount: int) -> numpy.ndarray:
 
 
 def even(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
-    """Capacities in proportion to the replicas on a rank (Algorithm 1, lines 1 to 6), as :data:`Capacities` says."""
+    """Returns capacities in proportion to the replicas on a rank (Algorithm 1, lines 1 to 6; :data:`Capacities`)."""
     until = numpy.cumsum(replicas, axis=1, dtype=numpy.int64)
     total = numpy.maximum(until[:, -1:], 1)
     return numpy.diff(tokens[:, None] * until // total, axis=1, prepend=0)
 
 
 def exchange(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int) -> Exchange:
-    """What a rank sends and receives: its own tokens stay as far as it has the capacity (Algorithm 1, line 7).
+    """Returns the sends and receives of a rank; its own tokens stay up to its capacity (Algorithm 1, line 7).
 
-    The others, of all ranks in order, are cut into what the ranks in order have left.  So there are at most 2 D - 1
-    messages of an expert among D ranks.
+    The remaining tokens in rank order fill the remaining capacities in rank order. So D ranks send at most 2 D - 1
+    messages per expert.
 
     Args:
-        counts: tokens of each expert that each rank has, int64[experts, ranks].
+        counts: tokens of each expert on each rank, int64[experts, ranks].
         capacities: of the same shape, with the same sum for each expert.
-        rank: whose part is returned.
+        rank: the rank.
     """
     stays = numpy.minimum(counts, capacities)
     left, room = numpy.cumsum(counts - stays, axis=1), numpy.cumsum(capacities - stays, axis=1)
@@ -130,7 +132,7 @@ def exchange(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int) -> Exc
 
 
 def _overlap(ends: numpy.ndarray, others: numpy.ndarray, rank: int) -> numpy.ndarray:
-    """Of a rank's interval, which ends at ``ends``, how much lies within each of the others'."""
+    """Returns how much of a rank's interval, which ends at ``ends``, lies in each interval of ``others``."""
     stop = ends[:, rank, None]
     start = ends[:, rank - 1, None] if rank else numpy.zeros_like(stop)
     return numpy.diff(numpy.clip(others, start, stop), axis=1, prepend=start)

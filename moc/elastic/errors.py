@@ -6,4 +6,4 @@ from moc.errors import UserError
 
 
 class ElasticError(UserError, ValueError):
-    """Experts or optimizer state cannot be distributed as asked, or a stored distribution is invalid."""
+    """Experts or optimizer state cannot be distributed as requested, or a stored distribution is invalid."""

@@ -1,4 +1,4 @@
-"""Which node takes which part of a new placement, so that it holds as much of it as possible already."""
+"""Assigns the parts of a new placement to nodes so that few experts move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy
 from moc.elastic.placement import holders
 
 _BLOCK = 128
-"""Nodes among which parts are exchanged; more cost time with its square."""
+"""Maximum number of nodes that exchange parts with each other; the time grows with its square."""
 
 
 def columns(
@@ -17,15 +17,15 @@ def columns(
 ) -> numpy.ndarray:
     """Gives each node a column of a placement: a row of each layer's table.
 
-    One permutation for all layers: that the probability of survival is that of a layer, and not of all of them
-    independently of one another, is what maximum rank overlap is for.  Any one survives alike, so that the fewest moved
-    experts decide.  Nodes keep their order, with new ones last, and exchange columns within blocks of 128.
+    All layers have the same permutation: the probability of survival is then the same as for one layer, which is the
+    purpose of maximum rank overlap. All permutations survive equally, so the fewest moved experts decide. Nodes keep
+    their order, with new ones last, and exchange columns within blocks of 128.
 
     Args:
-        before: by layer, what each node holds, [nodes, slots], negative for nothing.
+        before: by layer, the experts of each node, [nodes, slots]; negative for empty slots.
         wanted: by layer, the placement, [nodes, slots].
-        experts: of a layer.
-        stood: column of each node in the placement before; None for new nodes.
+        experts: experts of a layer.
+        stood: column of each node in the previous placement; None for new nodes.
 
     Returns:
         The column of each node.
@@ -42,10 +42,10 @@ def columns(
 
 
 def matched(shared: numpy.ndarray) -> numpy.ndarray:
-    """Assigns a column to each row, for a large sum: the largest first, then exchanges of two.
+    """Assigns a column to each row, for a large sum: the largest gains first, then exchanges of two.
 
     Args:
-        shared: what a row gains with a column, [n, n].
+        shared: gain of each row with each column, [n, n].
     """
     size = len(shared)
     left, result = shared.astype(float), numpy.empty(size, numpy.int64)
@@ -54,7 +54,7 @@ def matched(shared: numpy.ndarray) -> numpy.ndarray:
         result[row] = column
         left[row, :] = left[:, column] = -1
     while True:
-        gained = shared[:, result]  # by row, and row whose column it would have
+        gained = shared[:, result]  # gain of each row with the column of each row
         own = gained.diagonal()
         gain = gained + gained.T - own[:, None] - own[None, :]
         one, other = divmod(int(gain.argmax()), size)
@@ -64,6 +64,6 @@ def matched(shared: numpy.ndarray) -> numpy.ndarray:
 
 
 def _shared(before: numpy.ndarray, wanted: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """Experts of a row before that are in a row that is wanted, [rows before, rows wanted]."""
-    held = numpy.vstack([holders(wanted, experts), numpy.zeros((1, len(wanted)), numpy.int16)])  # the last: no expert
+    """Returns the number of experts shared by each row of before and wanted, [rows before, rows wanted]."""
+    held = numpy.vstack([holders(wanted, experts), numpy.zeros((1, len(wanted)), numpy.int16)])  # last row: empty slots
     return sum(held[before[:, slot]] for slot in range(1, before.shape[1])) + held[before[:, 0]]

@@ -1,12 +1,11 @@
-"""On which nodes the replicas of a layer's experts are (Lazarus, section 4.1 and appendix A.1).
+"""Places the replicas of a layer's experts on nodes (Lazarus, section 4.1 and appendix A.1).
 
-Maximum rank overlap (MRO): experts, from the one with fewest replicas on, form groups of as many as a node has slots.
-A group's first expert is its representative, and wherever that is, the whole group is.  So all experts survive where
-the representatives do.
+Maximum rank overlap (MRO): experts form groups of the size of a node's slots, fewest replicas first. Each node with a
+group's first expert, its representative, has the complete group. So all experts survive if all representatives do.
 
-No placement survives more losses of any number of nodes, if the nodes suffice for all representatives.  Theorem 1 does
-not ask for that, and fails where they do not: the last group then has fewer nodes than its experts have replicas.
-Here the last groups are spread over the nodes that are left, in as many as survives most.
+No placement survives more losses of any number of nodes if the nodes suffice for all representatives. Theorem 1 omits
+this condition, and fails without it: the last group then has fewer nodes than its experts have replicas. Here, the last
+groups are spread over the remaining nodes, with the number of groups that survives most.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from moc.elastic.survival import score
 from moc.elastic.swaps import MOST_NODES, improved
 
 EMPTY = -1
-"""A slot without an expert."""
+"""Marks a slot without an expert."""
 
 
 def place_by_load(
     loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0, alike: bool = False
 ) -> numpy.ndarray:
-    """Places as many replicas of each expert as its load asks for.
+    """Places the replicas of each expert according to its load.
 
-    Experts with equally many replicas are in the order of their numbers, which stays when loads change a little.
+    Experts with equally many replicas are ordered by number, so that small load changes keep the order.
 
     Args:
         loads: tokens of each expert.
-        nodes: that hold replicas.
-        slots: of each node.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
         least: replicas of each expert, if they fit (:func:`moc.elastic.allocation.least_replicas`).
-        everywhere: of the hottest experts, so many are on every node.
-        alike: groups are to be those of more or fewer nodes; so experts with equally many replicas are in the order of
-            their loads, since on another number of nodes they may have unequally many.
+        everywhere: number of hottest experts on every node.
+        alike: form the same groups for any number of nodes. Experts with equally many replicas are then ordered by
+            load, since their replicas may differ for another number of nodes.
 
     Returns:
-        Experts by node and slot, int64[nodes, slots], each once on a node; :data:`EMPTY` where all are there already.
+        Experts by node and slot, int64[nodes, slots], each at most once per node; :data:`EMPTY` if the node has all.
 
     Raises:
         ValueError: the slots do not suffice.
@@ -51,24 +50,24 @@ def place_by_load(
     least = least_replicas(least, len(loads) - everywhere, nodes, slots - everywhere)
     replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
     order = coldest_first if alike else range(len(loads))
-    numbers = numpy.array([*order, EMPTY])  # EMPTY is the last
+    numbers = numpy.array([*order, EMPTY])  # EMPTY (-1) is the last index
     hottest = [order.index(expert) for expert in coldest_first[len(loads) - everywhere :]]
     table = place([replicas[expert] for expert in order], nodes, slots, hottest)
     return distinct(numbers[table], coldest_first[::-1])
 
 
 def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:
-    """Places replicas so that as many simultaneous losses of nodes as possible leave one of each expert.
+    """Places replicas so that a replica of each expert survives the most simultaneous node losses.
 
     Args:
-        replicas: of each expert, at most ``nodes * slots`` in all.
-        nodes: that hold them.
-        slots: of each node.
-        everywhere: experts of which every node has one, in its first slots; the others are placed on the rest.
+        replicas: replicas of each expert, at most ``nodes * slots`` in total.
+        nodes: nodes that hold them.
+        slots: slots of each node.
+        everywhere: experts that every node has, in its first slots; the others use the remaining slots.
 
     Returns:
-        Experts by node and slot, int64[nodes, slots], or :data:`EMPTY`.  A node may have several replicas of an expert
-        where the others are full: those are weights of the dispatcher (:func:`distinct`).
+        Experts by node and slot, int64[nodes, slots], or :data:`EMPTY`. A node may have several replicas of an expert
+        if the others are full: they are weights of the dispatcher (:func:`distinct`).
 
     Raises:
         ValueError: the replicas do not fit.
@@ -89,14 +88,14 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
 
 
 def distinct(table: numpy.ndarray, hottest_first: Sequence[int]) -> numpy.ndarray:
-    """The same placement with each expert once on a node; others get the slots of the repeated ones, and empty ones.
+    """Returns the placement with each expert once per node; other experts get the repeated and empty slots.
 
-    A second replica of an expert on a node would be the same weights once more, where another expert survives more
-    losses, and can take load off other nodes.
+    A second replica of an expert on a node would duplicate its weights. Another expert survives more losses, and can
+    take load off other nodes.
 
     Args:
-        table: as :func:`place` returns it.
-        hottest_first: all experts, in the order in which they get the slots.
+        table: a table from :func:`place`.
+        hottest_first: all experts, in the order of getting slots.
     """
     nodes, slots = table.shape
     held = holders(table, len(hottest_first)) > 0
@@ -110,7 +109,7 @@ def distinct(table: numpy.ndarray, hottest_first: Sequence[int]) -> numpy.ndarra
 
 
 def _once(table: numpy.ndarray) -> numpy.ndarray:
-    """Each node's experts without repetition, before its empty slots."""
+    """Returns each node's experts without repetition, followed by its empty slots."""
     result = numpy.full_like(table, EMPTY)
     used, every = numpy.zeros(len(table), numpy.int64), numpy.arange(len(table))
     for slot in range(table.shape[1]):
@@ -122,38 +121,38 @@ def _once(table: numpy.ndarray) -> numpy.ndarray:
 
 
 def holders(table: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """Replicas of each expert on each node, int16[experts, nodes], of what :func:`place` returns."""
+    """Returns the replicas of each expert on each node, int16[experts, nodes], from a table of :func:`place`."""
     nodes, slots = table.shape
-    found = numpy.zeros((experts + 1, nodes), numpy.int16)  # the last one takes the empty slots
+    found = numpy.zeros((experts + 1, nodes), numpy.int16)  # last row: empty slots
     for slot in range(slots):
         found[table[:, slot], numpy.arange(nodes)] += 1
     return found[:experts]
 
 
 def representatives(replicas: Sequence[int], slots: int) -> list[int]:
-    """Replicas of the first expert of each group, the coldest one's first."""
+    """Returns the replicas of the first expert of each group, ascending."""
     return sorted(replicas)[::slots]
 
 
 def cyclic(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
-    """The placement "spread" of section 6.3: one node after the other, each expert from where the last one ended."""
+    """Returns the placement "spread" of section 6.3: replicas are dealt to the nodes in turn."""
     return _around(numpy.repeat(numpy.arange(len(replicas)), replicas), nodes, slots)
 
 
 def compact(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
-    """The placement "compact" of section 6.3: one node is filled after the other."""
+    """Returns the placement "compact" of section 6.3: nodes are filled one after the other."""
     row = numpy.repeat(numpy.arange(len(replicas)), replicas)
     return numpy.append(row, numpy.full(nodes * slots - len(row), EMPTY)).reshape(nodes, slots)
 
 
 def overlapped(replicas: Sequence[int], nodes: int, slots: int, groups: int | None = None) -> numpy.ndarray:
-    """MRO of the first so many groups, or all; the other replicas are spread over the nodes that are left.
+    """Returns the MRO placement of the first groups; other replicas are spread over the remaining nodes.
 
     Args:
-        replicas: of each expert, ascending.
-        nodes: that hold them.
-        slots: of each node.
-        groups: at most as many as there are; without it, all.
+        replicas: replicas of each expert, ascending.
+        nodes: nodes that hold them.
+        slots: slots of each node.
+        groups: number of groups placed by MRO; all by default.
     """
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
     left, start = numpy.array(replicas), 0
@@ -168,9 +167,9 @@ def overlapped(replicas: Sequence[int], nodes: int, slots: int, groups: int | No
     return table
 
 
-@functools.lru_cache(maxsize=64)  # h is chosen by placing
+@functools.lru_cache(maxsize=64)  # the search for h repeats placements
 def _placed(replicas: tuple[int, ...], nodes: int, slots: int) -> numpy.ndarray:
-    """The best placement of replicas in ascending order."""
+    """Returns the best placement found for replicas in ascending order."""
     best = overlapped(replicas, nodes, slots)
     if sum(representatives(replicas, slots)) <= nodes:
         return best
@@ -191,10 +190,10 @@ def _candidates(replicas: Sequence[int], nodes: int, slots: int) -> Iterator[num
 
 
 def _fill(table: numpy.ndarray, left: numpy.ndarray, start: int) -> None:
-    """Puts what is left into vacant slots, level by level, so that few nodes get an expert twice.
+    """Puts the remaining replicas into free slots, slot by slot, so that few nodes get an expert twice.
 
-    The experts of the last group, which has vacant slots on its own nodes, come first: to the nodes from ``start`` on,
-    which hold none of it.
+    Experts of the last group, which has free slots on its own nodes, are first: they go to the nodes from ``start`` on,
+    which hold none of them.
     """
     nodes, slots = table.shape
     row = numpy.repeat(numpy.arange(len(left))[::-1], left[::-1])

@@ -1,4 +1,4 @@
-"""A plan: which rank holds replicas of which experts; the same on every rank, from members and loads alone."""
+"""Assigns expert replicas to ranks; every rank computes the same plan from nodes and loads."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from moc.files.decode import MOST, Count
 from moc.files.text import shown
 
 Loads = Mapping[int, Sequence[int]]
-"""Tokens of each expert by layer; layers have equally many experts."""
+"""Tokens of each expert, by layer; all layers have equally many experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which rank holds which experts.
+    """Assignment of experts to ranks.
 
     Ranks are numbered node by node, in the order of the members.
 
     Attributes:
-        members: nodes.
-        columns: of each member, its place in the order in which experts were placed, which is that of all layers; those
-            of a domain's members are those of the domain.
-        experts: of a layer.
-        ranks: of a node.
-        tables: by layer, the experts of each rank, ascending, int64[ranks in all, slots];
+        members: active nodes.
+        columns: position of each member in the placement order, which is the same for all layers. Members of a domain
+            have the positions of the domain.
+        experts: experts of a layer.
+        ranks: ranks of a node.
+        tables: by layer, the experts of each rank, ascending, int64[total ranks, slots];
             :data:`moc.elastic.placement.EMPTY` after the last one.
-        domains: nodes of each domain, in the order of the members: tokens are dispatched within a domain alone.
+        domains: nodes of each domain, in the order of the members; tokens are dispatched only within a domain.
     """
 
     members: tuple[int, ...]
@@ -59,31 +59,31 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return len(self.members) * self.ranks
 
     def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of a layer that a rank holds, ascending."""
+        """Returns the experts of a layer that a rank holds, ascending."""
         return tuple(expert for expert in self.tables[layer][rank].tolist() if expert != EMPTY)
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
-        """The ranks that hold an expert, ascending."""
+        """Returns the ranks that hold an expert, ascending."""
         return tuple(numpy.flatnonzero((self.tables[layer] == expert).any(axis=1)).tolist())
 
     def held(self, layer: int) -> numpy.ndarray:
-        """Replicas of each expert on each rank, 0 or 1, int64[experts, ranks]: what the dispatcher takes."""
+        """Returns the replicas of each expert on each rank, 0 or 1, int16[experts, ranks], for the dispatcher."""
         return holders(self.tables[layer], self.experts)
 
     def domain_of(self, rank: int) -> slice:
-        """The ranks of the domain of a rank."""
+        """Returns the ranks of a rank's domain."""
         return next(domain for domain in spans(self._ranks_of_domains) if rank < domain.stop)
 
     def work(self, layer: int, tokens: Sequence[int]) -> numpy.ndarray:
-        """Of so many tokens of each expert, those that each rank computes if domains level theirs, int64[ranks]."""
+        """Returns the tokens that each rank computes if domains balance theirs, int64[ranks], from tokens by expert."""
         return work_of(numpy.asarray(tokens, numpy.int64), self.held(layer), self._ranks_of_domains)
 
     def imbalance(self, layer: int, tokens: Sequence[int]) -> float:
-        """The most of :meth:`work` by its mean; 1.0 without tokens."""
+        """Returns the maximum of :meth:`work` divided by its mean; 1.0 without tokens."""
         done = self.work(layer, tokens)
         return float(done.max() / done.mean()) if done.any() else 1.0
 
@@ -92,10 +92,10 @@ class Plan:
         return [nodes * self.ranks for nodes in self.domains]
 
     def held_by_nodes(self, layer: int) -> numpy.ndarray:
-        """Replicas of each expert on each node, [experts, nodes]: for the survival.
+        """Returns the replicas of each expert on each node, [experts, nodes], to compute survival.
 
-        In the order of the columns: the first ones of all domains, the second ones, and so on.  So holders of an expert
-        are neighbours in domains of equally many nodes, too, which have the same placement.
+        Nodes are ordered by column: the first ones of all domains, the second ones, and so on. So the holders of an
+        expert are neighbors even in several domains of equal size, which have the same placement.
         """
         by_member = self.held(layer).reshape(self.experts, len(self.members), self.ranks).sum(axis=2)
         starts = numpy.repeat([domain.start for domain in spans(self.domains)], self.domains)
@@ -103,7 +103,7 @@ class Plan:
         return by_member[:, numpy.argsort(within, kind="stable")]
 
     def missing(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Layers and experts of which none of these nodes has a replica."""
+        """Returns the (layer, expert) pairs without a replica on these nodes."""
         there = numpy.repeat(numpy.isin(self.members, members), self.ranks)
         return tuple(
             (layer, int(expert))
@@ -112,13 +112,13 @@ class Plan:
         )
 
     def among(self, members: Sequence[int], holds: Sequence[bool]) -> Plan:
-        """This plan as other members have it, before anything has moved; in one domain, since no token is dispatched.
+        """Returns this plan for other members, before any transfer; in one domain, since no token is dispatched.
 
-        Nodes that hold nothing are last in the order of columns, since nothing depends on their place there.
+        Nodes that hold nothing are last in the order of columns, since nothing depends on their position.
 
         Args:
-            members: nodes.
-            holds: of each of their ranks, whether it still has the experts that this plan gives it; it has none if not.
+            members: active nodes.
+            holds: for each of their ranks, whether it still has the experts of this plan; otherwise it has none.
         """
         mine, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
         rows = [mine[one] * self.ranks + rank if one in mine else -1 for one in members for rank in ranks]
@@ -132,7 +132,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 in hex; equal plans have equal ones, on any machine."""
+        """xxh3-128 in hex; equal plans have equal digests on any machine."""
         about = [self.members, self.columns, self.experts, self.ranks, self.domains]
         hasher = xxhash.xxh3_128(json.dumps(about).encode())
         for layer in sorted(self.tables):
@@ -147,7 +147,7 @@ class Plan:
         return hash(self.digest)
 
     def to_json(self) -> dict[str, Any]:
-        """For :meth:`from_json`, by ``json.dumps``."""
+        """Returns a dict for ``json.dumps`` and :meth:`from_json`."""
         tables = {str(layer): table.tolist() for layer, table in sorted(self.tables.items())}
         return {
             "members": list(self.members),
@@ -160,10 +160,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`; a plan that does not tell its domains has one.
+        """Returns the plan of a :meth:`to_json` result; without domains in it, the plan has one.
 
         Raises:
-            ValueError: it is no plan.
+            ValueError: it is not a plan.
         """
         try:
             stored = decode.convert(given, _Stored)
@@ -200,7 +200,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A plan as JSON: its tables by layer, rank and slot."""
+    """JSON form of a plan: tables by layer, rank and slot."""
 
     members: tuple[Count, ...]
     columns: tuple[Count, ...]
@@ -211,7 +211,7 @@ class _Stored:
 
 
 def _problem(plan: Plan) -> str | None:
-    """What is wrong with a plan of unknown origin, as a clause; None if nothing is."""
+    """Returns the defect of an untrusted plan, as a clause; None if it is valid."""
     members, domains = len(plan.members), plan.domains
     if not plan.size or len(set(plan.members)) < members:
         return f"its nodes are {shown(list(plan.members))}, with {plan.ranks} workers each"
@@ -233,10 +233,10 @@ def plan(members: Sequence[int], loads: Loads, settings: Settings, previous: Pla
     """Plans the experts of each rank.
 
     Args:
-        members: nodes, in the order of their ranks.
-        loads: of the layers that these ranks train.
+        members: active nodes, in the order of their ranks.
+        loads: loads of the layers that these ranks train.
         settings: slots, f and h.
-        previous: what ranks hold now, if any; those that stay get what they have most of already.
+        previous: current plan, if any; continuing ranks get parts that they mostly hold already.
 
     Raises:
         ValueError: the slots do not suffice for all experts.
@@ -260,10 +260,10 @@ def plan(members: Sequence[int], loads: Loads, settings: Settings, previous: Pla
 
 
 def _placed(loads: Loads, domains: Sequence[int], settings: Settings) -> list[Mapping[int, numpy.ndarray]]:
-    """By domain and layer, the experts of each of its nodes, int64[nodes, slots].
+    """Returns the experts of each node, by domain and layer, int64[nodes, slots].
 
-    Domains of equally many nodes have the same placement, and all have the same experts everywhere: their groups are
-    those of equation 1 in the same order, so that replicas of maximum rank overlap survive together.
+    Domains of equal size have the same placement, and all have the same experts on every node. Their groups (equation
+    1) have the same order, so replicas of maximum rank overlap survive together.
     """
     slots, rows, hot = settings.slots * settings.ranks, [list(loads[layer]) for layer in sorted(loads)], 0
     sizes = dict.fromkeys(domains)
@@ -285,7 +285,7 @@ def _placed(loads: Loads, domains: Sequence[int], settings: Settings) -> list[Ma
 
 
 def held_before(previous: Plan, members: Sequence[int], layer: int) -> numpy.ndarray:
-    """The experts that each node of other members holds, [nodes, slots of a node]; those of new nodes are empty."""
+    """Returns the experts that each of these nodes held, [nodes, slots of a node]; new nodes held none."""
     table = previous.tables.get(layer)
     if table is None:
         return numpy.full((len(members), 1), EMPTY, numpy.int64)

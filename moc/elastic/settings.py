@@ -1,4 +1,4 @@
-"""What plans are made for; without numpy, which flags are read without."""
+"""Settings of plans; imports no numpy, so that flags can be read without it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from moc.elastic.domains import MOST_RANKS, cut, least_in_each
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan is made for.
+    """Settings of a plan.
 
     Attributes:
         slots: experts that a rank can hold.
-        least: replicas of each expert on different nodes, as far as the slots suffice (f); fewer than so many lost
-            nodes are survived for certain.
-        everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
-        ranks: of a node.
-        domain: ranks among which tokens are dispatched, at most, where these have room for all experts.
+        least: replicas of each expert on different nodes, if the slots suffice (f); fewer lost nodes lose no expert.
+        everywhere: number of hottest experts on every node (h); None to choose it by load.
+        ranks: ranks of a node.
+        domain: maximum ranks that dispatch tokens to each other, if these have room for all experts.
     """
 
     slots: int
@@ -29,12 +28,12 @@ class Settings:
     domain: int = MOST_RANKS
 
     def domains(self, nodes: int, experts: int) -> tuple[int, ...]:
-        """The nodes of each domain, of so many nodes in all."""
+        """Returns the number of nodes of each domain."""
         hot = self.everywhere or 0
         return cut(nodes, self.ranks, self.slots * self.ranks - hot, experts - hot, self.domain)
 
     def most_everywhere(self, nodes: int, experts: int) -> int:
-        """The largest h that leaves every expert a place, and does not reduce the replicas of any.
+        """Returns the largest h that leaves a slot for every expert, and reduces no expert's replicas.
 
         Raises:
             ValueError: the slots do not suffice for one replica of each expert.

@@ -1,9 +1,9 @@
-"""Who holds which part of the dense optimizer state, when it is sharded and nodes may be lost.
+"""Assigns sharded dense optimizer state to ranks so that it survives lost nodes.
 
-Parameters are cut into *blocks*.  Each has an *owner*, and *shadows* on other nodes, which repeat the owner's updates
-on the same reduced gradients and so have the same bits (section 5 has experts alone; with ZeRO-1, one lost node would
-end every run).  With f holders of each block, fewer than f simultaneous losses lose none.  Blocks are the same whatever
-the number of ranks, so that all holders update alike to the last bit, and state moves block by block.
+Parameters are cut into *blocks*. Each has an *owner*, and *shadows* on other nodes that repeat the owner's updates with
+the same reduced gradients, and so have the same bits. Section 5 covers only experts; with ZeRO-1, one lost node would
+end every run. With f holders of each block, fewer than f simultaneous losses lose none. Blocks are the same for any
+number of ranks, so all holders compute identical updates, and state moves block by block.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Block(NamedTuple):
     """A range of a flattened tensor.
 
     Attributes:
-        tensor: its index.
-        start: of the range, in elements.
-        stop: behind its end.
+        tensor: index of the tensor.
+        start: first element.
+        stop: index after the last element.
     """
 
     tensor: int
@@ -46,10 +46,10 @@ class Block(NamedTuple):
 
 
 def blocks_of(sizes: Sequence[int]) -> tuple[Block, ...]:
-    """The blocks of tensors of so many elements, in order.
+    """Returns the blocks of tensors with these numbers of elements, in order.
 
-    A block has a 1024th of all elements at most, so that shards are level for some hundred ranks; but at least 1024
-    elements, and at most a Mi of them, except at the end of a tensor.
+    A block has at most 1/1024 of all elements, so that shards are balanced for some hundred ranks. But it has at least
+    1024 elements, except at the end of a tensor, and at most 2**20.
     """
     most = min(max(_LEAST, -(-sum(sizes) // _PARTS)), _MOST)
     return tuple(
@@ -61,12 +61,12 @@ def blocks_of(sizes: Sequence[int]) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The holders of all blocks among some nodes.
+    """Assignment of all blocks to ranks.
 
     Attributes:
         members: numbers of the nodes, in the order of ranks.
-        ranks: of each node.
-        holders: of each block.
+        ranks: ranks of each node.
+        holders: holders of each block.
     """
 
     members: tuple[int, ...]
@@ -74,11 +74,11 @@ class Cut:
     holders: Holders
 
     def among(self, members: Sequence[int], holds: Sequence[bool]) -> Cut:
-        """This cut as other members have it, before anything has moved: where the owner is gone, a shadow owns.
+        """Returns this assignment for other members, before any transfer: a shadow replaces a lost owner.
 
         Args:
-            members: nodes.
-            holds: of each of their ranks, whether it still has the blocks that this cut gives it; it has none if not.
+            members: active nodes.
+            holds: for each of their ranks, whether it still has its blocks of this assignment; otherwise it has none.
         """
         number = {member: place for place, member in enumerate(members)}
         now: dict[int, int] = {}
@@ -93,25 +93,25 @@ class Cut:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Blocks that nobody holds."""
+        """Blocks without a holder."""
         return tuple(block for block, of in enumerate(self.holders) if not of)
 
     def held_by(self, rank: int) -> dict[int, int]:
-        """By block that a rank holds, its place among the holders: 0 for the owner."""
+        """Returns the blocks that a rank holds, with its index among the holders: 0 for the owner."""
         return {block: of.index(rank) for block, of in enumerate(self.holders) if rank in of}
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 in hex; equal cuts have equal ones."""
+        """xxh3-128 in hex; equal assignments have equal digests."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json()).encode())
 
     def to_json(self) -> dict[str, Any]:
-        """For :meth:`from_json`, by ``json.dumps``."""
+        """Returns a dict for ``json.dumps`` and :meth:`from_json`."""
         return {"members": list(self.members), "ranks": self.ranks, "holders": [list(of) for of in self.holders]}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Cut:
-        """The inverse of :meth:`to_json`; raises ValueError for what is no cut."""
+        """Returns the assignment of a :meth:`to_json` result; raises ValueError if it is invalid."""
         try:
             return cls(tuple(given["members"]), int(given["ranks"]), tuple(map(tuple, given["holders"])))
         except (KeyError, TypeError) as error:
@@ -122,10 +122,10 @@ class Cut:
 
 
 def cut(sizes: Sequence[int], members: Sequence[int], ranks: int, copies: int) -> Cut:
-    """Cuts blocks of so many elements among nodes; pure, so that all agree without asking.
+    """Assigns blocks with these numbers of elements to nodes; pure, so that ranks agree without communication.
 
-    Ranks own runs of blocks that are as level as whole blocks are.  Shadows of a rank are those of the same place on
-    the next nodes; where nodes are fewer than ``copies``, others on the same nodes follow.
+    Ranks own consecutive blocks, balanced to within a block. Shadows of a rank have the same local rank on the next
+    nodes; with fewer nodes than ``copies``, other ranks of these nodes follow.
     """
     nodes, size = len(members), len(members) * ranks
     ends = [*itertools.accumulate(sizes)]

@@ -1,4 +1,4 @@
-"""Which rank of a node holds which of the node's experts."""
+"""Assigns the experts of a node to its ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from moc.elastic.placement import EMPTY
 
 
 def split(table: numpy.ndarray, loads: Sequence[int], ranks: int, before: numpy.ndarray | None = None) -> numpy.ndarray:
-    """Deals the experts of each node out to its ranks.
+    """Distributes the experts of each node among its ranks.
 
-    The hottest, by tokens of a replica, goes first, to the rank with least work that has a slot.  Parts then go to the
-    ranks that hold most of them already.
+    Experts are dealt by tokens per replica, highest first, each to the least loaded rank with a free slot. Then each
+    part is given to the rank that already holds most of it.
 
     Args:
-        table: experts by node, int64[nodes, slots of a node], each once; negative for none.
+        table: experts by node, int64[nodes, slots of a node], each at most once; negative for empty slots.
         loads: tokens of each expert.
-        ranks: of a node, with equally many slots.
-        before: experts by node that it held, rank by rank, [nodes, slots of a node then]; nothing by default.
+        ranks: ranks of a node, with equally many slots.
+        before: previous experts by node, rank by rank, [nodes, previous slots of a node]; none by default.
 
     Returns:
         Experts by rank, ascending, int64[nodes * ranks, slots]; empty slots are last.
@@ -43,7 +43,7 @@ def split(table: numpy.ndarray, loads: Sequence[int], ranks: int, before: numpy.
 
 
 def _kept(parts: numpy.ndarray, before: numpy.ndarray) -> numpy.ndarray:
-    """Reorders the parts of each node: the one that a rank holds most of goes to it, the largest overlap first."""
+    """Returns each node's parts, reordered to the ranks that hold most of them, the largest overlap first."""
     nodes, ranks, _ = parts.shape
     same = parts[:, None, :, :, None] == before[:, :, None, None, :]
     left = (same & (parts != EMPTY)[:, None, :, :, None]).sum(axis=(3, 4))  # by rank and part

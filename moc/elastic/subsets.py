@@ -1,4 +1,4 @@
-"""Every choice of lost nodes as a bit mask, of few nodes; a node is the bit of its number."""
+"""Enumerates all choices of lost nodes as bit masks, for few nodes; bit i is node i."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy
 
 
 def masks(sets: numpy.ndarray) -> list[int]:
-    """Sets of nodes, bool[sets, nodes], as bit masks."""
+    """Returns sets of nodes, bool[sets, nodes], as bit masks."""
     return (sets @ (1 << numpy.arange(sets.shape[1]))).tolist()
 
 
 def deaths(sets: Iterable[int], nodes: int) -> numpy.ndarray:
-    """By choice of lost nodes, how many of the sets it contains, int64[2 ** nodes]."""
+    """Returns, for each choice of lost nodes, the number of sets that it contains, int64[2 ** nodes]."""
     choices = numpy.arange(1 << nodes)
     result = numpy.zeros(len(choices), numpy.int64)
     for mask in sets:
@@ -23,13 +23,13 @@ def deaths(sets: Iterable[int], nodes: int) -> numpy.ndarray:
 
 
 def survived(dead: numpy.ndarray, nodes: int) -> list[int]:
-    """By number of lost nodes, the choices of which ``dead`` is 0."""
+    """Returns, by number of lost nodes, the number of choices for which ``dead`` is 0."""
     return numpy.bincount(sizes(nodes)[dead == 0], minlength=nodes + 1).tolist()
 
 
 @functools.lru_cache(maxsize=32)
 def sizes(nodes: int) -> numpy.ndarray:
-    """By choice, the nodes in it, int64[2 ** nodes]."""
+    """Returns the number of nodes in each choice, int64[2 ** nodes]."""
     sizes = numpy.zeros(1, numpy.int64)
     for _ in range(nodes):
         sizes = numpy.concatenate([sizes, sizes + 1])

@@ -1,7 +1,7 @@
-"""Probability that a simultaneous loss of nodes leaves a replica of every expert.
+"""Computes the probability that a simultaneous loss of nodes leaves a replica of every expert.
 
-Exact.  What is lost is every choice of so many nodes alike, as in Lazarus' Theorem 1.  An expert dies with the last of
-its holders, so that sets of holders are all that counts, and of those only the ones that contain no other.
+The result is exact. All choices of lost nodes are equally likely, as in Lazarus' Theorem 1. An expert is lost with its
+last holder, so only the sets of holders count, and of these only sets that contain no other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moc.elastic import subsets
 from moc.errors import UserError
 
 _LISTED = 16
-"""Nodes up to which every choice of lost ones is looked at."""
+"""Maximum number of nodes for which every choice of lost nodes is enumerated."""
 
 
 class TooManyNodesError(UserError, ValueError):
@@ -24,28 +24,28 @@ class TooManyNodesError(UserError, ValueError):
 
 
 def survival(held: numpy.ndarray, lost: int) -> float:
-    """Probability that a replica of each expert is left.
+    """Returns the probability that a replica of each expert is left.
 
     Args:
-        held: replicas of each expert on each node, [experts, nodes]; for several layers, their experts one after the
-            other.
-        lost: nodes that are lost at once.
+        held: replicas of each expert on each node, [experts, nodes]; experts of several layers are concatenated.
+        lost: nodes lost simultaneously.
 
     Raises:
-        TooManyNodesError: there are more than 16 nodes, and holders are not neighbours, as those of MRO are.
+        TooManyNodesError: there are more than 16 nodes, the loss can destroy an expert, and holders are not neighbors
+            (with MRO, they are).
     """
     nodes = held.shape[1]
     return survived(held, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
 
 
 def survived(held: numpy.ndarray, most: int) -> list[int]:
-    """By number of lost nodes, up to ``most``, the choices that leave a replica of each expert.
+    """Returns, by number of lost nodes up to ``most``, the number of choices that leave a replica of each expert.
 
-    Args and errors are those of :func:`survival`.
+    Arguments and errors as in :func:`survival`.
     """
     nodes = held.shape[1]
     sets = minimal(held)
-    if not sets[0].any():  # an expert is nowhere
+    if not sets[0].any():  # an expert has no holder
         return [0] * (most + 1)
     if nodes <= _LISTED:
         return subsets.survived(subsets.deaths(subsets.masks(sets), nodes), nodes)[: most + 1]
@@ -62,7 +62,7 @@ def survived(held: numpy.ndarray, most: int) -> list[int]:
 
 
 def least_survival(held: numpy.ndarray, lost: int) -> float:
-    """A lower bound of :func:`survival`, for any number of nodes: as if no two sets of holders died together."""
+    """Returns a lower bound of :func:`survival` for any number of nodes (union bound over sets of holders)."""
     nodes = held.shape[1]
     if lost > nodes:
         return 0.0
@@ -71,7 +71,7 @@ def least_survival(held: numpy.ndarray, lost: int) -> float:
 
 
 def minimal(held: numpy.ndarray) -> numpy.ndarray:
-    """The different sets of holders that contain no other, smallest first, bool[sets, nodes]."""
+    """Returns the distinct sets of holders that contain no other, smallest first, bool[sets, nodes]."""
     bits = numpy.packbits(held > 0, axis=1)
     first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
     numbers = numpy.array(sorted(first.values(), key=lambda number: (int((held[number] > 0).sum()), number)))
@@ -85,10 +85,10 @@ def minimal(held: numpy.ndarray) -> numpy.ndarray:
 
 
 def score(held: numpy.ndarray) -> tuple[float, ...]:
-    """Grows with survival; orders placements of the same replicas.
+    """Returns a score that grows with survival, to compare placements of the same replicas.
 
-    By the choices survived, of the smallest loss on; where they cannot be listed, by the smallest set of holders, and
-    then by how probably a set dies if each node is lost with probability 1/2.
+    It consists of the choices survived, from the smallest loss on. If there are too many choices, it is the smallest
+    set of holders, then the expected number of lost sets if nodes are lost with probability 1/2.
     """
     nodes = held.shape[1]
     if nodes <= _LISTED:
@@ -98,18 +98,18 @@ def score(held: numpy.ndarray) -> tuple[float, ...]:
 
 
 def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
-    """Choices in which no set dies, where each set is a run of neighbours.
+    """Returns the number of choices that lose no set, by lost nodes, if each set is a run of neighbors.
 
-    Node by node, choices are counted by nodes lost, and by how many of those are the last ones in a row: a run of lost
-    nodes may not become as long as the set that ends with it.
+    Choices are counted node by node, by lost nodes and length of the current run of lost nodes. The run must stay
+    shorter than the set that ends with it.
 
     Args:
         shortest: sizes of the sets by last node.
-        nodes: in all.
-        most: the most that are lost.
+        nodes: total number of nodes.
+        most: maximum number of lost nodes.
     """
     longest = max(shortest.values())
-    counts = {(0, 0): 1}  # by lost nodes, and the last ones in a row
+    counts = {(0, 0): 1}  # by lost nodes, and length of the current run
     for node in range(nodes):
         limit = shortest.get(node, nodes + 1)
         following: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Exchanges experts between pairs of nodes, as long as more losses are survived."""
+"""Exchanges experts between pairs of nodes while this increases survival."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy
 from moc.elastic.subsets import masks, sizes
 
 MOST_NODES = 10
-"""With more, trying all pairs takes longer than it is worth."""
+"""With more nodes, trying all pairs takes too long."""
 
 
 def improved(table: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """A placement of the same replicas of which no exchange of two survives more losses.
+    """Returns a placement of the same replicas that no exchange of two improves.
 
     Args:
-        table: experts by node and slot, int64[nodes, slots], negative where there is none.
-        experts: in all.
+        table: experts by node and slot, int64[nodes, slots], negative for empty slots.
+        experts: total number of experts.
     """
     search = _Search(table, experts)
     while sum(search.exchange(*pair) for pair in itertools.combinations(range(len(table)), 2)):
@@ -26,22 +26,22 @@ def improved(table: numpy.ndarray, experts: int) -> numpy.ndarray:
 
 
 class _Search:
-    """A placement that is improved in place, and for each expert the choices of lost nodes with which it dies."""
+    """A placement that is improved in place, and for each expert the choices of lost nodes that lose it."""
 
     def __init__(self, table: numpy.ndarray, experts: int):
         self.table = table.copy()
         nodes = len(table)
         size = sizes(nodes)
-        self._choices = numpy.argsort(size, kind="stable")  # of lost nodes, those of few first
+        self._choices = numpy.argsort(size, kind="stable")  # choices of lost nodes, fewest first
         self._starts = numpy.searchsorted(size[self._choices], numpy.arange(nodes + 1))
-        self._held = numpy.zeros((experts + 1, nodes), numpy.int64)  # the last one is of empty slots
+        self._held = numpy.zeros((experts + 1, nodes), numpy.int64)  # last row: empty slots
         numpy.add.at(self._held, (table, numpy.arange(nodes)[:, None]), 1)
         self._died = self._deaths(numpy.arange(experts + 1), self._held)
         self._dead = self._died.sum(axis=0, dtype=numpy.int16)
         self._best = self._survived(self._dead)[0]
 
     def exchange(self, one: int, other: int) -> bool:
-        """Makes the exchange between two nodes that survives most, if it survives more than none."""
+        """Makes the best exchange between two nodes, and returns True, if it survives more losses."""
         mine, theirs = self.table[one], self.table[other]
         after, before = self._after(mine, one, other), self._after(theirs, other, one)
         dead = self._dead + (after - self._died[mine])[:, None] + (before - self._died[theirs])[None, :]
@@ -60,7 +60,7 @@ class _Search:
         return True
 
     def _after(self, experts: numpy.ndarray, source: int, target: int) -> numpy.ndarray:
-        """Choices with which each of a node's experts dies after one replica of it has moved."""
+        """Returns the choices that lose each of a node's experts after one of its replicas has moved."""
         held = self._held[experts]
         held[:, source] -= 1
         held[:, target] += 1
@@ -69,9 +69,9 @@ class _Search:
     def _deaths(self, experts: numpy.ndarray, held: numpy.ndarray) -> numpy.ndarray:
         mask = numpy.array(masks(held > 0))[:, None]
         died = (self._choices & mask) == mask
-        died[(experts < 0) | (experts == len(self._held) - 1)] = False  # an empty slot does not die
+        died[(experts < 0) | (experts == len(self._held) - 1)] = False  # an empty slot is never lost
         return died.astype(numpy.int16)
 
     def _survived(self, dead: numpy.ndarray) -> list[list[int]]:
-        """By number of lost nodes, the choices without a death, for each row."""
+        """Returns the choices without a lost expert, by number of lost nodes, for each row."""
         return numpy.add.reduceat(numpy.atleast_2d(dead) == 0, self._starts, axis=1, dtype=numpy.int64).tolist()

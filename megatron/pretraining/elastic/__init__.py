@@ -1,1 +1,1 @@
-"""Elastic training (Lazarus): replicas of experts, and results that do not depend on the number of workers."""
+"""Elastic training (Lazarus): replicas of experts, and batches that do not depend on the number of workers."""

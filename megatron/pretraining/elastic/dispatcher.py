@@ -1,7 +1,7 @@
-"""The dispatcher of elastic training: any number of replicas of any expert, and no padding (Lazarus, section 4.2).
+"""Dispatches tokens to any number of replicas of any expert, without padding (Lazarus, section 4.2).
 
-All ranks of a domain gather how many tokens each has for each expert, and compute from that the same flows; so every
-rank knows what it sends and receives.  Tokens travel in one all-to-all, ordered by receiver and expert.
+All ranks of a domain gather each rank's token counts by expert, and compute the same flows from them. So every rank
+knows its sends and receives. Tokens travel in one all-to-all, ordered by receiver and expert.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moc.runtime.results import on_host
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives in a micro batch; lists are by rank of its domain.
+    """Sends and receives of one rank in a micro batch; lists are by rank of its domain.
 
     Attributes:
         sent: tokens to each rank.
         received: tokens from each rank.
-        send_order: where tokens sorted by expert go to be sorted by receiver, then expert: indices to select.
-        by_slot: where received tokens, sorted by sender, then expert, go to be sorted by slot, then sender.
+        send_order: indices that reorder tokens sorted by expert to (receiver, expert).
+        by_slot: indices that reorder received tokens from (sender, expert) to (slot, sender).
         in_slots: tokens of each slot.
     """
 
@@ -41,14 +41,14 @@ class Route:
 
     @property
     def restore(self) -> torch.Tensor:
-        """The inverse of ``by_slot``."""
+        """Inverse of ``by_slot``."""
         inverse = torch.empty_like(self.by_slot)
         inverse[self.by_slot] = torch.arange(len(self.by_slot))
         return inverse
 
 
 def route_of(flow: Exchange, slots: Sequence[int | None]) -> Route:
-    """The route of a rank whose slots hold these experts, None where there is none."""
+    """Returns the route of a rank whose slots hold these experts; None for an empty slot."""
     held = [expert for expert in slots if expert is not None]
     columns = sorted(held)
     arriving = flow.receives[columns].T  # by sender and expert
@@ -62,7 +62,7 @@ def route_of(flow: Exchange, slots: Sequence[int | None]) -> Route:
 
 
 def _transposed(sizes: numpy.ndarray, columns: Sequence[int] | None = None) -> torch.Tensor:
-    """Indices that bring chunks, stored row by row with these ``sizes``, into the order column by column."""
+    """Returns indices that reorder chunks of these ``sizes`` from row by row to column by column."""
     starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
     if columns is not None:
         sizes, starts = sizes[:, columns], starts[:, columns]
@@ -72,14 +72,14 @@ def _transposed(sizes: numpy.ndarray, columns: Sequence[int] | None = None) -> t
 
 
 def _on_device(indices: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies indices in host memory to a device, together: each copy of memory that is not locked waits for it."""
+    """Copies indices to a device in one transfer: each copy of unpinned memory waits for the device."""
     together = torch.cat([*indices])
     together = together.pin_memory() if device.type == "cuda" else together
     return list(together.to(device, non_blocking=True).split([len(each) for each in indices]))
 
 
 class ElasticDispatcher(MoETokenDispatcher):
-    """Sends tokens to replicas of their experts, and the experts' output back."""
+    """Dispatcher that sends tokens to replicas of their experts, and returns the experts' output."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, group: dist.ProcessGroup):
         super().__init__(config=config, pg_collection=groups)
@@ -87,12 +87,12 @@ class ElasticDispatcher(MoETokenDispatcher):
         self._held: tuple[Sequence[int | None], numpy.ndarray, Capacities] | None = None
 
     def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
-        """From now on, this rank's slots hold these experts, and replicas compute tokens by ``capacities``.
+        """Sets the experts in this rank's slots, and the capacities of replicas.
 
         Args:
-            slots: the expert in each slot, None where there is none.
-            replicas: of each expert on each rank of the domain, [experts, ranks].
-            capacities: of these.
+            slots: the expert in each slot; None if empty.
+            replicas: replicas of each expert on each rank of the domain, [experts, ranks].
+            capacities: function that computes the tokens of the replicas.
         """
         self._held = slots, replicas, capacities
 
@@ -122,7 +122,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         return tokens.index_select(0, self._sources), probs.T.masked_select(by_expert).index_select(0, order)
 
     def _gathered(self, routing_map: torch.Tensor) -> numpy.ndarray:
-        """The number of tokens by expert and rank of the group."""
+        """Returns the number of tokens by expert and rank of the group."""
         mine = routing_map.sum(dim=0, dtype=torch.int64)
         everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
@@ -148,16 +148,16 @@ class ElasticDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: torch.Tensor):
-        """Adds up the output for each token; of the shape of the layer's input."""
+        """Sums the output for each token, in the shape of the layer's input."""
         whole = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
         return unpermute(hidden_states, self._sources, restore_shape=whole).view(self._shape)
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all of several tensors.
+    """All-to-all of several tensors.
 
-    One function for all of them, so that the backward pass has the same order of collectives on all ranks; it runs
-    also where nothing is sent.
+    One function for all of them gives the backward pass the same order of collectives on all ranks. It also runs if
+    nothing is sent.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The process groups in which tokens are dispatched, where workers are more than a domain takes."""
+"""Creates the process groups for token dispatch if a stage has more workers than a domain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moc.elastic.domains import spans
 
 
 def build_domains(config: Config, most: int) -> None:
-    """Creates the group of each domain; after megatron-core's groups, numbered as they are, and on all ranks alike.
+    """Creates the group of each domain, on all ranks, after megatron-core's groups and numbered like them.
 
-    A worker that goes on has as many groups in each generation as in the first one: it has one of a domain also where
-    few nodes are left, whose workers are all in one domain.
+    A continuing worker needs equally many groups in each generation. So it has a domain group even if the few remaining
+    nodes form one domain.
 
     Args:
         config: the flags.
-        most: workers of the job, if all nodes are there.
+        most: workers of the job if all nodes are connected.
     """
     dispatch_within(None)
     parallel, world = config.parallel, dist.get_world_size()
@@ -42,7 +42,7 @@ def build_domains(config: Config, most: int) -> None:
 
 
 def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
-    """Ranks of each domain of a stage of so many workers, as a plan of these has them; ``workers`` are all."""
+    """Returns the ranks of each domain of a stage of ``size`` workers, as in its plan; ``workers`` are all."""
     ranks = nodes_of(config, workers)[0].ranks
     domains = plan_settings(config, ranks).domains(size // ranks, config.moe.num_experts or 0)
     return [of * ranks for of in domains]

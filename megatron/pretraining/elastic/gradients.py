@@ -1,8 +1,8 @@
-"""Gradients of replicated experts: summed among the holders, shard by shard, in the order of ranks.
+"""Sums the gradients of replicated experts among their holders, shard by shard, in rank order.
 
-An expert with r holders has its gradient cut into r shards.  One all-to-all brings each shard to its holder, which adds
-up the copies in the order of ranks; a second one brings the sums back.  So all holders get the same bits, and no
-process group per set of holders is needed.
+The gradient of an expert with r holders is cut into r shards. One all-to-all sends each shard to its holder, which sums
+the copies in rank order. A second all-to-all returns the sums. So all holders get the same bits, without a process
+group per set of holders.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.pretraining.elastic.layer import ElasticExperts, ElasticLayer, ela
 from megatron.pretraining.engine.owned import parameters_and_masters
 
 Message = list[list[torch.Tensor]]
-"""Flat tensors to, or from, each rank of the group."""
+"""Flat tensors to or from each rank of the group."""
 
 
 class ElasticDataParallel(DistributedDataParallel):
     """megatron-core's data parallelism, which also reduces the gradients of experts."""
 
     def finish_grad_sync(self, *args, **kwargs) -> None:
-        """Reduces the gradients of dense layers over data-parallel ranks, and those of experts over their holders."""
+        """Reduces dense gradients over data-parallel ranks, and expert gradients over their holders."""
         super().finish_grad_sync(*args, **kwargs)
         for layer in elastic_layers([self]):
             sum_gradients(layer.experts, exchange_group())
@@ -64,7 +64,7 @@ def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The places in megatron-core's buffers where the gradients of parameters add up."""
+    """Returns the views of megatron-core's buffers that accumulate the gradients of parameters."""
     marked: Iterable[Any] = parameters
     return [parameter.main_grad for parameter in marked]
 
@@ -102,7 +102,7 @@ def _swapped(
 
 
 def count_once(layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer) -> None:
-    """Lets an expert count in norms on its first holder alone, and lets unused slots take no part in training."""
+    """Counts an expert in norms only on its first holder, and excludes unused slots from training."""
     rank, first = dist.get_rank(exchange_group()), set()
     for layer in layers:
         for expert, mlp in layer.experts.held():
@@ -110,7 +110,7 @@ def count_once(layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer) -> 
                 first |= set(mlp.parameters())
     for parameter, master in _of_experts(optimizer):
         parameter.requires_grad_(not parameter.unused)
-        parameter.shared = master.shared = parameter not in first  # megatron-core's mark of what others count
+        parameter.shared = master.shared = parameter not in first  # megatron-core leaves shared ones out of norms
 
 
 def _of_experts(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, Any]]:

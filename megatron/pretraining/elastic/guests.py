@@ -1,4 +1,4 @@
-"""Nodes that have come: all workers leave at the end of the same iteration to meet them, so that none is dropped."""
+"""Admits joining nodes: all workers leave after the same iteration, so that no iteration is discarded."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from moc.session.engine import VoteParticipant
 
 
 class GuestsWait(Exception):
-    """This worker leaves its generation, as all others do after the same iteration, to meet nodes that have come."""
+    """Exit from the generation, on all workers after the same iteration, to admit joining nodes."""
 
 
 class Guests(VoteParticipant):
-    """Agrees on the iteration after which all workers leave; of one generation."""
+    """Agreement on the iteration after which all workers leave, for one generation."""
 
     def __init__(self, world: World):
         self._world, self._wait = world, False
 
     def ballot(self) -> dict[str, float]:
-        """Returns whether this worker has heard of nodes that are ready; others may not have yet."""
+        """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
         return {"guests": float(self._world.job.guests_wait)}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Has all workers leave after this iteration if any has heard of such nodes."""
+        """Makes all workers leave after this iteration if any was notified."""
         self._wait = tally["guests"] > 0
 
     def meet(self) -> None:
-        """Leaves the generation between two iterations, if that was voted for.
+        """Leaves the generation between two iterations, if the commit all-reduce decided so.
 
         Raises:
-            GuestsWait: on all workers; the device has done all that it was given.
+            GuestsWait: on all workers; the device has completed its enqueued work.
             Aborted: another worker was lost meanwhile.
         """
         if self._wait:

@@ -1,8 +1,8 @@
-"""The mixture-of-experts layer of elastic training: a worker's slots hold any experts, and experts have any replicas.
+"""Mixture-of-experts layer of elastic training: slots hold any experts, and experts have any number of replicas.
 
-megatron-core's layer gives each expert-parallel rank the same number of consecutive experts.  Here it is built as if
-its worker had no others, with one expert per slot; what knows all experts is put in its place: the router, the
-dispatcher, and the description of experts in checkpoints.
+megatron-core's layer gives each expert-parallel rank the same number of consecutive experts. Here, it is built with one
+expert per slot, as if its worker had no others. Parts that know all experts are replaced: the router, the dispatcher,
+and the description of experts in checkpoints.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": 
 
 
 class ElasticExperts(SequentialMLP):
-    """The experts in the slots of one worker.
+    """Experts in the slots of one worker.
 
     Attributes:
-        slots: the expert in each slot, None where there is none.
+        slots: the expert in each slot; None if empty.
         holders: by expert, the ranks of the exchange group that hold it, ascending.
     """
 
@@ -41,12 +41,12 @@ class ElasticExperts(SequentialMLP):
     holders: tuple[tuple[int, ...], ...] = ()
 
     def held(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """Yields the experts here, in ascending order, with their modules."""
+        """Yields this worker's experts, in ascending order, with their modules."""
         there = {e: mlp for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None}
         yield from sorted(there.items())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Describes the experts by their numbers in the whole model; copies are numbered in the order of holders."""
+        """Describes experts by their numbers in the complete model; replicas are numbered in the order of holders."""
         apart, rank, described = (
             (metadata or {}).get("singleton_local_shards", False),
             dist.get_rank(exchange_group()),
@@ -69,10 +69,10 @@ class ElasticExperts(SequentialMLP):
 
 
 class ElasticLayer(MoELayer):
-    """A mixture-of-experts layer with slots.
+    """Mixture-of-experts layer with slots.
 
     Attributes:
-        is_ghost: the micro batch under way has no samples: its tokens reach no router and no expert.
+        is_ghost: the current micro batch is a dummy: its tokens reach no router and no expert.
     """
 
     is_ghost = False
@@ -93,7 +93,7 @@ class ElasticLayer(MoELayer):
         self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, dispatch_group())
         for parameter in self.experts.parameters():
             marked: Any = parameter
-            marked.allreduce = False  # megatron-core reduces and updates experts apart from the rest
+            marked.allreduce = False  # megatron-core reduces and updates experts separately
 
     @property
     def layer(self) -> int:
@@ -102,13 +102,13 @@ class ElasticLayer(MoELayer):
         return self.layer_number - 1
 
     def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, domain: slice, capacities: Capacities) -> None:
-        """From now on, this worker's slots hold these experts.
+        """Sets the experts in this worker's slots.
 
         Args:
-            slots: the expert in each slot, None where there is none.
-            replicas: of each expert on each rank of the exchange group, [experts, ranks].
-            domain: of these ranks, those among which this worker dispatches tokens.
-            capacities: by which replicas compute tokens.
+            slots: the expert in each slot; None if empty.
+            replicas: replicas of each expert on each rank of the exchange group, [experts, ranks].
+            domain: the ranks among which this worker dispatches tokens.
+            capacities: function that computes the tokens of the replicas.
         """
         self.experts.slots = tuple(slots)
         self.experts.holders = tuple(tuple(numpy.flatnonzero(row).tolist()) for row in replicas)
@@ -119,21 +119,21 @@ class ElasticLayer(MoELayer):
         self.token_dispatcher.hold(self.experts.slots, replicas[:, domain], capacities)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """Sends no token of a ghost to an expert, and counts none in auxiliary losses."""
+        """Sends no token of a dummy micro batch to an expert, and counts none in auxiliary losses."""
         if not self.is_ghost:
             return super().route(hidden_states, padding_mask)
         tokens, experts = hidden_states.shape[:-1].numel(), self.config.num_moe_experts
-        assert experts is not None  # or this layer would be dense
-        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # of what others send here
+        assert experts is not None  # otherwise the layer would be dense
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # as on other ranks
         nothing = hidden_states.new_zeros(tokens, experts, dtype=dtype)
         return nothing, nothing.bool()
 
 
 def _with_function(builder: Any, function: Callable) -> functools.partial:
-    """Return a ``functools.partial``, as megatron-core's layer specifications use, that calls another function."""
+    """Returns a ``functools.partial``, as in megatron-core's layer specifications, that calls another function."""
     return functools.partial(function, *builder.args, **builder.keywords)
 
 
 def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:
-    """The elastic layers of the chunks, in model order."""
+    """Returns the elastic layers of the chunks, in model order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ElasticLayer)]

@@ -1,9 +1,8 @@
-"""Other members: what the workers that are left hold, and where it moves to.
+"""Handles membership changes: finds the surviving state, and moves it to the plans of the new members.
 
-Survivors keep their state.  What they hold by the old plan is a plan of the new members, in which new workers have no
-expert; from there, experts move to the plan that the new members are to have, layer by layer, like in a rebalancing
-(:mod:`megatron.pretraining.elastic.replicas`).  A loss meanwhile leaves each layer as it was or as it is to be, and the
-move begins again from there, with the members that are left then.
+Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
+experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
+After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from moc.session.session import Session
 
 
 class Told(NamedTuple):
-    """What a worker tells the others when they meet.
+    """State that a worker reports when workers connect.
 
     Attributes:
-        place: of its node in the job.
+        place: rank block of its node.
         stage: its pipeline stage.
-        trained: it has state of the run.
-        plan: digest of that of its stage, in force on it.
+        trained: whether it has state of the run.
+        plan: digest of its stage's plan in force; None without experts.
         awaited: digest of :attr:`Replicas.awaited`.
-        moves: experts are yet to move to plans of other members.
+        moves: whether experts still have to move to plans of other members.
     """
 
     place: int
@@ -61,11 +60,11 @@ class Told(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What workers agree on when they meet.
+    """Agreement among the connected workers.
 
     Attributes:
-        under_way: some have trained, so that plans in force are those of a run under way.
-        lost: what no worker holds any more, as the subject of a sentence; empty if nothing is lost.
+        under_way: whether some have trained, so that the plans in force belong to a started run.
+        lost: state without a holder, as the subject of a sentence; empty if nothing is lost.
     """
 
     under_way: bool
@@ -75,25 +74,25 @@ class Settled(NamedTuple):
 def settle(
     config: Config, replicas: Replicas, shards: Shards | None, trained: bool, helpers: Sequence[int] = ()
 ) -> Settled:
-    """Agrees on who holds what among the workers that are there; a collective call of all workers.
+    """Agrees on the holders of experts and blocks; a collective call of all workers.
 
-    A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans of
-    the others, not the state.  If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
-    :attr:`Shards.wanted` is the cut.  If something is lost, these are in force at once, and all workers must load their
-    state.
+    A layer whose move has landed on one worker lands on all. Workers that have not ``trained`` take over the plans of
+    the others, not the state. If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
+    :attr:`Shards.wanted` is the assignment. If something is lost, these are in force immediately, and all workers must
+    load their state.
 
     Args:
         config: the flags.
-        replicas: of experts.
-        shards: of the dense optimizer state; None if it is whole.
-        trained: whether this worker has.
-        helpers: of the last nodes, which help: the part of the model that each has.
+        replicas: replicas of experts.
+        shards: shards of the dense optimizer state; None if it is not sharded.
+        trained: whether this worker has trained.
+        helpers: by partial-model node (the last nodes), its part of the model.
 
     Raises:
-        NoRecoveryPoint: nobody has trained, and this worker was built with other experts than it is to have.
+        NoRecoveryPoint: no worker has trained, and this worker was built with other experts than it is assigned.
     """
     stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
-    plan = replicas.plans.get(stage)  # None where layers are dense
+    plan = replicas.plans.get(stage)  # None if layers are dense
     moves = replicas.wanted is not None
     mine = Told(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
     told = [Told(*one) for one in gather(tuple(mine))]
@@ -107,7 +106,7 @@ def settle(
     plans = {}
     for number, own in replicas.plans.items():
         if number in empty:
-            continue  # whoever has come has a plan of its own, and others an old one
+            continue  # new workers have their own plan, and others an old one
         of_stage = [one for one in told if one.stage == number]
         as_now = _among(nodes[number].members, [one.trained for one in of_stage]) if changed else _unchanged
         plans[number] = decided(
@@ -129,35 +128,35 @@ def settle(
 
 
 def _without_state(told: Sequence[Told]) -> list[int]:
-    """The pipeline stages of which no worker has trained."""
+    """Returns the pipeline stages without a trained worker."""
     return sorted({one.stage for one in told} - {one.stage for one in told if one.trained})
 
 
 def _members_differ(known: Mapping[str, Plan], one: Told, nodes: NodesOfStages) -> bool:
-    """Whether the plan in force on a worker is one of other members than those that are there."""
+    """Returns whether the plan in force on a worker has other members than the connected nodes."""
     return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
 
 
 def _lost(plans: Plans) -> str:
-    """Which experts no worker holds, as the subject of a sentence; empty if there are none."""
+    """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
     lost = [one for plan in plans.values() for one in plan.missing(plan.members)]
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
 
 
 def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
-    """The plan of a stage that all its workers are to have after a loss; pure.
+    """Returns the plan that all workers of a stage have after a loss; pure.
 
-    A loss may part workers while experts of one layer move: some know that all have got their parts, and have the new
-    plan in force; others still have the old one, and await the new one.  Then the new one it is.
+    A loss may interrupt the move of a layer. Some workers then know that all parts arrived, and have the new plan in
+    force. Others still have the old plan, and await the new one. In this case, the new plan is returned.
 
     Args:
         in_force: plans of workers that have trained.
-        awaited: plans of those that have got their part of a move, and may not know that all have.
-        own: the plan of this worker, if nobody of the stage has trained.
+        awaited: plans of workers that received their part of a move, and may not know whether all did.
+        own: the plan of this worker, used if no worker of the stage has trained.
 
     Raises:
-        PlansDiffer: workers that have trained hold experts by other plans.
+        PlansDiffer: workers that have trained hold experts by different plans.
     """
     found = set(in_force)
     possible = found & set(awaited) or found or {own}
@@ -170,12 +169,12 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
 
 
 def is_settled(replicas: Replicas, shards: Shards | None) -> bool:
-    """Whether state is where the members are to have it."""
+    """Returns whether all state is where the current members need it."""
     return replicas.wanted is None and (shards is None or shards.wanted is None)
 
 
 def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, session: Session, log: Listener) -> None:
-    """Moves state to where the members are to have it, between two iterations; a collective call."""
+    """Moves state to the plans and assignment of the current members, between two iterations; a collective call."""
     before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
     wanted = before if replicas.wanted is None else replicas.wanted
     with session.moving():
@@ -201,10 +200,10 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
 
 
 def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: NodesOfStages) -> None:
-    """Takes over the numbers of the nodes that are there.
+    """Takes over the numbers of the connected nodes.
 
-    A worker has the initial weights of the experts that it was built with: it cannot begin if these are others now,
-    since the number of workers has changed, or since it has taken over plans of workers that are gone.
+    A worker has the initial weights only of the experts that it was built with. It cannot begin if it is assigned
+    others, because the number of workers changed, or because it took over plans of lost workers.
     """
     numbered = {stage: replace(plan, members=nodes[stage].members) for stage, plan in replicas.plans.items()}
     if numbered != first_plans(config, nodes):
@@ -223,9 +222,9 @@ def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], 
 
 
 def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
-    """All plans by digest, each from the first worker that has it, and the load; a collective call.
+    """Returns all plans by digest, each from the first worker that has it, and the loads; a collective call.
 
-    The load is what the first worker has seen that has trained: another one may have missed a vote.
+    The loads are from the first worker that has trained: others may have missed a commit.
     """
     rank, trained = dist.get_rank(), next(rank for rank, one in enumerate(told) if one.trained)
     first: dict[str | None, int] = {}

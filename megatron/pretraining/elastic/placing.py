@@ -1,4 +1,4 @@
-"""Brings a plan of replicas into the model: which slot holds which expert, and which replica computes which tokens."""
+"""Applies a plan of replicas to the model: the expert in each slot, and the tokens that each replica computes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from moc.files.decode import Count
 from moc.sharding.layout import Layout
 
 Plans = Mapping[int, Plan]
-"""By pipeline stage, of those with experts; ranks are those of the stage's exchange group."""
+"""By pipeline stage with experts; ranks are numbered in the stage's exchange group."""
 
 CAPACITIES = {"level": level, "even": even}
-"""By the value of ``--elastic-dispatch``."""
+"""Capacity functions, by the value of ``--elastic-dispatch``."""
 
 
 class PlansDiffer(UserError, RuntimeError):
-    """Workers hold experts by different plans, or optimizer state by different cuts."""
+    """Workers hold experts by different plans, or optimizer state by different assignments."""
 
     code = "elastic-plans-differ"
 
 
 class Nodes(NamedTuple):
-    """The nodes of a pipeline stage, over which replicas are spread: a node is lost as a whole.
+    """Nodes of a pipeline stage, over which replicas are spread: a node is lost as a unit.
 
     Attributes:
-        members: their numbers, in the order of ranks.
-        ranks: workers of each.
+        members: numbers of the nodes, in the order of ranks.
+        ranks: workers of the stage on each node.
     """
 
     members: tuple[int, ...]
@@ -46,22 +46,22 @@ class Nodes(NamedTuple):
 
 
 NodesOfStages = Mapping[int, Nodes]
-"""By pipeline stage; stages have equally many, beside nodes that help, and nodes equally many workers."""
+"""By pipeline stage; stages have equally many nodes, except partial-model nodes, and nodes equally many workers."""
 
 
 def first_plans(config: Config, nodes: NodesOfStages) -> Plans:
-    """The plans before any load is known."""
+    """Returns the plans before any load is known."""
     return plans_for(config, nodes, no_loads(config))
 
 
 def no_loads(config: Config) -> Loads:
-    """By layer with experts, one token for each."""
+    """Returns one token for each expert, by layer with experts."""
     layers = [n for n, has in enumerate(config.moe.expert_layers(config.network.num_layers)) if has]
     return {layer: [1] * (config.moe.num_experts or 0) for layer in layers}
 
 
 def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plans | None = None) -> Plans:
-    """The plans for these loads, of all layers with experts; pure, so that all workers agree without asking."""
+    """Returns the plans of all layers with experts for these loads; pure, so workers agree without communication."""
     network, stages = config.network, config.parallel.pipeline_model_parallel_size
     settings = plan_settings(config, nodes[0].ranks)
     of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
@@ -72,14 +72,14 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
 
 
 def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
-    """The nodes of each stage of so many workers, numbered from 0.
+    """Returns the nodes of each stage, numbered from 0.
 
-    Where one node has all workers, and the job no others, each worker counts as a node.
+    If one node has all workers of the job, each worker counts as a node.
 
     Args:
         config: the flags.
-        workers: in all.
-        helpers: of the last nodes, which help: the part of the model that each has.
+        workers: total number of workers.
+        helpers: by partial-model node (the last nodes), its part of the model.
     """
     of_node, trains = stages_here(config), workers - len(helpers) * per_node()
     size, ranks = stage_size(config, trains), ranks_of_stage(config, trains, workers_of_job())
@@ -91,12 +91,12 @@ def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> Nodes
 
 
 def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequence[int] = ()) -> NodesOfStages:
-    """The nodes of all workers.
+    """Returns the connected nodes of each stage.
 
     Args:
         config: the flags.
-        told: by rank, the place of its node in the job (:func:`place`), and its pipeline stage.
-        helpers: as of :func:`nodes_of`.
+        told: by rank, the rank block of its node (:func:`place`), and its pipeline stage.
+        helpers: as in :func:`nodes_of`.
     """
     nodes = nodes_of(config, len(told), helpers)
     if not nodes_have_places(config, workers_of_job()):
@@ -106,17 +106,17 @@ def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequen
 
 
 def place() -> int:
-    """The place of this worker's node in the job."""
+    """Returns the rank block of this worker's node."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def plans_to_json(plans: Plans) -> dict[str, Any]:
-    """For :func:`plans_from_json`, by ``json.dumps``."""
+    """Returns a dict for ``json.dumps`` and :func:`plans_from_json`."""
     return {str(stage): plan.to_json() for stage, plan in plans.items()}
 
 
 def plans_from_json(told: Mapping[str, Any]) -> Plans:
-    """The inverse of :func:`plans_to_json`; raises ValueError if a plan is none, or lacks an expert."""
+    """Returns the plans of :func:`plans_to_json`; raises ValueError if a plan is invalid or lacks an expert."""
     plans = {stage: Plan.from_json(one) for stage, one in decode.convert(told, dict[Count, dict[str, Any]]).items()}
     if lacking := [stage for stage, one in plans.items() if not one.complete]:
         raise ValueError(f"the plan of stage {lacking[0]} lacks an expert")
@@ -124,7 +124,7 @@ def plans_from_json(told: Mapping[str, Any]) -> Plans:
 
 
 def fit(plans: Plans, others: Plans) -> bool:
-    """Whether plans are for the same workers, domains, layers and slots as others."""
+    """Returns whether two sets of plans have the same workers, domains, layers and slots."""
     return plans.keys() == others.keys() and all(
         (mine.members, mine.ranks, mine.domains, mine.experts, _shapes(mine))
         == (its.members, its.ranks, its.domains, its.experts, _shapes(its))
@@ -137,7 +137,7 @@ def _shapes(of: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
-    """Lets the slots of this worker hold what the plan of its stage says; the state in them does not move."""
+    """Assigns the experts of the stage's plan to this worker's slots; their state does not move."""
     rank = dist.get_rank(exchange_group())
     domain = of.domain_of(rank)
     for layer in layers:
@@ -147,6 +147,6 @@ def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
 
 
 def slots_after(before: Sequence[int | None], held: Collection[int]) -> tuple[int | None, ...]:
-    """The experts by slot: those that stay keep their slots, new ones get the free slots, in ascending order."""
+    """Returns the experts by slot: remaining ones keep their slots, new ones fill the free slots in ascending order."""
     new = iter(sorted(set(held) - set(before)))
     return tuple(expert if expert in held else next(new, None) for expert in before)

@@ -1,4 +1,4 @@
-"""Rebalancing: replicas follow the load, if the time that this saves exceeds the time that moving them takes."""
+"""Rebalances replicas by load if this saves more time than the move takes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from moc.runtime.agreement import gather
 from moc.runtime.results import settled
 from moc.session.engine import VoteParticipant
 
-_BITS = 32  # of a hash in a vote
-_PROBE = 1 << 20  # bytes that each worker sends to each other one, to measure how fast state travels
+_BITS = 32  # of a hash in the commit all-reduce
+_PROBE = 1 << 20  # bytes that each worker sends to each other worker to measure bandwidth
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What another plan would bring.
+    """Benefit and cost of another plan.
 
     Attributes:
-        saves_s: seconds of each iteration.
+        saves_s: seconds saved per iteration.
         costs_s: seconds of the move.
-        busiest: tokens of the busiest worker by those of the mean, now and then, over all layers.
+        busiest: tokens of the busiest worker relative to the mean, now and then, over all layers.
     """
 
     saves_s: float
@@ -45,18 +45,18 @@ class Prospect:
     busiest: tuple[float, float]
 
     def pays(self, iterations: int) -> bool:
-        """Whether it has paid after so many iterations."""
+        """Returns whether the move has paid off after this number of iterations."""
         return self.saves_s * iterations > self.costs_s
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move that pays.
+    """A move that pays off.
 
     Attributes:
-        plans: to which experts move.
-        flow: the transfers of this worker's stage, planned once.
-        found: what the move brings.
+        plans: target plans.
+        flow: transfers of this worker's stage, planned once.
+        found: benefit and cost.
     """
 
     plans: Plans
@@ -67,14 +67,14 @@ class Move:
 def prospect(
     iteration_s: float, share: float, busiest: tuple[float, float], moved: int, second_per_byte: float
 ) -> Prospect:
-    """Weighs a plan; pure.
+    """Estimates the benefit and cost of a plan; pure.
 
     Args:
         iteration_s: seconds of an iteration now.
-        share: of an iteration's operations that experts do.
-        busiest: as in :class:`Prospect`; experts take as long as on the busiest worker.
+        share: share of experts in the operations of an iteration.
+        busiest: as in :class:`Prospect`; the busiest worker determines the time of experts.
         moved: bytes that the busiest worker sends and receives.
-        second_per_byte: how long a byte takes.
+        second_per_byte: seconds per byte.
     """
     now, then = busiest
     balanced_s = iteration_s / (1.0 - share + share * now)
@@ -82,7 +82,7 @@ def prospect(
 
 
 def imbalance(plans: Plans, loads: Loads) -> float:
-    """Tokens of the busiest worker by those of the mean, summed over layers; 1.0 without tokens."""
+    """Returns the tokens of the busiest worker divided by the mean, summed over layers; 1.0 without tokens."""
     most = mean = 0.0
     for plan in plans.values():
         for layer in plan.tables:
@@ -92,7 +92,7 @@ def imbalance(plans: Plans, loads: Loads) -> float:
 
 
 def hash_of(plans: Plans) -> int:
-    """A hash of 32 bits, of which a vote adds up exactly."""
+    """Returns a hash of 32 bits, which the commit all-reduce sums exactly."""
     return _short(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
 
 
@@ -101,7 +101,7 @@ def _short(text: str) -> int:
 
 
 class Rebalancer(VoteParticipant):
-    """Counts the load of experts in the vote, compares plans and cuts there, and moves replicas between iterations."""
+    """Participant in the commit all-reduce that counts expert loads, compares plans and cuts, and moves replicas."""
 
     def __init__(
         self, config: Config, engine: MegatronEngine, replicas: Replicas, shards: Shards | None, vocab_size: int
@@ -122,7 +122,7 @@ class Rebalancer(VoteParticipant):
         self._tally.close()
 
     def ballot(self) -> dict:
-        """This worker's tokens, time since the last vote, plan, and cut."""
+        """Returns this worker's tokens, time since the last commit, plan and assignment."""
         seconds = time.perf_counter() - self._voted_at
         tokens = self._tally.take()
         return {
@@ -134,10 +134,10 @@ class Rebalancer(VoteParticipant):
         }
 
     def _cuts(self) -> torch.Tensor:
-        """Bits of a hash of the cut in force, and 1, float64[stages * tensor-parallel ranks * 33].
+        """Returns the hash bits of the assignment in force, and 1, float64[stages * tensor-parallel ranks * 33].
 
-        Cuts are alike on workers with the same parameters, and 0 for all others: so all workers see in the sums
-        whether each bit is that of all or of none.
+        Workers with the same parameters contribute equal entries, all others 0. So the sums show whether each bit is
+        set on all or none of them.
         """
         world = self._world
         found = torch.zeros(world.pipeline_size, world.tensor_size, _BITS + 1, dtype=torch.float64)
@@ -148,7 +148,7 @@ class Rebalancer(VoteParticipant):
         return found.view(-1)
 
     def on_vote(self, tally: dict) -> None:
-        """Adds up the load.
+        """Adds up the load, and compares plans and assignments.
 
         Raises:
             PlansDiffer: on all workers.
@@ -173,9 +173,9 @@ class Rebalancer(VoteParticipant):
         self._votes += 1
 
     def restore(self, moving: Callable[[], AbstractContextManager[None]]) -> None:
-        """Moves replicas to where they were in the loaded snapshot, by which the run goes on bit by bit; collective.
+        """Moves replicas to the plans of the loaded snapshot, so that the run stays bit-identical; a collective call.
 
-        Those of a run with other workers or slots stay where they are.
+        Plans for other workers or slots are ignored.
         """
         placed = self._engine.placed
         if placed is not None and placed != self._replicas.plans and fit(placed, self._replicas.plans):
@@ -184,11 +184,11 @@ class Rebalancer(VoteParticipant):
                 self._engine.state.describe()
 
     def due(self, iteration: int) -> bool:
-        """Whether to look for other plans after an iteration."""
+        """Returns whether to check for better plans after an iteration."""
         return bool(self._interval and self._votes) and iteration % self._interval == 0
 
     def wanted(self) -> Move | None:
-        """The move to the plans for the load since the last look, if it pays until the next one; a collective call."""
+        """Returns the move for the load since the last check, if it pays off before the next; a collective call."""
         loads, seconds = self._loads, self._seconds / self._votes
         self._loads, self._seconds, self._votes = {}, 0.0, 0
         now = self._replicas.plans
@@ -208,7 +208,7 @@ class Rebalancer(VoteParticipant):
         taken = self._replicas.move_to(plans, wanted.flow)
         self._engine.state.describe()
         experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
-        self._voted_at = time.perf_counter()  # an iteration's time has no move in it
+        self._voted_at = time.perf_counter()  # excludes the move from the iteration time
         events.write(
             "rebalance",
             iteration=iteration,
@@ -221,12 +221,12 @@ class Rebalancer(VoteParticipant):
         )
 
     def _speed(self) -> float:
-        """Seconds per byte between workers, measured once; the slowest worker counts."""
+        """Returns the seconds per byte between workers, measured once; the slowest worker counts."""
         speed = self._second_per_byte
         if speed is None:
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
-            dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first one opens connections
+            dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first call opens connections
             settled(self._world.device)
             begun = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)

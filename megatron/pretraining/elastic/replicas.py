@@ -1,12 +1,11 @@
-"""The replicas of experts on one worker: the plan in force, and moves of experts to another plan, in place.
+"""Manages the expert replicas of one worker: the plan in force, and in-place moves to another plan.
 
-A move goes layer by layer: new experts of a worker arrive in staging memory, all workers of the stage agree that
-it has landed, and only then slots are filled.  A loss before that leaves the old plan of the layer in force; a
-worker that misses the news, while others fill their slots, has what it needs to do so later
-(:mod:`megatron.pretraining.elastic.members`).
+A move proceeds layer by layer. New experts of a worker arrive in staging memory, all workers of the stage confirm this,
+and only then slots are filled. A loss before the confirmation leaves the old plan of the layer in force. A worker that
+misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.members`).
 
-Who sends what is planned for all layers at once (:func:`moc.elastic.boxes.expert_transfers`): new holders get a part of
-an expert each, and pass it on to one another.  Staging memory is a layer's new experts, and the pieces under way
+Transfers are planned for all layers together (:func:`moc.elastic.boxes.expert_transfers`): new holders each receive a
+part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in transit
 (:mod:`megatron.pretraining.elastic.sending`).
 """
 
@@ -36,7 +35,7 @@ from moc.runtime.agreement import settled_among
 
 @dataclass(frozen=True)
 class Landing:
-    """What has arrived for a layer, by expert, and the plan with it."""
+    """State that has arrived for a layer, by expert, and the resulting plan."""
 
     layer: int
     plan: Plan
@@ -44,11 +43,11 @@ class Landing:
 
 
 Flow = Mapping[int, Sequence[Transfer]]
-"""By layer, the transfers of a move."""
+"""Transfers of a move, by layer."""
 
 
 def bytes_moved(flow: Flow) -> int:
-    """The most bytes of state that one worker sends and receives."""
+    """Returns the maximum bytes of state that one worker sends and receives."""
     amounts: Counter[int] = Counter()
     for one in itertools.chain.from_iterable(flow.values()):
         amounts[one.source] += one.piece.nbytes
@@ -57,14 +56,14 @@ def bytes_moved(flow: Flow) -> int:
 
 
 class Replicas:
-    """The experts that this worker holds, of all elastic layers of its stage.
+    """Experts that this worker holds, in all elastic layers of its stage.
 
     Attributes:
-        layers: by number.
-        plans: in force, of all stages.
-        nodes: that they are for.
-        loads: tokens of experts in the last iterations, as voted; empty if none are known.
-        wanted: plans to which experts are yet to move, since the members have changed; None if they are in force.
+        layers: elastic layers by number.
+        plans: plans in force, of all stages.
+        nodes: nodes of these plans.
+        loads: tokens of experts in recent iterations, summed in the commit all-reduce; empty if unknown.
+        wanted: plans to move experts to after a membership change; None if they are in force.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class Replicas:
         """Moves experts to other plans, between two iterations; a collective call of each stage.
 
         Args:
-            plans: of all stages.
-            flow: :meth:`flow_to` them; planned here without it.
+            plans: plans of all stages.
+            flow: result of :meth:`flow_to`; computed by default.
 
         Returns:
             Bytes that arrived at this worker.
@@ -114,20 +113,20 @@ class Replicas:
 
     @property
     def awaited(self) -> Plan | None:
-        """The plan that a move leads to, while this worker has got its part and may not know that all have; or None."""
+        """Plan of a layer's move while this worker has its part and may not know whether all have; or None."""
         return self._landing and self._landing.plan
 
     def land(self, plan: Plan) -> None:
-        """Fills slots with what has arrived, once it is known that all had got their parts.
+        """Fills slots with arrived state, once it is known that all workers have received their parts.
 
         Args:
-            plan: :attr:`awaited`, as it is for the members that are left.
+            plan: :attr:`awaited`, for the remaining members.
         """
         assert self._landing is not None  # it is awaited
         self._land(replace(self._landing, plan=plan))
 
     def take(self, plans: Plans, nodes: NodesOfStages) -> None:
-        """Has other plans in force, and moves no state: others have it, or it is where the plans say already."""
+        """Puts other plans in force, without moving state: it is elsewhere, or already in place."""
         self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:
             adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
@@ -135,18 +134,18 @@ class Replicas:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """By layer, bytes of the state of an expert."""
+        """Bytes of an expert's state, by layer."""
         of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
         return {number: sum(map(len, parts)) for number, parts in of_layer.items()}
 
     def flow_to(self, plans: Plans) -> Flow:
-        """The transfers that lead from the plans in force to other plans."""
+        """Returns the transfers from the plans in force to other plans."""
         if not self.layers:
             return {}
         return expert_transfers(experts_held(self.plans[self._stage]), plans[self._stage], self.sizes)
 
     def _land(self, landing: Landing) -> None:
-        """Fills the slots of a layer with what has arrived."""
+        """Fills the slots of a layer with arrived state."""
         layer = self.layers[landing.layer]
         adopt([layer], landing.plan, self._dispatch)
         for expert, mlp in layer.experts.held():
@@ -155,7 +154,7 @@ class Replicas:
         self.plans[self._stage], self._landing = landing.plan, None
 
     def _exchanged(self, number: int, flow: Sequence[Transfer]) -> dict[int, torch.Tensor]:
-        """Sends and receives what a layer needs; returns what has arrived, by expert."""
+        """Exchanges the state that a layer needs; returns arrived state by expert."""
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)
         named = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
@@ -172,7 +171,7 @@ class Replicas:
         return {named[name]: values for name, values in arrived.items()}
 
     def _parts(self, mlp: torch.nn.Module) -> Parts:
-        """Master weights and moments of an expert in their memory, and a copy of its counts of updates."""
+        """Returns views of an expert's master weights and moments, and a copy of its update counts."""
         return as_bytes([*self._tensors(mlp), self._steps(mlp)])
 
     @torch.no_grad()
@@ -184,7 +183,7 @@ class Replicas:
         for parameter, step in zip(mlp.parameters(), steps.tolist(), strict=True):
             owned = self._slices[parameter]
             parameter.view(-1).copy_(owned.slots[MASTER])
-            write_step(owned.counter, step)  # a fused Adam's group has none before its first update
+            write_step(owned.counter, step)  # a fused Adam's group has no step before its first update
 
     def _tensors(self, mlp: torch.nn.Module) -> list[torch.Tensor]:
         slots = [self._slices[parameter].slots for parameter in mlp.parameters()]

@@ -1,7 +1,7 @@
-"""Planned transfers of state between workers: round by round, in all-to-alls of bounded size.
+"""Sends planned transfers of state between workers: round by round, in all-to-alls of bounded size.
 
-What arrives lies beside what is in use.  Memory on top of that is for pieces under way: in the mean over the workers,
-at most :data:`moc.elastic.boxes.PIECE` bytes that leave, and as many that come.
+Arriving state is separate from state in use. Chunks in transit take additional memory: on average over the workers, at
+most :data:`moc.elastic.boxes.PIECE` bytes in each direction.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from moc.elastic.boxes import PIECE, Transfer
 from moc.faults import reach
 
 Parts = Sequence[torch.Tensor]
-"""Flat tensors of bytes, which one behind the other are the state of an operator."""
+"""Flat tensors of bytes, whose concatenation is the state of an operator."""
 
 
 def as_bytes(tensors: Iterable[torch.Tensor]) -> Parts:
-    """Flat tensors of any kind as bytes, in the same memory."""
+    """Returns flat tensors of any dtype as bytes, in the same memory."""
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def send(
     found: Iterable[Transfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Makes transfers of pieces of bytes; a collective of the group, whose ranks are those of the transfers.
+    """Executes transfers of byte chunks; a collective of the group, which numbers the ranks of the transfers.
 
     Args:
-        found: the same on all ranks, in the order of their rounds; regions are ranges of bytes of an operator's state.
-        state: of each operator that this rank sends or receives some of; what arrives is written there.
-        group: of all ranks.
-        device: of the state.
+        found: transfers by round, identical on all ranks; regions are byte ranges of an operator's state.
+        state: returns the state of an operator that this rank sends or receives; arriving chunks are written there.
+        group: group of all ranks.
+        device: device of the state.
     """
     before = 0
     for batch in _batches(found, PIECE * dist.get_world_size(group)):
@@ -63,7 +63,7 @@ def _exchange(
 
 
 def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tensor]:
-    """The memory of a piece."""
+    """Yields the memory of a chunk."""
     (start,), (count,) = one.piece.region.offset, one.piece.region.shape
     stop, begin = start + count, 0
     for part in state(one.piece.operator):
@@ -74,7 +74,7 @@ def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tenso
 
 
 def _batches(found: Iterable[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """The transfers in their order, in parts of so many bytes at most (or one transfer), each of one round."""
+    """Yields the transfers in order, in batches of one round and at most ``most`` bytes (or one transfer)."""
     batch: list[Transfer] = []
     size = 0
     for one in found:

@@ -1,8 +1,8 @@
-"""The shards of dense optimizer state on one worker, and their move to another cut (ZeRO-1 with shadows).
+"""Manages one worker's shards of dense optimizer state, and their move to another assignment (ZeRO-1 with shadows).
 
-When members change, those that are left hold what they held: where the owner of a block is gone, a shadow owns it.
-From there, state moves to the cut of the new members.  All of it arrives in staging memory, all workers agree that it
-has landed, and only then it is taken over and the rest dropped: a loss before that leaves everything as it was.
+After a membership change, survivors hold the same blocks, and a shadow replaces a lost owner. From there, state moves
+to the assignment of the new members. All of it arrives in staging memory, and all workers confirm this. Only then it is
+taken over and the rest dropped: a loss before that leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from moc.state.region import Region
 
 
 class Shards:
-    """The blocks that this worker holds of the dense parameters of its stage and tensor-parallel rank.
+    """Blocks of dense parameters that this worker holds, for its stage and tensor-parallel rank.
 
     Attributes:
-        cut: in force.
-        awaited: the cut that a move leads to, while this worker has got its part and may not know that all have; or
-            None.
-        wanted: the cut to which state is yet to move; None if it is in force.
+        cut: assignment in force.
+        awaited: assignment of a move while this worker has its part and may not know whether all have; or None.
+        wanted: assignment to move state to; None if it is in force.
     """
 
     def __init__(self, config: Config, optimizer: ShardedOptimizer, nodes: Nodes):
@@ -48,28 +47,28 @@ class Shards:
         self.begin(nodes)
 
     def begin(self, nodes: Nodes) -> None:
-        """Has the cut of these nodes in force at once, where nothing is to move: all begin, or load their state."""
+        """Puts the assignment of these nodes in force without a move: all workers begin, or load their state."""
         self.take(self.cut_of(nodes))
         self.wanted = None
 
     def cut_of(self, nodes: Nodes) -> Cut:
-        """The cut that workers of these nodes are to have."""
+        """Returns the assignment for the workers of these nodes."""
         return cut(self._sizes, *self.spread(nodes), self._config.elastic.elastic_min_replicas)
 
     def spread(self, nodes: Nodes) -> tuple[tuple[int, ...], int]:
-        """Numbers of the nodes, and data-parallel ranks of each; each rank counts as one where nodes share models."""
+        """Returns node numbers, and data-parallel ranks of each; each rank counts as a node if nodes share models."""
         tensor = self._config.parallel.tensor_model_parallel_size
         if nodes.ranks % tensor:
             return tuple(range(len(nodes.members) * nodes.ranks // tensor)), 1
         return nodes.members, nodes.ranks // tensor
 
     def take(self, cut: Cut) -> None:
-        """Has another cut in force, and moves no state: blocks that this worker keeps stay as they are."""
+        """Puts another assignment in force without moving state: blocks that this worker keeps are unchanged."""
         self._optimizer.hold(cut.holders)
         self.cut, self.awaited, self._arrived = cut, None, {}
 
     def move_to(self, cut: Cut) -> int:
-        """Moves state to another cut, between two iterations; a collective call of each stage.
+        """Moves state to another assignment, between two iterations; a collective call of each stage.
 
         Returns:
             Bytes that arrived at this worker.
@@ -85,10 +84,10 @@ class Shards:
         return taken
 
     def land(self, cut: Cut) -> None:
-        """Takes over what has arrived, once it is known that all had got their parts.
+        """Takes over arrived state, once it is known that all workers have received their parts.
 
         Args:
-            cut: :attr:`awaited`, as it is for the members that are left.
+            cut: :attr:`awaited`, for the remaining members.
         """
         arrived = self._arrived
         self.take(cut)
@@ -97,7 +96,7 @@ class Shards:
                 self._unpack(owned, arrived[number])
 
     def _exchanged(self, after: Cut) -> dict[int, torch.Tensor]:
-        """Sends and receives what a cut needs; returns what has arrived, by block."""
+        """Exchanges the state that an assignment needs; returns arrived state by block."""
         before, rank = self.cut.holders, dist.get_rank(self._group)
         tensors = [
             Tensor(str(number), "", "", Region((0,), (self._nbytes(size),)), 1)
@@ -123,17 +122,17 @@ class Shards:
         return arrived
 
     def _slices(self) -> Iterator[tuple[int, OwnedSlice]]:
-        """The state of the blocks held here, by number."""
+        """Returns numbers and states of the blocks held here."""
         return zip(self._optimizer.held, owned_slices(self._optimizer), strict=True)
 
     def _nbytes(self, numel: int) -> int:
-        """Bytes of a block's state: master weights, moments, and the count of updates."""
+        """Returns the bytes of a block's state: master weights, moments, and the update count."""
         formats = getattr(self._optimizer.optimizer, "name_to_dtype_map", {})
         moments = [formats.get(name, torch.float32).itemsize for name in ("exp_avg", "exp_avg_sq")]
         return (torch.float32.itemsize + sum(moments)) * numel + torch.int64.itemsize
 
     def _parts(self, owned: OwnedSlice) -> Parts:
-        """The state of a block in its memory, and a copy of the count of updates."""
+        """Returns views of a block's state, and a copy of its update count."""
         steps = torch.tensor([int(owned.counter.get("step", 0))], dtype=torch.int64, device=self._device)
         return as_bytes([*(slot for _, slot in sorted(owned.slots.items())), steps])
 
@@ -157,16 +156,16 @@ class Shards:
 
 
 def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
-    """Agrees on who holds which block, where some workers have trained; a collective call of all workers.
+    """Agrees on the holders of each block if some workers have trained; a collective call of all workers.
 
-    State that has landed on one worker lands on all.  Workers that have not ``trained`` hold nothing.  If another cut
-    is to be had, it is :attr:`Shards.wanted`.
+    State that has landed on one worker lands on all. Workers that have not ``trained`` hold nothing. If another
+    assignment is needed, it is :attr:`Shards.wanted`.
 
     Returns:
-        Whether somebody holds each block, of all workers.
+        Whether each block has a holder, in all stages and tensor-parallel ranks.
 
     Raises:
-        RuntimeError: workers that have trained hold blocks by different cuts.
+        RuntimeError: workers that have trained hold blocks by different assignments.
     """
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     mine = [cut.digest if cut is not None and trained else None for cut in (shards.cut, shards.awaited)]
@@ -191,13 +190,13 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
 
 
 class Told(NamedTuple):
-    """What a worker tells the others when they meet.
+    """State that a worker reports when workers connect.
 
     Attributes:
-        place: its pipeline stage and tensor-parallel rank: those beside it hold blocks of the same parameters.
-        trained: it has state of the run.
-        cut: digest of the one in force on it; None if it has not trained.
-        awaited: the same of :attr:`Shards.awaited`.
+        place: its pipeline stage and tensor-parallel rank; workers with equal ones hold blocks of the same parameters.
+        trained: whether it has state of the run.
+        cut: digest of its assignment in force; None if it has not trained.
+        awaited: digest of :attr:`Shards.awaited`; None if it has not trained.
     """
 
     place: tuple[int, ...]
@@ -207,7 +206,7 @@ class Told(NamedTuple):
 
 
 def _shared(told: Sequence[Told], shards: Shards) -> dict[str, Cut]:
-    """All cuts by digest, each from the first worker that has it; a collective call."""
+    """Returns all assignments by digest, each from the first worker that has it; a collective call."""
     first: dict[str | None, int] = {}
     for rank, one in enumerate(told):
         first.setdefault(one.cut, rank)

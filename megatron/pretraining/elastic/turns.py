@@ -1,4 +1,4 @@
-"""The turns of elastic training: micro batches whose randomness depends on their number alone, and ghosts."""
+"""Hooks of micro batches in elastic training: random streams per micro batch number, and dummy micro batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.pretraining.process.topology import Topology
 
 
 class ElasticTurns(Turns):
-    """Seeds random streams for each micro batch, and tells the layers which ones are ghosts.
+    """Hooks that seed random streams for each micro batch, and mark dummy micro batches in the layers.
 
-    A ghost's tokens reach no router and no expert, and its loss is 0: it only takes part in the collectives of the
-    others.
+    A dummy's tokens reach no router and no expert, and its loss is 0: it only takes part in the collectives of other
+    workers.
     """
 
     def __init__(self, seed: int, topology: Topology, layers: Iterable[ElasticLayer]):
@@ -36,7 +36,7 @@ class ElasticTurns(Turns):
         if self._iteration is not None:
             seed_streams(self._seed, self._iteration, self._topology.world, self._topology.number(turn))
         output, loss_function = compute()
-        if output.requires_grad:  # a layer that is recomputed asks again, in the backward pass of this micro batch
+        if output.requires_grad:  # a recomputed layer reads is_ghost again in this micro batch's backward pass
             output.register_hook(lambda _: self._come_to(turn))
         return output, loss_function
 

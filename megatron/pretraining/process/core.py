@@ -1,6 +1,6 @@
-"""Checks megatron-core's version before it is imported; rejects a foreign one on ``PYTHONPATH`` by name.
+"""Checks megatron-core's version before it is imported; names the directory of an unsupported one on ``PYTHONPATH``.
 
-``MOC_UNCHECKED_VERSIONS=1`` skips the checks of versions, so that the tests can run with a newer one.
+``MOC_UNCHECKED_VERSIONS=1`` skips the version checks, so that tests can run with a newer release.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 from moc.errors import UserError
 
 OLDEST, BEFORE = (0, 19, 2), (0, 20, 0)
-"""The supported versions, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
+"""Supported versions, as in ``pyproject.toml``; bounded above, since private interfaces are used."""
 
 WANTED = "megatron-core>=0.19.2,<0.20"
 
 
 def unchecked() -> bool:
-    """Whether the environment asks to run with any version of megatron-core and DeepSpeed."""
+    """Returns whether the environment allows any version of megatron-core and DeepSpeed."""
     return os.environ.get("MOC_UNCHECKED_VERSIONS") == "1"
 
 
 class CoreError(UserError, RuntimeError):
-    """megatron-core is missing or of an unsupported version; the message has the remedy."""
+    """megatron-core is missing or of an unsupported version; the message states the fix."""
 
     code = "megatron-core-unusable"
 
@@ -49,12 +49,12 @@ def check_core() -> None:
 
 
 def transformer_engine() -> str | None:
-    """The release of Transformer Engine that megatron-core has imported; None if it has imported none."""
+    """Returns the release of Transformer Engine that megatron-core has imported; None without one."""
     return getattr(sys.modules.get("transformer_engine"), "__version__", None)
 
 
 def version_in(directory: Path) -> tuple[int, int, int] | None:
-    """The version of the megatron-core in a directory; None if it states none."""
+    """Returns the version of the megatron-core in a directory; None if it states none."""
     try:
         text = (directory / "package_info.py").read_text()
     except OSError:

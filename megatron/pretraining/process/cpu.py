@@ -1,8 +1,8 @@
 """Runs megatron-core without CUDA, on torch's CPU kernels and gloo.
 
-Call ``install()`` before ``megatron.core`` is imported.  With CUDA it only silences warnings.  Without CUDA it maps the
-small part of ``torch.cuda`` that megatron-core uses unconditionally to the CPU; ``torch.cuda.is_available()`` stays
-False:
+Call ``install()`` before ``megatron.core`` is imported. With CUDA, it only checks the version and silences warnings.
+Without CUDA, it maps the small part of ``torch.cuda`` that megatron-core uses unconditionally to the CPU;
+``torch.cuda.is_available()`` stays False:
 
 * ``torch.cuda.current_device()`` is ``torch.device("cpu")``; streams, events and memory calls do nothing;
 * the "CUDA" random generator is torch's default CPU generator;
@@ -30,7 +30,7 @@ _installed = False
 
 
 def device() -> torch.device:
-    """The device that this process computes on."""
+    """Returns the device that this process computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
@@ -46,7 +46,7 @@ def install() -> None:
     if _installed:
         return
     check_core()
-    # both are optional; --help says where they are used
+    # both are optional; --help describes their use
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="Only transformer-engine>=.* supports MoE experts")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -61,7 +61,7 @@ def install() -> None:
             raise RuntimeError(
                 "megatron.core was imported before megatron.pretraining.process.cpu.install(): call that first"
             )
-        # torch's CUDA build says on import that there is no GPU, if it finds a compiler for one
+        # torch's CUDA build logs on import that there is no GPU, if it finds a CUDA compiler
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _redirect_torch_cuda()
         _import_megatron_core()
@@ -87,7 +87,7 @@ class _Without(logging.Filter):
 
 
 class _Stream:
-    """A stream on the CPU, whose work is synchronous: always up to date."""
+    """Stream on the CPU; its work is synchronous, so it is always complete."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -130,14 +130,14 @@ def _answering(value=None):
 
 
 def means_cuda(device) -> bool:
-    """Whether the value names a CUDA device."""
+    """Returns whether the value names a CUDA device."""
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
 
 
 def on_cpu(factory):
-    """A tensor factory that makes tensors for a CUDA device on the CPU."""
+    """Returns a tensor factory that creates tensors for a CUDA device on the CPU."""
 
     @functools.wraps(factory)
     def make(*args, **kwargs):
@@ -197,7 +197,7 @@ def _import_megatron_core() -> None:
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
     try:
         with private_interfaces.refuse_import():
-            import megatron.core.jit  # noqa: F401  # its decorator is torch.compile as it is now
+            import megatron.core.jit  # noqa: F401  # its decorator is the current torch.compile
     finally:
         torch.compile = real_compile
     private_interfaces.require("cpu")
@@ -205,7 +205,7 @@ def _import_megatron_core() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     core_random._set_cuda_rng_state = _set_rng_state
-    # they are the same generator
+    # both are the same generator
     logging.getLogger(core_random.__name__).addFilter(_Without("CPU RNG state changed within GPU RNG context"))
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_numpy
 

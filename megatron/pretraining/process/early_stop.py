@@ -1,4 +1,4 @@
-"""Ends a worker that a signal stops before the flags are known, or without ``--exit-signal-handler``."""
+"""Ends a worker on a signal before the flags are known, or without ``--exit-signal-handler``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moc.runtime.stop_report import die_by, end_at_signals, stop_sentence
 
 
 def end_at_once(program: str) -> None:
-    """From now on, a signal that asks to stop ends this worker immediately, with one line of rank 0.
+    """Makes signals that request a stop end this worker immediately, with one line of rank 0.
 
-    Under ``mocrun`` the launcher reports it, and the signal keeps its default action.
+    Under ``mocrun``, the launcher reports the signal, which keeps its default action.
     """
     if environment.AGENT in os.environ:
         return

@@ -40,20 +40,20 @@ COLLECTIVES_ONLY = """
     TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
     TENSOR_MODEL_PARALLEL_GROUP
 """.split()
-"""Descriptions of megatron-core's groups without transfers from rank to rank.
+"""Descriptions of megatron-core's groups without point-to-point transfers.
 
-Pipeline stages and ring attention (context parallelism) have transfers.
+Groups of pipeline stages and ring attention (context parallelism) have such transfers.
 """
 
 
 def take_parts(config: Config, job: Job) -> None:
-    """Sets the number of nodes that a copy of the model takes, before the job connects its workers.
+    """Sets the number of nodes of a model copy, before the job connects its workers.
 
     Raises:
         ConfigError: the flags do not fit the number of workers.
     """
     job.parts = parts_of_model(config)
-    at_once = job.parts * per_node()  # the job connects a multiple of the workers of one copy of the model
+    at_once = job.parts * per_node()  # the job connects a multiple of the workers of one model copy
     workers = job.size - len(job.helpers) * per_node()
     workers = workers // at_once * at_once if job.parts > 1 else workers
     check_world(config, workers)
@@ -63,7 +63,7 @@ def take_parts(config: Config, job: Job) -> None:
 
 
 def let_regroup(config: Config, job: Job, build: Callable[[], None]) -> None:
-    """Lets the job rebuild all process groups, if workers continue in the same processes with other members."""
+    """Lets the job rebuild all process groups, if workers continue in process after a membership change."""
 
     def regroup() -> None:
         parallel_state.destroy_model_parallel()
@@ -74,7 +74,7 @@ def let_regroup(config: Config, job: Job, build: Callable[[], None]) -> None:
 
 
 def world_of(job: Job) -> World:
-    """This worker's place in the process groups of the current generation."""
+    """Returns this worker's coordinates in the process groups of the current generation."""
     data_size = parallel_state.get_data_parallel_world_size()
     if job.helpers:
         sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
@@ -104,10 +104,10 @@ def shut_down(job: Job | None = None) -> None:
 def seed_streams(seed: int, iteration: int, world: World, micro_batch: int | None = None) -> None:
     """Reseeds every random stream for one iteration, or for one of its micro batches.
 
-    The streams depend on (seed, iteration, stage, data-parallel rank, or micro batch in its place) only;
-    megatron-core's tracker adds the tensor- and expert-parallel coordinates.  Any iteration can therefore be replayed
-    by itself, and a checkpoint holds no random state.  Tensor-parallel peers share the default stream, as dropout
-    outside of tensor-parallel regions requires.
+    The streams depend only on (seed, iteration, stage, data-parallel rank or micro batch). megatron-core's tracker adds
+    the tensor- and expert-parallel coordinates. So any iteration can be replayed separately, and a checkpoint holds no
+    random state. Tensor-parallel peers share the default stream, as dropout outside of tensor-parallel regions
+    requires.
     """
     entropy = (seed, iteration, world.pipeline_rank, world.data_rank if micro_batch is None else micro_batch)
     # 32 bits is numpy's limit; the halving leaves room for megatron-core's own offsets of a few thousand
@@ -122,11 +122,11 @@ def be_deterministic(config: Config) -> None:
     """Makes CUDA, cuBLAS, NCCL and Transformer Engine deterministic, before any of them is used.
 
     Raises:
-        ConfigError: the environment or another flag asks for the contrary.
+        ConfigError: the environment or another flag requires the opposite.
     """
     os.environ.update(deterministic_environment(config, os.environ))
     torch.use_deterministic_algorithms(True)
     # nothing here reads memory before it is written, and filling every torch.empty() costs bandwidth
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    # A resumed or replayed run meets shapes in another order, for which torch.compile may generate other kernels.
+    # A resumed or replayed run has shapes in another order, for which torch.compile may generate other kernels.
     torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""The nodes of the job, as the environment of this worker tells them, and how models lie on them."""
+"""Reads the nodes of the job from this worker's environment, and maps models to them."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from moc.runtime.environment import fewest_nodes, numbers_of_nodes
 
 
 def per_node() -> int:
-    """Workers of each node."""
+    """Returns the number of workers of each node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def workers_of_job() -> Workers:
-    """The workers of the job."""
+    """Returns the limits of the job's nodes, and the workers of each node."""
     return Workers(*numbers_of_nodes(), per_node())
 
 
 def goes_on_in_process(config: Config) -> bool:
-    """Whether workers go on in the same processes when nodes are lost or come."""
+    """Returns whether workers continue in the same processes when nodes are lost or join."""
     return not why_anew(config, per_node())
 
 
 def parts_of_model(config: Config) -> int:
-    """Nodes that a copy of the model takes, where workers go on in process and keep their part of it; else 1."""
+    """Returns the nodes of a model copy, if workers continue in process and keep their part of it; otherwise 1."""
     return nodes_of_model(config, per_node()) if fewest_nodes() is not None and goes_on_in_process(config) else 1
 
 
 def goes_by_copies(config: Config) -> bool:
-    """Whether ranks are numbered copy by copy of the model, and not stage by stage."""
+    """Returns whether ranks are numbered copy by copy of the model, not stage by stage."""
     return copy_by_copy(config, per_node(), fewest_nodes() is not None)
 
 
 def stages_here(config: Config) -> int:
-    """Pipeline stages of which a node has workers, where ranks are numbered copy by copy; else 1."""
+    """Returns the number of pipeline stages on a node, if ranks are numbered copy by copy; otherwise 1."""
     return stages_on_nodes(config, per_node(), fewest_nodes() is not None)
 
 
 @dataclass(frozen=True)
 class RanksByCopies:
-    """The ranks of a job, copy by copy of the model, and behind them those of nodes that help.
+    """Ranks of a job, copy by copy of the model, followed by the ranks of partial-model nodes.
 
-    megatron-core knows whole copies alone.  So it is told of one more copy for each stage of a node that helps, of
-    which that stage has ranks, and nobody is in the others.
+    megatron-core supports only complete copies. So it is given one more copy for each stage of a partial-model node;
+    only that stage has ranks, and the other stages are empty.
 
     Attributes:
-        size: of the world.
+        size: world size.
         inner: ranks of a stage of one copy.
-        stages: of the pipeline.
-        here: stages of which a node has ranks.
-        helpers: of the last nodes, the part of the model that each has.
+        stages: stages of the pipeline.
+        here: stages that have ranks on a node.
+        helpers: by partial-model node (the last nodes), its part of the model.
     """
 
     size: int
@@ -68,16 +68,16 @@ class RanksByCopies:
 
     @property
     def copies(self) -> int:
-        """Whole copies of the model."""
+        """Number of complete copies of the model."""
         return (self.size - len(self.helpers) * self.here * self.inner) // (self.stages * self.inner)
 
     @property
     def told(self) -> int:
-        """Ranks that megatron-core is told of."""
+        """Number of ranks that megatron-core is given."""
         return (self.copies + len(self.helpers) * self.here) * self.stages * self.inner
 
     def rank(self, told: int) -> int:
-        """The rank of one that megatron-core is told of, copy by copy; nobody is a negative number."""
+        """Returns the rank of a megatron-core rank, copy by copy; a negative number if it is empty."""
         copy, within = divmod(told, self.stages * self.inner)
         stage, inside = divmod(within, self.inner)
         if copy < self.copies:
@@ -88,10 +88,10 @@ class RanksByCopies:
         return (self.copies * self.stages + node * self.here + local) * self.inner + inside
 
     def members(self, told: Sequence[int], across_stages: bool) -> list[int]:
-        """The ranks of a group of those that megatron-core is told of, numbered stage by stage.
+        """Returns the ranks of a group of megatron-core ranks, which are numbered stage by stage.
 
-        Where it is ``across_stages``, each keeps its place, and nobody has the others; elsewhere, those that are there
-        are the group.
+        With ``across_stages``, ranks keep their positions, and negative numbers mark empty ones. Otherwise, empty ones
+        are omitted.
         """
         found = [self.rank(by_copies(rank, self.told, self.inner, self.stages)) for rank in told]
         there = [rank for rank in found if rank >= 0]
@@ -100,15 +100,15 @@ class RanksByCopies:
 
 @contextlib.contextmanager
 def order_of_ranks(config: Config, helpers: Sequence[int] = ()) -> Iterator[None]:
-    """Context in which megatron-core numbers the ranks of a job: stage by stage, or copy by copy of the model.
+    """Sets the order of megatron-core's ranks in a context: stage by stage, or copy by copy of the model.
 
-    Copy by copy, a node that is lost takes whole copies of the model along, or a part of one.  megatron-core has such
-    an order too (``tp-cp-ep-pp-dp``), but refuses it with tensor parallelism, since it orders experts, which are split
-    by fewer ranks, apart.  So its own order stays, and names other ranks.
+    Copy by copy, a lost node affects complete copies of the model, or a part of one. megatron-core refuses its own
+    order of this kind (``tp-cp-ep-pp-dp``) with tensor parallelism, since it orders experts, which fewer ranks split,
+    separately. So its default order stays, and its ranks are mapped to others.
 
     Args:
         config: the flags.
-        helpers: of the last nodes, which help: the part of the model that each has.
+        helpers: by partial-model node (the last nodes), its part of the model.
     """
     if not goes_by_copies(config):
         yield
@@ -136,13 +136,13 @@ def order_of_ranks(config: Config, helpers: Sequence[int] = ()) -> Iterator[None
 
 
 def by_copies(rank: int, world: int, inner: int, stages: int) -> int:
-    """The rank, copy by copy, of one that is numbered stage by stage; pure.
+    """Returns the copy-by-copy rank of a rank that is numbered stage by stage; pure.
 
     Args:
-        rank: in the order tensor-, context-, data-parallel rank, stage.
-        world: ranks in all.
+        rank: rank in the order tensor-, context-, data-parallel rank, stage.
+        world: total number of ranks.
         inner: ranks of a stage of one copy.
-        stages: of the pipeline.
+        stages: stages of the pipeline.
     """
     stage, within = divmod(rank, world // stages)
     copy, inside = divmod(within, inner)

@@ -1,6 +1,6 @@
-"""Paths that flags name, checked before a run trains: its inputs must exist, and its outputs must be writable.
+"""Checks the paths of flags before a run trains: inputs must exist, and outputs must be writable.
 
-The launcher checks them before it forks workers, and changes nothing.  The first worker creates the directories.
+The launcher checks them before it forks workers, and changes nothing. The first worker creates the directories.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from moc.snapshot.background import within
 if TYPE_CHECKING:
     from moc.runtime.job import Job
 
-_ANSWERS_S = 3.0  # of a directory; one that takes longer is not waited for
-_BLOCK = 1 << 16  # bytes written, to find out whether there is space
+_ANSWERS_S = 3.0  # seconds to check a directory; a slower one is not refused
+_BLOCK = 1 << 16  # bytes written to check for free space
 _FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
-"""Types of tokenizers whose model is a file. Other models may be names on a hub."""
+"""Types of tokenizers whose model is a file; other models may be names on a hub."""
 
 
 def check_paths(config: Config, arguments: Any, reads_tokens: bool) -> None:
     """Checks the paths of this machine that flags name, and creates none of them.
 
-    Only on a job of one node are directories refused that cannot be written: in others, only some nodes may write them.
+    Directories that cannot be written are refused only in a job of one node: in others, only some nodes may write them.
 
     Args:
         config: the flags.
-        arguments: Megatron-LM's.
-        reads_tokens: each data prefix names files of tokens, as Megatron-LM's own datasets need them.
+        arguments: Megatron-LM's arguments.
+        reads_tokens: whether each data prefix names token files, as Megatron-LM's own datasets require.
 
     Raises:
-        ConfigError: a file is missing, a directory is a file, or nothing can be written in a directory.
+        ConfigError: a file is missing, a directory is a file, or a directory is not writable.
     """
     problems = Problems()
     for flag, path, problem in _wrong_inputs(config, arguments, reads_tokens):
@@ -53,7 +53,7 @@ def check_paths(config: Config, arguments: Any, reads_tokens: bool) -> None:
 
 
 def _wrong_inputs(config: Config, arguments: Any, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
-    """Flags, their paths, and what is wrong with them."""
+    """Yields flags, their paths, and the problems of these paths."""
     for name in _FILES:
         path = getattr(arguments, name, None)
         is_file = name != "tokenizer_model" or arguments.tokenizer_type in _FROM_FILES
@@ -84,19 +84,19 @@ def _is_local(path: str) -> bool:
 
 
 def check_outputs(config: Config, job: Job) -> None:
-    """Creates the directories that the flags name, on the first worker of a launch that begins.
+    """Creates the directories that the flags name, on the first worker of a new launch.
 
-    Later, and in directories that do not answer in time, failures to write are reported and do not end training.
+    Later write failures, and directories that respond too late, are reported and do not end training.
 
     Raises:
-        ConfigError: nothing can be written in some of them.
+        ConfigError: a directory is not writable.
     """
     if not (job.rank or job.others_wait or job.has_begun_before):
         check_directories(config)
 
 
 def check_directories(config: Config) -> None:
-    """Creates the directories that the flags name; raises ConfigError if nothing can be written in some of them."""
+    """Creates the directories that the flags name; raises ConfigError if one of them is not writable."""
     problems = Problems()
     _refuse_unwritable(problems, _outputs(config), _problem)
     problems.raise_found()
@@ -116,7 +116,7 @@ def _refuse_unwritable(
 
 
 def _outputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Flags that name a directory of this machine, and the directories."""
+    """Yields the flags that name a directory of this machine, and the directories."""
     named = {
         "--save": config.checkpoint.save,
         "--log-dir": config.logging.log_dir,
@@ -127,14 +127,14 @@ def _outputs(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _problem_there(directory: Path) -> str | None:
-    """Why no file can be created in a directory, or in the nearest one above it that exists; None if one can."""
+    """Returns the reason why no file can be created in a directory or its nearest existing parent; None if one can."""
     while not os.path.lexists(directory) and directory != directory.parent:
         directory = directory.parent
     return _problem(directory)
 
 
 def _problem(directory: Path) -> str | None:
-    """Why no file can be created in a directory, which is made; None if one can."""
+    """Creates a directory; returns the reason why no file can be created in it, or None if one can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

@@ -8,7 +8,7 @@ import psutil
 
 
 class Phases:
-    """A stopwatch over named phases; the first starts with the process itself."""
+    """Stopwatch over named phases; the first starts with the process."""
 
     def __init__(self):
         self._last = psutil.Process().create_time()

@@ -9,7 +9,7 @@ from moc import private_interfaces
 
 
 def features(config: Config) -> frozenset[str]:
-    """The features of :data:`moc.private_interfaces.TABLE` that the flags of a run need; pure."""
+    """Returns the features of :data:`moc.private_interfaces.TABLE` that the flags of a run need; pure."""
     parallel, precision, elastic = config.parallel, config.mixed_precision, config.elastic.elastic
     snapshots, pipeline = config.snapshot.ckpt_policy is not None, parallel.pipeline_model_parallel_size > 1
     deepspeed, experts = config.zero.deepspeed, config.moe.num_experts is not None

@@ -1,4 +1,4 @@
-"""Stops before the last iteration: signals and time limits, noticed by one worker and agreed on by all."""
+"""Stops before the last iteration on a signal or time limit of any worker; all agree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moc.runtime.stop_report import received_stops
 from moc.runtime.world import World
 
 EXIT_DONE = 0
-EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: asked to stop; restart the same command to resume
+EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: stop requested; restart the same command to resume
 
 
 class StopRequested(Exception):
-    """A worker was asked to stop during set-up, and nothing is lost if all end at once."""
+    """A stop was requested during setup, and nothing is lost if all workers end immediately."""
 
     def __init__(self):
         super().__init__(
@@ -26,9 +26,9 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """Records, from its construction on, whether this worker has been asked to stop.
+    """Record of stop requests to this worker, from its construction on.
 
-    With ``--exit-signal-handler``, SIGTERM, SIGINT, SIGUSR1, SIGHUP and ``--exit-signal`` request it.
+    With ``--exit-signal-handler``, SIGTERM, SIGINT, SIGUSR1, SIGHUP and ``--exit-signal`` request a stop.
     ``--exit-duration-in-mins`` requests it when the time is over.
     """
 
@@ -46,33 +46,33 @@ class StopRequests:
 
     @property
     def pending(self) -> bool:
-        """Whether this worker asks to stop."""
+        """Whether this worker requests a stop."""
         return self.signal is not None or (self._deadline is not None and time.monotonic() > self._deadline)
 
     def anybody_in(self, world: World) -> bool:
-        """Whether any worker has received a stop signal; a collective call."""
+        """Returns whether any worker has received a stop signal; a collective call."""
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
 
     def may_lose(self, job: Job) -> bool:
-        """Whether something is lost if the job ends before this worker is set up, as far as that is known before.
+        """Returns whether the job may lose something if it ends before this worker is set up.
 
-        So it is where others have trained, and wait for this worker, and where they may have left a snapshot in memory
-        that is newer than those in storage.
+        This is so if others have trained and wait for this worker. It is also so if they may have left a snapshot in
+        memory that is newer than the stored ones.
         """
         return job.others_wait or (self._in_memory and job.has_begun_before)
 
     def check_set_up(self, world: World, loses: bool) -> bool:
-        """Stops in set-up, if any worker has received a stop signal; a collective call.
+        """Stops during setup, if any worker has received a stop signal; a collective call.
 
         Args:
-            world: this worker's place.
-            loses: whether something would be lost, as far as this worker knows.
+            world: this worker's coordinates.
+            loses: whether something would be lost, to the knowledge of this worker.
 
         Returns:
-            Whether to stop once set-up is over: what any worker would lose is saved first.
+            Whether to stop after setup: state that any worker would lose is saved first.
 
         Raises:
-            StopRequested: on all workers; nobody loses anything.
+            StopRequested: on all workers, if no worker loses anything.
         """
         told = sum_over_workers({"signal": float(self.signal is not None), "loses": float(loses)}, world)
         if told["signal"] > 0 and not told["loses"]:
