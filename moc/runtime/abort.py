@@ -1,13 +1,13 @@
-"""Interrupts collectives that wait for a dead peer; gloo and NCCL leave this to their users.
+"""Interrupts collectives that wait for a dead peer, which gloo and NCCL do not do themselves.
 
-gloo has no abort.  Ranks connected to a dead peer notice it; a rank that waits for a live peer, which itself waits for
-the dead one, is never woken, and neither ``abort()`` nor ``shutdown()`` of the process group wakes it.  Shutting down
-the underlying connected sockets does: every pending operation then fails as if the peer had gone. Listening sockets
-must be left alone: gloo terminates the process when they fail.
+gloo has no abort.  Ranks connected to a dead peer detect its death.  A rank that waits for a live peer, which itself
+waits for the dead one, is never woken.  Neither ``abort()`` nor ``shutdown()`` of the process group wakes it.  Shutting
+down the connected sockets does: each pending operation then fails as if the peer had disconnected.  Listening sockets
+must stay open: gloo terminates the process when they fail.
 
-NCCL has ``ncclCommAbort``, which :meth:`ProcessGroupNCCL.abort` calls.  Kernels of one communicator may wait for those
-of another, so all are aborted concurrently, one thread each, and each exactly once, since two aborts of one group
-deadlock.
+NCCL has ``ncclCommAbort``, which :meth:`ProcessGroupNCCL.abort` calls.  Kernels of one communicator may wait for
+kernels of another.  So all communicators are aborted concurrently, one thread each.  Each is aborted exactly once,
+because two aborts of one group deadlock.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ import time
 from collections.abc import Iterable, Iterator
 
 NCCL_FLAGS = {
-    # the watchdog must neither abort communicators nor terminate the process: 0 is "no handling"
+    # the watchdog must neither abort communicators nor terminate the process; 0 means no handling
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # nor must its monitor, if the watchdog does not respond while communicators are being aborted
+    # its monitor must not do so either if the watchdog does not respond during an abort
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # nor must a CUDA error rethrown in the watchdog's thread, where it is uncaught
+    # a CUDA error rethrown in the watchdog's thread is uncaught there and would terminate the process
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # wait() must block the stream only, which an abort releases, not the process
+    # wait() must block only the stream, which an abort releases, not the process
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # after an error the watchdog sleeps four times this long, with the lock that enqueuing an operation takes
+    # after an error the watchdog sleeps four times this long, holding the lock for enqueuing operations
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # its name in newer releases of torch
-    # nor must a worker dump traces because another one has reported an error
+    "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the same variable in newer releases of torch
+    # an error reported by another worker must not trigger a trace dump
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_DUMP_ON_TIMEOUT": "0",
-    # multicast memory (NVLink SHARP) belongs to all members of a group: it cannot be torn down without the dead one
+    # multicast memory (NVLink SHARP) belongs to all members of a group and cannot be freed without the dead one
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Environment variables that :func:`abort_nccl` requires; torch and NCCL read them when a group is connected."""
+"""Environment variables that :func:`abort_nccl` requires.  torch and NCCL read them when they connect a group."""
 
 
 class AbortError(RuntimeError):
-    """A group could not be aborted: the CUDA context is broken, and this process can have no other groups."""
+    """Failure to abort a group: the CUDA context is broken, and this process can create no other groups."""
 
 
 def open_sockets() -> set[int]:
-    """Inodes of all open sockets of this process.  An inode identifies a socket for its whole lifetime."""
+    """Returns the inodes of all open sockets of this process.  An inode identifies a socket for its lifetime."""
     return set(_sockets().values())
 
 
 def shut_down(inodes: Iterable[int]) -> int:
-    """Shuts down connected TCP sockets, so that their users see a peer that has gone; returns how many.
+    """Shuts down connected TCP sockets, so that their users see a disconnected peer; returns their number.
 
-    Descriptors stay open: they belong to their owners.
+    Descriptors stay open because other code owns them.
 
     Args:
         inodes: from :func:`open_sockets`; sockets closed since are skipped.
@@ -61,7 +61,7 @@ def shut_down(inodes: Iterable[int]) -> int:
 
 
 def sockets_of(inodes: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
-    """Duplicates of this process's TCP sockets with these inodes, to be closed by the caller."""
+    """Yields duplicates of this process's TCP sockets with these inodes; the caller closes them."""
     wanted = set(inodes)
     for descriptor, inode in _sockets().items():
         if inode in wanted and (sock := _duplicate(descriptor, inode)) is not None:
@@ -75,7 +75,7 @@ def abort_nccl(backends: list, patience: float) -> None:
 
     Args:
         backends: groups to abort; each may be aborted only once.
-        patience: seconds for all of them together.
+        patience: timeout in seconds for all groups together.
 
     Raises:
         AbortError: an abort failed or timed out.
@@ -101,7 +101,7 @@ def _abort(backend, failures: list[str]) -> None:
 
 
 def _sockets() -> dict[int, int]:
-    """Socket inodes by file descriptor."""
+    """Returns socket inodes by file descriptor."""
     inodes = {int(name): _inode(int(name)) for name in os.listdir("/proc/self/fd")}
     return {descriptor: inode for descriptor, inode in inodes.items() if inode is not None}
 
@@ -115,7 +115,7 @@ def _inode(descriptor: int) -> int | None:
 
 
 def _duplicate(descriptor: int, inode: int) -> socket.socket | None:
-    """A duplicate of a TCP socket; None if the descriptor was closed and perhaps reused meanwhile."""
+    """Returns a duplicate of a TCP socket; None if the descriptor was closed and perhaps reused meanwhile."""
     try:
         number = os.dup(descriptor)
     except OSError:

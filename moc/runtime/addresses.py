@@ -1,4 +1,4 @@
-"""Process addresses: ``host:port``, ``[IPv6]:port`` or ``unix:/path``."""
+"""Parses, formats and binds process addresses: ``host:port``, ``[IPv6]:port`` or ``unix:/path``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BACKLOG = 256
 
 
 class AddressError(UserError, ValueError):
-    """An address is malformed, or must not be listened on."""
+    """Malformed address, or an address that must not be listened on."""
 
 
 class InterfaceError(UserError, OSError):
-    """A network interface does not exist, or has no address."""
+    """Missing network interface, or one without an address."""
 
 
 def candidates(address: str) -> list[tuple[int, tuple | str]]:
-    """Resolves an address to pairs of socket family and socket address, in the order to try.
+    """Resolves an address to pairs of socket family and socket address, in order of preference.
 
     Raises:
         ValueError: the address is malformed.
@@ -47,7 +47,7 @@ def candidates(address: str) -> list[tuple[int, tuple | str]]:
 
 
 def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
-    """A non-blocking listening socket: on a port (0 for any free one), or a Unix socket that only its owner may use.
+    """Returns a non-blocking listening socket: a port (0 for any free one), or a Unix socket for its owner only.
 
     Raises:
         ValueError: the address is malformed, or reachable from other machines without ``beyond_loopback``.
@@ -65,7 +65,7 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
             _remove_left_over(where)
             with short(where) as path:
                 sock.bind(path)
-            os.chmod(where, 0o600)  # nobody can connect before listen()
+            os.chmod(where, 0o600)  # no peer can connect before listen()
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
@@ -79,10 +79,10 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
 
 @contextlib.contextmanager
 def short(where: tuple | str) -> Iterator[tuple | str]:
-    """Yields a socket address that ``bind`` and ``connect`` take, whatever the length of a Unix socket's path.
+    """Yields a socket address that ``bind`` and ``connect`` accept for a Unix socket path of any length.
 
     A path over 100 bytes becomes ``/proc/self/fd/N/NAME``, where N is a descriptor of its directory.  The alternatives
-    have side effects: the working directory belongs to all threads, and a link in a temporary directory may stay there.
+    have side effects: the working directory is shared by all threads, and a temporary symbolic link may be left over.
 
     Raises:
         OSError: the directory of a long path does not exist, or cannot be entered.
@@ -99,7 +99,7 @@ def short(where: tuple | str) -> Iterator[tuple | str]:
 
 
 def interface_towards(address: str) -> str:
-    """The local address from which a route to ``address`` leaves; nothing is sent.
+    """Returns the local address of the route to ``address``; sends nothing.
 
     Raises:
         ValueError, OSError: as :func:`candidates`; also if the host is unreachable.
@@ -112,14 +112,14 @@ def interface_towards(address: str) -> str:
 
 
 def name_of_interface(host: str) -> str | None:
-    """Name of the network interface that has an IP address, as ``lo`` or ``eth0``; None if none has."""
+    """Returns the name of the network interface with an IP address, such as ``eth0``; None if there is none."""
     wanted = str(ipaddress.ip_address(host.strip("[]").partition("%")[0]))
     addresses = psutil.net_if_addrs().items()
     return next((name for name, those in addresses for one in those if one.address.partition("%")[0] == wanted), None)
 
 
 def address_of_interface(name: str) -> str:
-    """An IP address of a network interface, IPv4 if it has one, in brackets if not.
+    """Returns an IP address of a network interface: IPv4 if it has one, otherwise IPv6 in brackets.
 
     Raises:
         OSError: there is no such interface, or it has no address.
@@ -145,7 +145,7 @@ def text_of(family: int, where: tuple | str) -> str:
 
 
 def peer_of(sock: socket.socket, address: str) -> str:
-    """Name of the peer of a connection that was accepted at an address, for messages."""
+    """Returns the name, for messages, of the peer of a connection accepted at an address."""
     if sock.family == socket.AF_UNIX:  # a connecting Unix socket is unnamed
         return address
     try:
@@ -155,7 +155,7 @@ def peer_of(sock: socket.socket, address: str) -> str:
 
 
 def set_up(sock: socket.socket) -> None:
-    """Disables Nagle's algorithm, and enables keep-alive so that a vanished machine is detected; TCP only."""
+    """Disables Nagle's algorithm and enables keep-alive, which detects a lost machine; TCP only."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,14 +166,14 @@ def set_up(sock: socket.socket) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """Readable reason of a socket error; asyncio words some of them differently."""
+    """Returns a readable reason of a socket error; asyncio words some of them differently."""
     if error.errno and error.errno > 0:  # resolver errors are numbered differently
         return os.strerror(error.errno)
     return error.strerror or str(error)
 
 
 def _remove_left_over(path: str) -> None:
-    """Removes the socket file of a dead process; one with a listener stays."""
+    """Removes the socket file of a dead process; keeps a file with a listener."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -183,5 +183,5 @@ def _remove_left_over(path: str) -> None:
                 probe.connect(where)
             except ConnectionRefusedError:
                 os.unlink(path)
-            except BlockingIOError:  # its queue is full, so it has a listener
+            except BlockingIOError:  # a full queue proves that there is a listener
                 pass

@@ -1,4 +1,4 @@
-"""The agent of a node: has its workers forked, watches them, and speaks for them to the controller."""
+"""Runs the agent of a node, which starts and monitors its workers and represents them at the controller."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ WATCHES_S = 1.0
 """Seconds between two checks of the workers."""
 
 DIES_S = 10.0
-"""Seconds after which a killed worker that still exists counts as hung in the kernel, and is no longer waited for."""
+"""Seconds until a killed worker that still exists counts as hung in the kernel; the agent then stops waiting."""
 
 _log = logging.getLogger("moc")
 
 
 @dataclass
 class _Process(Worker):
-    """A worker of this node, with what only its agent knows."""
+    """Worker of this node, with the state that only its agent has."""
 
     pid: int | None = None
     connection: wire.AsyncConnection | None = None
@@ -54,16 +54,16 @@ class _Process(Worker):
     waits: bool = False
     gives_back: str | None = None
     why_killed: str = ""
-    broken: str = ""  # code of the error that ended it, such as device-broken
+    broken: str = ""  # error code of its end, such as device-broken
     dies_since: float | None = None
 
 
 class CannotStartError(UserError, RuntimeError):
-    """The program cannot run.
+    """Refusal by the program to run.
 
     Attributes:
-        lines: the message of the program.
-        exit_code: of the job.
+        lines: message of the program.
+        exit_code: job's exit code.
     """
 
     def __init__(self, lines: str, exit_code: int):
@@ -72,15 +72,15 @@ class CannotStartError(UserError, RuntimeError):
 
 
 class Agent:
-    """Runs a node's part of the job.
+    """Agent of one node of the job.
 
     Args:
-        flags: of the launcher.
+        flags: launcher's flags.
         controllers: actual addresses of the controller candidates.
         token: the job's secret.
 
     Attributes:
-        iteration: the newest that this node's workers have reported as completed.
+        iteration: newest completed iteration reported by this node's workers.
     """
 
     def __init__(self, flags: Flags, controllers: list[str], token: bytes):
@@ -90,11 +90,11 @@ class Agent:
         self._clock = RunningClock(most_s=3 * WATCHES_S)
         self._generation, self._cause, self._reason, self._news = 0, "", "", 0.0
         self._limits = HangLimits(flags.hang_caps)
-        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller may not know
+        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller has not acknowledged
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address = self._replica_server = ""  # set by run()
         self._lease = Lease.make()
-        self._zygote_said: float | None = None  # None until it is warm
+        self._zygote_said: float | None = None  # None until the forkserver is warm
         times = Times(flags.silence_s), flags.patience_s, max(flags.max_wait_s, BEGIN_S)
         lease = self._lease if flags.has_other_nodes else None
         self._link = ControllerLink(controllers, token, *times, lease, self._hello, self._obey)
@@ -103,15 +103,15 @@ class Agent:
         self.iteration = iteration if self.iteration is None else max(self.iteration, iteration or 0)
 
     async def run(self) -> tuple[int, int]:
-        """Runs until the job ends; returns its exit code, and the number of the controller candidate that led last.
+        """Runs until the job ends; returns its exit code and the number of the last leading controller candidate.
 
         Raises:
-            NoControllerError: no controller led for longer than its patience.
-            LostError: the zygote has died or hangs, or the controller refused this node.
+            NoControllerError: no controller has led for longer than the patience.
+            LostError: the forkserver has died or hangs, or the controller refused this node.
             GaveUpError: one of this node's devices does not work.
-            CannotStartError: the zygote refuses the program.
+            CannotStartError: the forkserver refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
-            OSError: there is no directory for this node's sockets.
+            OSError: no directory can be created for this node's sockets.
         """
         with socket_directory(memory_of_program(self._flags.command)) as directory:
             self._address, self._replica_server = f"unix:{directory}/agent", f"unix:{directory}/replicas"
@@ -137,11 +137,11 @@ class Agent:
                 raise
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    self._zygote.kill()  # remaining workers die with it
+                    self._zygote.kill()  # remaining workers die with the forkserver
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._zygote.wait(), 5.0)
-                if leaves_others:  # else the job ends with this process, and its controller reports no lost node
-                    self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
+                if leaves_others:  # otherwise the job ends with this process, and its controller reports no lost node
+                    self._link.tell("lost")  # the node is lost now, unless the job is over; this process may run longer
                     self._link.close()
                     for task in tasks:
                         task.cancel()
@@ -151,11 +151,11 @@ class Agent:
 
     @property
     def stopped_by(self) -> int | None:
-        """Number of the signal that ended the job as it asked to; None if the job runs or ended otherwise."""
+        """Number of the signal that ended the job as requested; None if the job runs or ended for another reason."""
         return self._ended.result()["asked"] if self._ended.done() else None
 
     async def _give_memory_back(self) -> None:
-        """Removes the run's snapshots from this node's memory; a spare may hold some from an earlier place."""
+        """Removes the run's snapshots from this node's memory; a spare may hold some from an earlier rank block."""
         memory = self._ended.result()["gives_back"] if self._ended.done() else None
         if memory is None:
             return
@@ -165,7 +165,7 @@ class Agent:
             _log.warning("what the run has left in this node's memory stays there: %s", error)
 
     def _ends_without_controller(self, error: NoControllerError) -> int:
-        """Exit code when no controller can say how the job ended."""
+        """Returns the exit code if no controller can report how the job ended."""
         if not self._link.joined:
             raise error
         codes = [code for _, code in self._unnoted.values()]
@@ -177,24 +177,24 @@ class Agent:
         return SAVED
 
     def signal(self, number: int) -> None:
-        """Forwards the launcher's signal to the workers, which save and end once all are there."""
+        """Forwards the launcher's signal to the workers, which save and exit once all of them are running."""
         self._link.asked = number
         self._link.tell("stopping", signal=number)
         for worker in self._workers.values():
             self._ask(worker)
 
     def _ask(self, worker: _Process) -> None:
-        """Asks a worker to stop, if this node was asked.
+        """Forwards the stop signal to a worker, if this node has received one.
 
-        Once the job has begun, it is asked when it has joined: before it knows what to do with the signal it would die
-        of it, and others who have state to save may wait for it.
+        Once the job has begun, a worker receives the signal only when it has connected.  Earlier, the signal would kill
+        it, while others with state to save may wait for it.
         """
         begins = worker.together and worker.born == 0
         if self._link.asked is not None and (begins or worker.connection is not None):
             self._signal(worker, self._link.asked)
 
     def _size(self) -> dict[str, str]:
-        """Variables with the number of workers, which the zygote needs to check the flags of a script."""
+        """Returns variables with the number of workers, which the forkserver needs to check a script's flags."""
         flags = self._flags
         return {
             environment.SIZE: str(flags.workers),
@@ -222,7 +222,7 @@ class Agent:
                 raise CannotStartError(said["refuses"], said["exit"])
             if "started" in said:
                 worker = self._workers.get(said["started"])
-                if worker is None:  # killed before it had started
+                if worker is None:  # killed before its process existed
                     os.kill(said["pid"], signal.SIGKILL)
                     continue
                 worker.pid = said["pid"]
@@ -241,8 +241,8 @@ class Agent:
         self._link.tell(**_end_of(worker, code))
 
     def _hello(self) -> tuple[dict, list[dict]]:
-        """The state of this node for a controller, and messages that an earlier one may have missed."""
-        there = {one.rank for one in self._workers.values() if not one.guest}  # a replaced worker's exit was known
+        """Returns this node's state for a controller, and messages that an earlier controller may have missed."""
+        there = {one.rank for one in self._workers.values() if not one.guest}  # exits of replaced workers are known
         dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
         workers = [worker.told for worker in [*self._workers.values(), *(w for w, _ in dead)]]
         hello = dict(node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.asked)
@@ -270,7 +270,7 @@ class Agent:
             self._reason = order.get("reason", self._reason)
             self._news = self._clock.now
             for worker in self._workers.values():
-                worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
+                worker.gives_back = None if kind == "abort" else worker.gives_back  # needed to resume
                 if kind == "abort" or not worker.guest:
                     seat = {"rank": worker.rank, "size": worker.size, "helpers": worker.helpers}
                     self._pass_on(worker, order | {"store": self._controllers[self._link.follows]} | seat)
@@ -311,7 +311,7 @@ class Agent:
         self._order({"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}})
 
     def _network(self) -> dict[str, str]:
-        """Environment by which gloo and NCCL listen on the job's interface, not on what the host's name stands for."""
+        """Returns variables that make gloo and NCCL use the job's interface, not the address of the host's name."""
         name = self._flags.network_interface
         if name is None and self._link.door is not None:
             name = name_of_interface(self._link.door.rpartition(":")[0])
@@ -324,7 +324,7 @@ class Agent:
 
     async def _serve_worker(self, connection: wire.AsyncConnection) -> None:
         worker = self._workers.get((await connection.recv()).header["worker"])
-        if worker is None:  # killed, and not yet aware of it
+        if worker is None:  # killed, but still connecting
             return
         worker.connection, worker.heard = connection, self._clock.now
         if worker.born > 0 or not worker.together:
@@ -344,7 +344,7 @@ class Agent:
                 self._limits.learn(said["longest"])
                 self._completed(said["iteration"])
             elif said["kind"] == "gives_back":
-                worker.gives_back = said["memory"]  # reported with its exit, when it takes effect
+                worker.gives_back = said["memory"]  # reported with the worker's exit, when it takes effect
             elif said["kind"] == "broken":
                 worker.broken = said["code"]
                 self._kill(worker, said["why"])
@@ -353,7 +353,7 @@ class Agent:
 
     def _pass_on(self, worker: _Process, order: dict) -> None:
         if worker.connection is not None:
-            with contextlib.suppress(WireError):  # its exit will be reported
+            with contextlib.suppress(WireError):  # a disconnected worker's exit is reported separately
                 worker.connection.post(Message(order))
 
     async def _watch(self) -> None:
@@ -362,7 +362,7 @@ class Agent:
             await asyncio.sleep(min(WATCHES_S, max(0.05, self._lease.left)))
             self._clock.tick()
             self._watch_zygote()
-            if self._workers and self._lease.left <= 0:  # others may have taken their places
+            if self._workers and self._lease.left <= 0:  # other workers may have taken their rank blocks
                 for worker in self._workers.values():
                     self._kill(worker, f"had been without a controller for {Times(silence_s).runs_s:g} s")
             for worker in list(self._workers.values()):
@@ -376,7 +376,7 @@ class Agent:
                     self._judge(worker, worker.section, worker.since + silent)
 
     def _watch_zygote(self) -> None:
-        """Raises LostError if the zygote, once warm, has not answered for ``silence_s``."""
+        """Raises LostError if the warm forkserver has not answered for ``silence_s``, or sends a health check."""
         if self._zygote_said is None:
             return
         silence_s = self._flags.silence_s
@@ -389,7 +389,7 @@ class Agent:
         self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:
-        """Reports a dying worker as ended after :data:`DIES_S`: one of its threads may hang in a file system."""
+        """Reports a dying worker as ended after :data:`DIES_S`, since a thread of it may hang in a file system."""
         if worker.dies_since is None:
             worker.dies_since = self._clock.now
         elif self._clock.now - worker.dies_since > DIES_S:
@@ -399,8 +399,8 @@ class Agent:
     def _judge(self, worker: _Process, section: str, seconds: float) -> None:
         """Checks how long a worker has been in its section.
 
-        A worker that waits cannot always be told from the one that hangs.  So the limit starts a generation without a
-        loss: waiting workers are woken and rejoin; the hung one does not, and is killed.
+        Waiting workers cannot always be distinguished from a hung worker.  So the limit starts a generation without a
+        loss: waiting workers wake and rejoin; the hung worker does not rejoin and is killed.
         """
         met = worker.here == self._generation
         if seconds <= self._limits.of(section, waits=worker.waits and met):
@@ -418,7 +418,7 @@ class Agent:
         self._signal(worker, signal.SIGKILL)
 
     async def _let_leave(self) -> int:
-        """Gives workers that are about to exit time to do so, then returns the job's exit code."""
+        """Waits a limited time for workers that are about to exit; returns the job's exit code."""
         end = self._ended.result()
         deadline = time.monotonic() + (self._flags.patience_s if end["leaving"] else 0.2)
         while self._workers and time.monotonic() < deadline:
@@ -432,6 +432,6 @@ class Agent:
 
 
 def _end_of(worker: _Process, code: int) -> dict:
-    """The message that reports a worker's exit."""
+    """Returns the message that reports a worker's exit."""
     told = {"why": worker.why_killed, "gives_back": worker.gives_back, "broken": worker.broken}
     return {"kind": "ended", "worker": worker.name, "code": code} | told

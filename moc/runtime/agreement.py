@@ -1,4 +1,4 @@
-"""Collective helpers that share one worker's result or error with all, so that no worker waits for a failed one."""
+"""Shares a worker's result or error with all workers, so that none waits for a failed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moc.store.errors import CheckpointError, TakenError
 
 
 def run_on_rank0(action: Callable, what: str):
-    """Runs ``action`` on rank 0; every rank returns its result or raises its error.  Collective.
+    """Runs ``action`` on rank 0; each rank returns its result or raises its error.  Collective.
 
     Args:
         action: returns a JSON-serializable value; a ``Path`` becomes None.
@@ -43,7 +43,7 @@ def run_on_rank0(action: Callable, what: str):
 
 
 def run_on_all(action: Callable[[], None], what: str) -> None:
-    """Runs ``action`` on every rank; raises CheckpointError on all if one does, or OSError.  Collective.
+    """Runs ``action`` on every rank; raises CheckpointError on all if any raises it or OSError.  Collective.
 
     ``what`` is as in :func:`run_on_rank0`.
     """
@@ -59,22 +59,22 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
 
 
 def first_reported(value: Any) -> Any:
-    """The first value over all ranks that is not None, or None.  Collective."""
+    """Returns the first value over all ranks that is not None, or None.  Collective."""
     return next((v for v in gather(value) if v is not None), None)
 
 
 def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -> dict[str, Any]:
     """Sums each value over all ranks in one float64 all-reduce; a 1-D tensor yields a list of element sums.
 
-    Tensors may be on this worker's device.  They are brought to the host first, which waits for all that they depend
-    on, and the sum is formed in host memory: see :mod:`moc.runtime.host_group` for what it proves if it completes.
+    Tensors may be on this worker's device.  They are copied to the host first, which waits for everything they depend
+    on.  The sum is computed in host memory, see :mod:`moc.runtime.host_group`.
 
     Raises:
-        Aborted, Suspicion: as any operation of our groups, also if the device's groups are aborted meanwhile.
+        Aborted, Suspicion: as for any operation of our groups, also if the device's groups are aborted meanwhile.
     """
     tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values.values()]
     packed = _packed_on_host([tensor.reshape(-1) for tensor in tensors], world.device)
-    dist.all_reduce(packed, group=host_group())  # raises if the generation is over, so that values may be undefined
+    dist.all_reduce(packed, group=host_group())  # raises if the generation is over and values may be undefined
     sums = iter(packed.tolist())
     return {
         name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
@@ -83,7 +83,7 @@ def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -
 
 
 def _packed_on_host(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Joins parts, in order, with one copy for all that are on the device."""
+    """Concatenates parts in order, with a single copy for all parts on the device."""
     there = [part for part in parts if part.device.type == device.type]
     if not there or device.type == "cpu":
         return torch.cat(parts)
@@ -92,24 +92,24 @@ def _packed_on_host(parts: list[torch.Tensor], device: torch.device) -> torch.Te
 
 
 def settled_on_all(world: World) -> None:
-    """Waits until what every worker has enqueued on its device is complete and valid.  Collective.
+    """Waits until all work that the workers have enqueued on their devices is complete and valid.  Collective.
 
     Raises:
-        Aborted, Suspicion: it is not known to be so.
+        Aborted, Suspicion: this is not confirmed.
     """
     settled_among(None, world.device)
 
 
 def settled_among(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Waits until what each worker of a group (default: all) has enqueued is complete and valid; a collective of it.
+    """Waits until all work enqueued by a group's workers (default: all) is complete and valid.  Collective over it.
 
     Raises:
-        Aborted, Suspicion: it is not known to be so.
+        Aborted, Suspicion: this is not confirmed.
     """
     settled(device)
     gather(None, group)
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, or its type name; at most 300 characters."""
+    """Returns the first line of an error's message, or its type name; at most 300 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,4 +1,4 @@
-"""asyncio connections, for controllers and agents: one thread, many peers."""
+"""Provides asyncio connections for controllers and agents, with one thread for many peers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
 
 STRANGERS = 128
-"""Peers that may be in the handshake concurrently; the oldest is dropped to admit another."""
+"""Most peers in the handshake at a time; the oldest is dropped to admit another."""
 
 _PAUSE = 0.2  # seconds to wait after accept() failed, as when descriptors run out
 _log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """Messages over a connected socket, in one event loop; created by :func:`open` and :func:`serve`.
+    """Message connection over a socket, in one event loop; created by :func:`open` and :func:`serve`.
 
     Any task may send; one task receives. Computing a MAC blocks the event loop for about 0.6 ms per MiB of body.
     """
@@ -39,7 +39,7 @@ class AsyncConnection:
         """Queues a message without waiting; unsent bytes stay in memory.
 
         Raises:
-            WireError: the connection is over; :class:`PeerGoneError` if the peer is gone.
+            WireError: the connection is closed; :class:`PeerGoneError` if the peer has disconnected.
             ValueError, TypeError: the message is invalid or exceeds the peer's body limit; nothing was sent.
         """
         if self._writer.is_closing():
@@ -47,7 +47,7 @@ class AsyncConnection:
         self._writer.write(b"".join(self._channel.send(message)))
 
     async def send(self, message: Message) -> None:
-        """Like :meth:`post`, and waits until the kernel has all of the message."""
+        """Sends a message like :meth:`post`, and waits until the kernel has all of it."""
         self.post(message)
         try:
             await self._writer.drain()
@@ -55,10 +55,10 @@ class AsyncConnection:
             raise self._gone(error) from error
 
     async def recv(self, silence: float | None = None) -> Message:
-        """Receives the next message. Cancelling it loses nothing.
+        """Receives the next message. Cancellation loses no data.
 
         Args:
-            silence: seconds without any byte before it times out; a slow message does not. None waits forever.
+            silence: timeout in seconds without any received byte, so a slow message does not time out. None: no limit.
 
         Raises:
             TimeoutError: no byte arrived within ``silence``.
@@ -103,7 +103,7 @@ async def open(
 ) -> AsyncConnection:
     """Connects to a process of the same job, and authenticates it by the token.
 
-    Arguments and errors are those of :func:`moc.runtime.connections.connect`.
+    Arguments and errors are the same as for :func:`moc.runtime.connections.connect`.
     """
     channel = Channel(token, "client", body_limit, address)
     try:
@@ -116,11 +116,11 @@ async def open(
 
 
 async def ask(address: str, token: bytes, timeout: float) -> dict:
-    """Asks a process whether it is well; returns its answer.
+    """Sends a health check to a process and returns the header of its answer.
 
     Raises:
-        WireError: it cannot be reached, or is not of this job.
-        TimeoutError: it has not answered within ``timeout`` seconds.
+        WireError: the process cannot be reached, or does not belong to this job.
+        TimeoutError: the process has not answered within ``timeout`` seconds.
     """
     connection = await open(address, token, timeout)
     try:
@@ -131,14 +131,14 @@ async def ask(address: str, token: bytes, timeout: float) -> dict:
 
 
 class RefusalLog:
-    """Logs a line for each refused peer, and where they crowd, how many there were: a log must not be filled either."""
+    """Rate-limited log of refused peers, which counts excess peers instead of logging them."""
 
     def __init__(self, most: int = 20, every_s: float = 10.0):
         self._most, self._every_s = most, every_s
         self._since, self._count = -math.inf, 0
 
     def __call__(self, peer: str, sentence: str) -> None:
-        """Logs that a peer was refused, and why, in one sentence; called by one thread."""
+        """Logs the refusal of a peer with a one-sentence reason; called by one thread."""
         now = time.monotonic()
         if now - self._since > self._every_s:
             if self._count > self._most:
@@ -150,7 +150,7 @@ class RefusalLog:
 
 
 log_refusal = RefusalLog()
-"""Of this process."""
+"""Refusal log of this process."""
 
 
 async def serve(
@@ -167,25 +167,25 @@ async def serve(
     """Listens for processes of the same job.
 
     Args:
-        address: see :func:`~moc.runtime.addresses.listening_socket`, whose errors it raises.
+        address: as for :func:`~moc.runtime.addresses.listening_socket`, whose errors this function raises.
         token: the job's secret, 32 bytes.
         on_connection: called with every authenticated peer. The connection is closed when it returns. It may raise
             :class:`WireError`; any other exception goes to the event loop's handler.
-        on_refused: called with a peer that was refused or violated the protocol later, and why, in one sentence.
-        body_limit: bytes of the largest body that is accepted.
+        on_refused: called with a peer that was refused or later violated the protocol, and a one-sentence reason.
+        body_limit: largest accepted body in bytes.
         handshake_timeout: seconds for a peer to authenticate.
         beyond_loopback: allows an address that other machines can reach.
         listener: an existing listening socket, which replaces ``address``.
     """
     listener = listener or listening_socket(address, beyond_loopback)
     listener.setblocking(False)
-    if listener.family != socket.AF_UNIX:  # the port may have been 0; a long path has another name in the kernel
+    if listener.family != socket.AF_UNIX:  # port 0 is resolved now; the kernel has another name for a long Unix path
         address = text_of(listener.family, listener.getsockname())
     return Server(address, listener, token, on_connection, on_refused, body_limit, handshake_timeout)
 
 
 class Server:
-    """The result of :func:`serve`, listening at ``address``; an asynchronous context manager that closes itself."""
+    """Server at ``address``, returned by :func:`serve`; as an asynchronous context manager it closes itself."""
 
     def __init__(self, address, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
         self.address = address
@@ -197,7 +197,7 @@ class Server:
 
     async def close(self) -> None:
         """Stops listening, cancels all handlers, and closes their connections."""
-        if self._listener.family == socket.AF_UNIX:  # first: later it may be the next server's
+        if self._listener.family == socket.AF_UNIX:  # first, because later the file may belong to the next server
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("unix:"))
         tasks = [self._accepting, *self._tasks]
@@ -227,7 +227,7 @@ class Server:
             self._strangers[task] = peer
             self._tasks.add(task)
             task.add_done_callback(self._done)
-            await asyncio.sleep(0)  # lets the task start: cancelling an unstarted one would leak the socket
+            await asyncio.sleep(0)  # lets the task start, because cancelling an unstarted task would leak the socket
 
     def _make_room(self) -> None:
         if len(self._strangers) >= STRANGERS:
@@ -253,7 +253,7 @@ class Server:
         try:
             await self._on_connection(connection)
         except PeerGoneError:
-            pass  # a peer that disconnects is no error
+            pass  # a disconnect is not an error
         except WireError as error:
             self._on_refused(peer, str(error))
         finally:
@@ -296,7 +296,7 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
 
 
 async def _connect(sock: socket.socket, where: tuple | str) -> None:
-    """Connects a socket; waits for room in the queue of a Unix socket, which asyncio takes for a connection."""
+    """Connects a socket; waits while a Unix socket's queue is full, which asyncio would treat as connected."""
     while sock.family == socket.AF_UNIX:
         try:
             return sock.connect(where)
@@ -306,7 +306,7 @@ async def _connect(sock: socket.socket, where: tuple | str) -> None:
 
 
 async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
-    """Reads from the socket directly: a stream would read beyond the handshake from an unauthenticated peer."""
+    """Performs the handshake on the socket; a stream would read too much from an unauthenticated peer."""
     loop = asyncio.get_running_loop()
     while True:
         await loop.sock_sendall(sock, channel.handshake_bytes())

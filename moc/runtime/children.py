@@ -1,4 +1,4 @@
-"""Child processes that die with their parent, in sessions of their own, so that terminal signals do not reach them."""
+"""Starts child processes that die with their parent, in separate sessions that terminal signals do not reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moc.runtime.stop_report import STOPS
 from moc.runtime.wire import WireError
 
 PARENT = "MOC_PARENT"
-"""Environment variable set by :func:`start`: process id of the parent."""
+"""Environment variable set by :func:`start`: process ID of the parent."""
 
 REPORTS = "MOC_REPORTS"
 """Environment variable: descriptor of the pipe over which a child reports to its parent (:func:`reports`)."""
@@ -26,7 +26,7 @@ STDERR = 2
 """Descriptor of this process's standard error."""
 
 DEVICES = "/dev/nvidia"
-"""What paths of GPUs begin with."""
+"""Prefix of the device paths of GPUs."""
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -34,39 +34,39 @@ _ISOLATED = (
     "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; module = sys.argv[3]; del sys.argv[1:4]; {dies}"
     "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
-"""``python -m MODULE``, but without the working directory among the places that modules are imported from.
+"""Code equivalent to ``python -m MODULE``, but without the working directory in the module search path.
 
-Python has ``-P`` for this from 3.11 on.  Our own root comes last, for a checkout that is not installed.
+Python has ``-P`` for this since 3.11.  Our own root is last, for a checkout that is not installed.
 """
 
-_LINE = 1 << 20  # most bytes of a report
+_LINE = 1 << 20  # largest report in bytes
 
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
 _DIES = f"import ctypes, os; ctypes.CDLL(None).prctl({_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
 _DIES += "os.getppid() == {parent} or os._exit(1); "
-"""What :func:`die_with_parent` does, before it can be imported."""
+"""Code that does the same as :func:`die_with_parent` before that can be imported."""
 
 
 def command_of(module: str, *arguments: str, dies_with: int | None = None) -> list[str]:
-    """The command line of ``python -m MODULE`` that imports nothing from where it starts.
+    """Returns a command line like ``python -m MODULE`` that imports nothing from the working directory.
 
-    If it ``dies_with`` a process, its parent, it does so before it imports the module, which may take a second.
+    With ``dies_with``, its parent's ID, the process is tied to the parent before the import, which may take a second.
     """
     dies = "" if dies_with is None else _DIES.format(parent=dies_with)
     return [sys.executable, "-c", _ISOLATED.format(dies=dies), _ROOT, "-m", module, *arguments]
 
 
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:
-    """Starts ``python -m MODULE``, which must first call :func:`belong`; nothing is imported from where it starts.
+    """Starts a module, which must first call :func:`belong`, without imports from the working directory.
 
-    The child starts with :data:`~moc.runtime.signals.STOPS` blocked, so that none can kill it, not even before it has
-    its own session; a child that handles them unblocks them and then receives pending ones.
+    The child starts with :data:`~moc.runtime.stop_report.STOPS` blocked.  So these signals cannot kill it, even before
+    it has its own session.  A child that handles them unblocks them and then receives the pending ones.
 
     Args:
-        module: to run.
+        module: module to run, as by ``python -m``.
         arguments: command line of the module.
-        env: its environment; None to inherit this process's.
+        env: environment of the child; None to inherit this process's.
         how: further arguments of :func:`asyncio.create_subprocess_exec`.
     """
     environment = (os.environ if env is None else env) | {PARENT: str(os.getpid())}
@@ -81,7 +81,7 @@ async def start(module: str, *arguments: str, env: dict[str, str] | None = None,
 async def start_reporting(
     module: str, *arguments: str, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = (), **how
 ) -> asyncio.subprocess.Process:
-    """As :func:`start`, for a child that writes reports (:func:`reports`); ``stdout`` of the result reads them."""
+    """Starts a child as :func:`start` does; ``stdout`` of the result reads its reports (:func:`reports`)."""
     with report_pipe() as (pipe, end):
         variables = (os.environ if env is None else env) | {REPORTS: str(end)}
         process = await start(module, *arguments, env=variables, stdout=STDERR, pass_fds=(*pass_fds, end), **how)
@@ -92,10 +92,10 @@ async def start_reporting(
 
 @contextlib.contextmanager
 def report_pipe() -> Iterator[tuple[FileIO, int]]:
-    """Yields both ends of a new pipe: one for this process, which stays open, and one for a child to be started inside.
+    """Yields both ends of a new pipe: one stays open in this process; a child started in the block inherits the other.
 
-    The child finds its end by :data:`REPORTS`, and writes to :func:`reports`.  Its standard output has to be
-    :data:`STDERR`: the output of a ``sitecustomize.py`` or a library is then on the console, and in no report.
+    The child gets its end from :data:`REPORTS`, and writes to :func:`reports`.  Its standard output must be
+    :data:`STDERR`.  Then output of ``sitecustomize.py`` or a library is on the console, not in reports.
     """
     reads, writes = os.pipe()
     pipe = open(reads, "rb", buffering=0)
@@ -109,11 +109,11 @@ def report_pipe() -> Iterator[tuple[FileIO, int]]:
 
 
 def reports() -> int:
-    """A descriptor for reports to the parent, one line for each: its pipe, or a copy of standard output without one.
+    """Returns a descriptor for one-line reports to the parent: its pipe, or else a copy of standard output.
 
-    To be called once; the caller closes it.
+    Call it once, and close the descriptor.
     """
-    descriptor = os.environ.pop(REPORTS, None)  # a child of this process has no such descriptor
+    descriptor = os.environ.pop(REPORTS, None)  # children of this process do not have this descriptor
     if descriptor is None:
         return os.dup(1)
     os.set_inheritable(int(descriptor), False)
@@ -123,9 +123,9 @@ def reports() -> int:
 async def until_over(
     process: asyncio.subprocess.Process, address: str, token: bytes, every_s: float, hangs_s: float
 ) -> str:
-    """Waits until a child that serves an address has died, or hangs and is killed; returns which.
+    """Waits until a child that serves an address dies, or hangs and is killed; returns a clause with the reason.
 
-    It is asked every ``every_s`` seconds whether it is well, and hangs if it has not answered within ``hangs_s``.
+    A health check is sent every ``every_s`` seconds.  The child hangs if it does not answer within ``hangs_s``.
     """
     died = asyncio.create_task(process.wait())
     try:
@@ -143,39 +143,39 @@ async def until_over(
 
 
 def belong() -> None:
-    """Ties this process's life to its parent's: see :func:`die_with_parent`."""
+    """Makes this process die with its parent: see :func:`die_with_parent`."""
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
 
 
 def belong_beside() -> None:
-    """:func:`belong`, for a process that shares its parent's processors and is less urgent.
+    """Does the same as :func:`belong`, for a low-priority process on its parent's processors.
 
-    It leaves the parent's process group, which a terminal signals, but not its session: Linux may share processors out
-    between sessions first (autogroup), whatever the niceness of processes in them.
+    It leaves the parent's process group, which receives terminal signals, but stays in its session.  Linux may divide
+    processor time between sessions first (autogroup), regardless of the niceness of their processes.
     """
     belong()
     os.setpgrp()
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when process ``parent`` dies; exits if that is no longer the parent."""
+    """Makes the kernel kill this process when process ``parent`` dies; exits if it is no longer the parent."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def serve_host(parent: int) -> None:
-    """For a process that a worker forks, and that needs no GPU: ties its life to its parent's, and its hands off CUDA.
+    """Makes a process forked by a worker die with its parent, and releases its inherited GPU descriptors.
 
-    A forked process inherits what the driver knows its parent by.  As long as it lives, device memory of a killed
-    worker is not free for the worker that replaces it.
+    These descriptors identify the parent to the driver.  Until they are released, the device memory of a killed worker
+    is not available to its replacement.
     """
     die_with_parent(parent)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
-                os.dup2(null, int(descriptor), inheritable=False)  # CUDA's library may close that number again
+                os.dup2(null, int(descriptor), inheritable=False)  # the CUDA library may close this number again
     os.close(null)
 
 

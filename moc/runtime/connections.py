@@ -1,4 +1,4 @@
-"""Blocking connections, for the threads of workers."""
+"""Provides blocking connections for the threads of workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AGAIN_S = 0.05
 """Seconds between two attempts to connect."""
 
 PATIENCE_S = 60.0
-"""Seconds that a process of the same node may take to start, or a hung one to be restarted."""
+"""Seconds for a process of the same node to start, or for a hung process to be restarted."""
 
 
 class Connection:
-    """Messages over a connected socket; created by :func:`connect`.
+    """Message connection over a socket; created by :func:`connect`.
 
     Any thread may send, serialized by a lock; one thread receives. Any thread may close it, which wakes the others. A
-    forked child must not use it: parent and child would reuse sequence numbers.
+    forked child must not use it, since both would reuse sequence numbers.
 
     Args:
-        sock: connected and blocking, TCP or Unix; closed with the connection.
-        channel: open, owned by this connection.
+        sock: connected blocking socket, TCP or Unix; closed with the connection.
+        channel: open channel, owned by this connection.
         peer: name of the peer, for messages.
     """
 
@@ -45,16 +45,16 @@ class Connection:
         """Sends a message; on return the kernel has all of it, and the body may be modified.
 
         Raises:
-            WireError: the connection is over; :class:`PeerGoneError` if the peer is gone.
+            WireError: the connection is closed; :class:`PeerGoneError` if the peer has disconnected.
             ValueError, TypeError: the message is invalid or exceeds the peer's body limit; nothing was sent.
         """
         with self._sending:
             buffers = self._channel.send(message)
             try:
                 _send_all(self._socket, buffers)
-            except OSError as error:  # not closed: the peer's last messages may still be readable
+            except OSError as error:  # stays open, because the peer's last messages may still be readable
                 raise self._gone(error) from error
-            except BaseException:  # a partial message is out: the stream is unusable
+            except BaseException:  # a partially sent message makes the stream unusable
                 self.close()
                 raise
 
@@ -87,14 +87,14 @@ class Connection:
         return self._messages.popleft()
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once closed."""
+        """Returns the socket's descriptor; -1 once closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
         """Closes the connection; threads blocked in :meth:`send` or :meth:`recv` get a :class:`PeerGoneError`."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # close() alone wakes no blocked thread
+            self._socket.shutdown(socket.SHUT_RDWR)  # close() without shutdown wakes no blocked thread
         self._socket.close()
 
     def __enter__(self) -> Connection:
@@ -137,8 +137,8 @@ def connect(
         body_limit: bytes of the largest body that this end accepts.
 
     Raises:
-        PeerGoneError: nothing listens there, or there was no answer in time.
-        WireError: the peer is not of this job, or of another protocol version.
+        PeerGoneError: no process listens at the address, or there was no answer in time.
+        WireError: the peer does not belong to this job, or has another protocol version.
         ValueError: the address is malformed.
     """
     deadline = time.monotonic() + timeout
@@ -159,7 +159,7 @@ def connect(
 
 
 def patiently[T](attempt: Callable[[], T], patience_s: float = PATIENCE_S, unless: type[OSError] | tuple[()] = ()) -> T:
-    """Repeats an attempt to connect: the peer may not listen yet, or have too many peers to admit another.
+    """Repeats an attempt to connect, because the peer may not listen yet or may have too many peers.
 
     Args:
         attempt: calls :func:`connect`; repeated if it raises :class:`PeerGoneError`.
@@ -192,7 +192,7 @@ def _dial(address: str, deadline: float) -> socket.socket:
 
 
 def _connect(sock: socket.socket, where: tuple | str, deadline: float) -> None:
-    """Connects a socket; waits for room in the queue of a Unix socket, which the kernel reports as an error."""
+    """Connects a socket; waits while a Unix socket's queue is full, which the kernel reports as an error."""
     while True:
         _limit(sock, deadline)
         try:

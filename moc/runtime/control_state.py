@@ -1,4 +1,4 @@
-"""Controller state that cannot be reconstructed from agents' reports; every agent keeps a copy for the next leader."""
+"""Defines the controller state that agents' reports cannot restore; each agent has a copy for the next leader."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ControlState:
-    """One controller's copy; JSON-serializable by ``vars()``.
+    """State of one controller; JSON-serializable by ``vars()``.
 
     Attributes:
-        epoch: of the controller that sent it.
+        epoch: epoch of the controller that sent the state.
         version: increases with every change within an epoch.
-        job: unique id of this launch.
+        job: unique ID of this launch.
         membership: from :meth:`moc.runtime.membership.Membership.state_dict`.
-        doors: by node (a string, for JSON), a port that its agent's process keeps open while it lives.
+        doors: by node (a string, for JSON), the listening address of its agent's process.
     """
 
     epoch: int
@@ -27,12 +27,12 @@ class ControlState:
 
     @classmethod
     def begun(cls, epoch: int) -> ControlState:
-        """State of a new job."""
+        """Returns the state of a new job."""
         return cls(epoch, 0, secrets.token_hex(8))
 
     @property
     def seated(self) -> set[int]:
-        """Nodes that filled places and were not known to be lost."""
+        """Nodes that filled rank blocks and were not known to be lost."""
         places = self.membership
         return {node for place, node in places["places"] if place not in places["vacant"]}
 
@@ -45,6 +45,6 @@ class ControlState:
 
 
 def newest(states: Iterable[ControlState | None]) -> ControlState | None:
-    """The newest copy that agents have kept; None if no agent has one."""
+    """Returns the newest of the agents' copies; None if no agent has one."""
     there = (state for state in states if state is not None and state.membership)
     return max(there, key=lambda state: (state.epoch, state.version), default=None)

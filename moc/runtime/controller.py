@@ -1,8 +1,8 @@
-"""The controller: tracks which nodes and workers live, and sends the membership's orders to agents.
+"""Runs the controller, which tracks live nodes and workers and sends the membership's orders to agents.
 
-Agents can restore everything that it knows, so it may die and be restarted during training, on this node or another: of
-several candidates, the one that a majority follows leads (:mod:`moc.runtime.election`).  It also serves the store over
-which process groups rendezvous, so that the rendezvous depends on no worker.
+Agents can restore its complete state.  So it may die during training and be restarted on this or another node.  The
+candidate that a majority follows is the leader (:mod:`moc.runtime.election`).  The controller also serves the process
+groups' rendezvous store, so that the rendezvous depends on no worker.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ TELL_FIRST_S, TELL_S = 5.0, 30.0
 """Seconds before the console first names missing nodes, and between repetitions."""
 
 CALM_S = 600.0
-"""Seconds without a new generation after which earlier suspicions are forgotten."""
+"""Seconds without a new generation after which earlier connection failures no longer count."""
 
 DOUBT_S = 2.0
-"""Seconds from a report of lost connections to a new generation, if no loss is reported meanwhile."""
+"""Seconds from a report of lost connections to a new generation, unless a loss is reported meanwhile."""
 
 LEAVE_S = 60.0
-"""Seconds that workers have to save and to leave when more nodes are about to join, or guests to build.
+"""Seconds for workers to save and exit when more nodes join, or for joining workers to initialize.
 
-After these, the order is repeated."""
+Afterwards the order is repeated."""
 
 GATHER_S = 2.0
-"""Seconds that a new leader waits for agents that its predecessor knew."""
+"""Seconds that a new leader waits for its predecessor's agents."""
 
 STEPS_DOWN = 77
-"""Exit code of a controller that no longer leads; its launcher restarts it as a candidate."""
+"""Exit code of a controller that is no longer the leader; its launcher restarts it as a candidate."""
 
 _TICK_S = 0.05
 
@@ -60,13 +60,13 @@ _log = logging.getLogger("moc")
 
 
 class Controller:
-    """Passes agents' messages to the membership, and its orders to the agents.
+    """Event loop that passes agents' messages to the membership, and its orders to the agents.
 
     Args:
-        membership: of the job.
-        election: this candidate's side of it.
+        membership: membership of the job.
+        election: this candidate's side of the election.
         max_wait_s: seconds to wait for missing nodes.
-        grow_wait_s: seconds to wait for more nodes, once there are enough, or new ones.
+        grow_wait_s: seconds to wait for more nodes, once enough or new nodes have joined.
     """
 
     def __init__(self, membership: Membership, election: Election, max_wait_s: float, grow_wait_s: float = 0.0):
@@ -77,8 +77,8 @@ class Controller:
         self._agents: dict[int, Peer] = {}
         self._gone: dict[int, Gone] = {}  # disconnected nodes that may return
         self._probing: set[asyncio.Task] = set()
-        self._waits_since: float | None = None  # for missing nodes
-        self._names_them_at = 0.0  # on the console
+        self._waits_since: float | None = None  # start of the wait for missing nodes
+        self._names_them_at = 0.0  # time of the next console message about them
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
         self._store = MeetingStore()
@@ -89,16 +89,16 @@ class Controller:
     async def run(
         self, address: str, token: bytes, beyond_loopback: bool, listener: socket.socket | None = None
     ) -> int:
-        """Serves agents until the job is over and every node that may return has heard so.
+        """Serves agents until the job is over and each node that may return has acknowledged the end.
 
-        The arguments are those of :func:`moc.runtime.async_connections.serve`.
+        The arguments are the same as for :func:`moc.runtime.async_connections.serve`.
 
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
         """
         serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
         async with await serving as server:
-            with open(reports(), "w") as launcher:  # which may have asked for port 0
+            with open(reports(), "w") as launcher:  # the launcher may have requested port 0
                 launcher.write(f"{server.address}\n")
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
@@ -110,10 +110,10 @@ class Controller:
         return 0
 
     def _tick(self, now: float) -> None:
-        """Handles everything that depends on time alone."""
+        """Performs all actions that depend only on time."""
         self._election.stands(time.monotonic())
         epoch, sure = self._election.epoch, self._election.sure
-        for peer in self._agents.values():  # those that joined since the candidacy, or were not free to promise then
+        for peer in self._agents.values():  # agents that joined since the candidacy or were not free then
             if epoch not in (None, peer.epoch) and peer.asked != (epoch, sure):
                 self._ask(peer, epoch, sure)
         if self._election.leads and self._state is None:
@@ -124,7 +124,7 @@ class Controller:
             while peer.admitted and peer.held:
                 self._hear(peer, peer.held.popleft())
         self._look_at_clock(now)
-        if self._state is not None and self._has_news:  # one broadcast for all that joined in this tick
+        if self._state is not None and self._has_news:  # one broadcast for all agents that joined in this tick
             self._tell_all("state", **vars(self._state))
             self._has_news = False
 
@@ -135,7 +135,7 @@ class Controller:
         )
 
     def _look_at_clock(self, now: float) -> None:
-        """Marks silent nodes and those that do not return as lost, and bounds the wait for missing ones."""
+        """Marks silent nodes and nodes that do not return as lost, and limits the wait for missing nodes."""
         membership = self._membership
         for peer in list(self._agents.values()):
             if now - peer.heard > self._times.lease_s:
@@ -157,7 +157,7 @@ class Controller:
         if self._waits_since is None:
             self._waits_since, self._names_them_at = now, now + TELL_FIRST_S
         most, limit = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S), "--max-wait"
-        if membership.asked is not None and most > self._times.lease_s:  # lost since then, or only its connection
+        if membership.asked is not None and most > self._times.lease_s:  # nodes lost since the signal, or disconnected
             most, limit = self._times.lease_s, "--silence-timeout"
         left = self._waits_since + most - now
         if left <= 0:
@@ -167,7 +167,7 @@ class Controller:
             _log.warning("%s", waiting_for(missing, left, limit))
 
     def _grow(self, now: float) -> None:
-        """Begins, or takes in nodes that have come: once all are there, or no more have come for a while."""
+        """Starts the job or adds new nodes, once all have joined or no more have joined for a while."""
         membership = self._membership
         if not membership.can_grow:
             self._grows_at = math.inf
@@ -203,7 +203,7 @@ class Controller:
             return
         self._comes(peer)
         try:
-            with contextlib.suppress(WireError):  # disconnected: _goes() decides what follows
+            with contextlib.suppress(WireError):  # on a disconnect, _goes() decides the next action
                 while not peer.knows_end:
                     self._take(peer, await connection.recv())
         finally:
@@ -211,7 +211,7 @@ class Controller:
                 self._goes(peer)
 
     async def _seat_is_free(self, peer: Peer) -> bool:
-        """Waits until no other process speaks for the node; refuses the peer and returns False if a live one does."""
+        """Waits until no other process represents the node; refuses the peer and returns False if a live one does."""
         while True:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
@@ -254,10 +254,10 @@ class Controller:
             self._is_gone(peer.node, Gone(peer.heard + self._times.lease_s, peer.instance), peer.door)
 
     def _is_gone(self, node: int, gone: Gone, door: str | None) -> None:
-        """Marks a node as disconnected, and probes its door to lose it at once if its process has died."""
+        """Marks a node as disconnected, and probes its door to detect the death of its process immediately."""
         self._gone[node] = gone
         probing = asyncio.create_task(self._lose_if_dead(node, gone, door))
-        self._probing.add(probing)  # a reference, against garbage collection
+        self._probing.add(probing)  # this reference prevents garbage collection
         probing.add_done_callback(self._probing.discard)
 
     async def _lose_if_dead(self, node: int, gone: Gone, door: str | None) -> None:
@@ -301,16 +301,16 @@ class Controller:
         self._post(peer, "elect", epoch=epoch, sure=sure)
 
     def _take_over_when_all_are_there(self, now: float) -> None:
-        """Takes over once all nodes that the predecessor knew follow, with their state, or after :data:`GATHER_S`."""
+        """Takes over once all nodes of the predecessor follow with their state, or after :data:`GATHER_S`."""
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
-        everybody = self._election.everybody and len(follow) == len(self._agents)  # connected, and following
+        everybody = self._election.everybody and len(follow) == len(self._agents)  # all nodes are connected and follow
         enough = everybody if known is None else expected <= {peer.node for peer in follow}
         if not enough and now < self._leads_since + GATHER_S:
             return
         epoch = self._election.epoch
-        assert epoch is not None  # it leads
+        assert epoch is not None  # set for a leader
         self._state = ControlState.begun(epoch) if known is None else replace(known, epoch=epoch)
         if known is not None:
             self._membership.load_state_dict(known.membership)
@@ -329,7 +329,7 @@ class Controller:
         hello = peer.hello
         state.doors = state.doors | {str(peer.node): peer.door}
         self._post(peer, "state", **vars(state))
-        self._beat(peer, hello["at"])  # so that the lease precedes its workers
+        self._beat(peer, hello["at"])  # so that the lease is valid before its workers start
         self._has_news = True
         self._obey(self._membership.joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
         if self._membership.places.of(peer.node) is None and not self._over:
@@ -389,7 +389,7 @@ class Controller:
             elif isinstance(order, Go):
                 self._go(order.generation)
             elif isinstance(order, End):
-                if order.reason and order.asked is None and not self._over:  # each launcher reports what it was asked
+                if order.reason and order.asked is None and not self._over:  # each launcher reports its own stop signal
                     _log.error("%s", order.reason)
                 self._over = True
                 self._tell_all("end", **_told(order))
@@ -399,8 +399,8 @@ class Controller:
         self._tell_all("go", generation=generation, epoch=self._election.epoch, job=self._state.job)
 
     def _remember(self) -> None:
-        """Broadcasts changed state before any order, so that a successor knows what was ordered and counted."""
-        assert self._state is not None  # only a controller that has taken over sends orders
+        """Broadcasts changed state before any order, so that a successor knows all orders and counts."""
+        assert self._state is not None  # set by the takeover, before any order
         if self._state.changes(self._membership.state_dict()):
             self._tell_all("state", **vars(self._state))
 
@@ -415,7 +415,7 @@ class Controller:
 
     @staticmethod
     def _post(peer: Peer, kind: str, **what) -> None:
-        with contextlib.suppress(WireError):  # disconnected: its handler notices
+        with contextlib.suppress(WireError):  # the handler of the connection detects a disconnect
             peer.connection.post(Message({"kind": kind} | what))
 
 
@@ -425,20 +425,20 @@ def _told(end: End) -> dict:
 
 @dataclass(eq=False)
 class Gone:
-    """A disconnected node."""
+    """Disconnected node."""
 
-    lost_at: float  # by then its workers have certainly ended
-    instance: str = ""  # of its agent; empty if unknown
+    lost_at: float  # its workers have certainly ended by this time
+    instance: str = ""  # ID of its agent's process; empty if unknown
 
 
 def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
-    """The message that names the missing nodes and the remedy."""
+    """Returns the message that names the missing nodes and the remedy."""
     commands = ", ".join(f"`mocrun ... --node-rank {node}`" for node in missing)
     return f"{nodes(missing)} missing: waiting for a spare, or for {commands}; giving up in {left_s:.0f} s ({limit})"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command line of a standalone controller; most flags repeat the launchers'."""
+    """Returns the command-line parser of a standalone controller; most flags repeat the launchers'."""
     flags = Parser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
@@ -470,7 +470,7 @@ def _candidate(text: str) -> tuple[int, int]:
 
 @escapes_output
 def main() -> int:
-    """Runs the controller as a process of its own; returns the exit code."""
+    """Runs the controller as a separate process; returns the exit code."""
     own = parser().parse_args()
     if own.listen_fd is not None:  # started by a launcher, not standalone
         belong()

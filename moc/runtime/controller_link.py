@@ -1,4 +1,4 @@
-"""An agent's link to the controller: finds the leader, follows one candidate at a time, and renews the lease."""
+"""Connects an agent to the controller: finds the leader, follows one candidate at a time, and renews the lease."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ _LOOK_S = 2.0
 
 
 class LostError(UserError, RuntimeError):
-    """The node has lost something that it depends on."""
+    """Loss of a process or service that the node depends on."""
 
 
 class NoControllerError(LostError):
-    """No controller has led for longer than the patience allows."""
+    """Absence of a leading controller for longer than the patience."""
 
     code = "controller-missing"
 
 
 class RefusedError(LostError):
-    """The controller refuses this agent; its sentence has a code."""
+    """Refusal of this agent by the controller, whose sentence includes a code."""
 
 
 class GaveUpError(LostError):
-    """The node has left the job, since one of its devices does not work; the controller's sentence has a code."""
+    """Removal of the node from the job for a broken device; the controller's sentence includes a code."""
 
 
 class ControllerLink:
-    """An agent's connection to the leading controller, in an event loop.
+    """Connection of an agent to the leading controller, in an event loop.
 
     Args:
-        candidates: addresses.
+        candidates: addresses of the controller candidates.
         token: the job's secret.
         times: silence limits.
-        patience_s: seconds that a controller may be gone.
-        begin_s: seconds within which a majority of the nodes must first be present.
-        lease: of this node's workers, to be renewed; None if there is no other node, so that it never ends.
+        patience_s: seconds that a controller may be missing.
+        begin_s: seconds within which a majority of the nodes must first join.
+        lease: lease of this node's workers, to be renewed; None if there is no other node, so that it never ends.
         hello: returns the agent's hello and the messages to send after it, for each connection.
         obey: called with every order.
 
     Attributes:
-        joined: a controller has admitted this node.
-        over: the job is over, and no controller is sought any more.
-        follows: number of the candidate that leads, or led last.
-        door: a port that is open while this process lives; None until it is opened.
-        asked: signal by which the node was asked to stop, or None.
+        joined: whether a controller has admitted this node.
+        over: whether the job is over, so that no controller is sought any more.
+        follows: number of the current or last leading candidate.
+        door: address of a port that is open while this process lives; None until it is opened.
+        asked: stop signal that the node received, or None.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ControllerLink:
         self._instance, self._called = secrets.token_hex(8), f"process {os.getpid()} of {socket.gethostname()}"
         self._turn = 0
         self._promised_here = self._is_led = False
-        self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # when it was led last
+        self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # time of the last contact with a leader
         self.joined, self.over, self.follows, self.door = False, False, 0, None
         self.asked: int | None = None
 
@@ -97,7 +97,7 @@ class ControllerLink:
             NoControllerError: no candidate was reachable, or had a majority of the nodes, within the patience.
             RefusedError: the controller refused this node.
             StoppedError: the node was asked to stop before it had joined a controller.
-            WireError: the peer is not of this job.
+            WireError: the peer does not belong to this job.
         """
         async with await self._open_door():
             while not self.over and (found := await self._find()):
@@ -110,13 +110,13 @@ class ControllerLink:
                 self._connection.post(Message({"kind": kind} | what))
 
     def close(self) -> None:
-        """Closes the connection once all messages are sent, and looks for no other."""
+        """Closes the connection once all messages are sent, and opens no other."""
         self.over = True
         if self._connection is not None:
             self._connection.close()
 
     async def _open_door(self) -> asyncio.Server | contextlib.AsyncExitStack:
-        """Opens a port by which a disconnected controller can tell whether this process lives."""
+        """Opens a port (*door*) that a disconnected controller probes to check whether this process lives."""
         while True:
             try:
                 host = (await asyncio.to_thread(interface_towards, self._candidates[self._turn])).strip("[]")
@@ -161,11 +161,11 @@ class ControllerLink:
 
     @property
     def _gone_since(self) -> float:
-        """Start of the patience: a leader's silence is tolerated for ``promise_s`` first."""
+        """Start time of the patience, which begins after ``promise_s`` of silence."""
         return self._led + self._times.promise_s
 
     def _patience(self, found: bool = False) -> tuple[float, str]:
-        """Seconds for which this node may be without a leader, and the flag that sets them.
+        """Returns the seconds that this node may be without a leader, and the flag that sets them.
 
         A candidate that is ``found`` but lacks a majority may have to wait for other nodes to join.
         """
@@ -181,7 +181,7 @@ class ControllerLink:
         return wire.HANDSHAKE_SECONDS if len(self._candidates) == 1 else min(2.0, self._times.promise_s / 2)
 
     async def _follow(self, index: int, connection: wire.AsyncConnection) -> None:
-        """Follows a candidate until it disconnects or falls silent, or another one leads."""
+        """Follows a candidate until it disconnects or becomes silent, or another one leads."""
         begun, came, self._echo = time.monotonic(), self._clock.now, None
         self._promised_here = self._is_led = False
         hello, following = self._hello()
@@ -203,9 +203,9 @@ class ControllerLink:
                 self._hear(index, said)
                 self._see_whether_led(came)
         except PeerGoneError:
-            pass  # it may be restarted, or another may lead; training continues
+            pass  # training continues: the candidate may be restarted, or another may lead
         except TimeoutError:
-            self._turn = (index + 1) % len(self._candidates)  # it may only be paused: try it last
+            self._turn = (index + 1) % len(self._candidates)  # tried last, since it may only be paused
         finally:
             self._connection = None
             for task in beside:
@@ -213,10 +213,10 @@ class ControllerLink:
             connection.abort()
 
     def _see_whether_led(self, came: float) -> None:
-        """Raises NoControllerError, or StoppedError if asked to stop, if no candidate has led within the patience.
+        """Raises NoControllerError if no candidate has led within the patience; StoppedError if asked to stop.
 
         Args:
-            came: when the connection to this candidate was opened.
+            came: opening time of the connection to this candidate.
         """
         if self._is_led:
             self._led = self._clock.now
@@ -250,7 +250,7 @@ class ControllerLink:
             raise RefusedError(said["why"])
         elif kind == "state":
             self._state = {name: value for name, value in said.items() if name != "kind"}
-            if not self.joined:  # patience counts from the first admission
+            if not self.joined:  # the patience starts with the first admission
                 self._led = self._clock.now
             self._promised_here = self.joined = True
         else:
@@ -268,7 +268,7 @@ class ControllerLink:
             await asyncio.sleep(self._times.says_s)
 
     async def _look_around(self, index: int, connection: wire.AsyncConnection) -> None:
-        """Looks for a leader among the other candidates; without one, prefers the lowest reachable index."""
+        """Searches the other candidates for a leader; without one, prefers the lowest reachable index."""
         came, stays = time.monotonic(), self._times.lease_s * (1 + random.random())
         while True:
             await asyncio.sleep(min(_LOOK_S, self._times.promise_s / 4))
@@ -278,7 +278,7 @@ class ControllerLink:
             others = {other: await self._leads(other) for other in range(len(self._candidates)) if other != index}
             better = [other for other, leads in others.items() if leads]
             better += [other for other, leads in others.items() if leads is not None and other < index]
-            if not better and time.monotonic() - came > stays:  # other nodes may reach other candidates
+            if not better and time.monotonic() - came > stays:  # other nodes may reach different candidates
                 better = [(index + 1) % len(self._candidates)]
             if better:
                 self._turn = better[0]
@@ -286,7 +286,7 @@ class ControllerLink:
                 return
 
     async def _leads(self, index: int) -> bool | None:
-        """Whether a candidate leads; None if unreachable."""
+        """Returns whether a candidate leads; None if unreachable."""
         try:
             return bool((await wire.ask(self._candidates[index], self._token, self._most_s))["leads"])
         except (WireError, TimeoutError) as error:

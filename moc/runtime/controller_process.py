@@ -1,4 +1,4 @@
-"""The controller as a child process of a launcher, restarted when it dies or hangs."""
+"""Runs the controller as a child process of a launcher, and restarts it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _log = logging.getLogger("moc")
 
 
 class ControllerProcess:
-    """An asynchronous context manager that runs this node's controller candidate, and kills it on exit.
+    """Asynchronous context manager that runs this node's controller candidate, and kills it on exit.
 
     Attributes:
-        endpoints: of all candidates; this one's has its actual port.
+        endpoints: addresses of all candidates; this candidate's address has its actual port.
     """
 
     def __init__(self, flags: Flags, token: bytes):
@@ -58,7 +58,7 @@ class ControllerProcess:
         """
         host = self._address.rpartition(":")[0]
         beyond = host not in ("127.0.0.1", "localhost", "[::1]")
-        if self._listener is None:  # kept open here, to reserve the port across restarts
+        if self._listener is None:  # stays open in this process to reserve the port across restarts
             self._listener = await asyncio.to_thread(listening_socket, self._address, beyond)
             port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
             self.endpoints[self._flags.node_rank] = f"{host}:{port}"
@@ -81,7 +81,7 @@ class ControllerProcess:
             )
 
     async def keep(self) -> None:
-        """Restarts the controller when it dies or hangs, until the job is over; agents restore its state."""
+        """Restarts the controller when it dies or hangs, until the job is over.  Agents restore its state."""
         pause = 0.0
         while True:
             begun = time.monotonic()
@@ -90,7 +90,7 @@ class ControllerProcess:
                 return
             if why:
                 _log.warning("the controller %s: started again", why)
-            # back off if it keeps dying
+            # back off if it dies repeatedly
             pause = 0.0 if time.monotonic() - begun > _LIVES_S else min(_MOST_S, 2 * pause + 0.1)
             await asyncio.sleep(pause if pause > 0.1 else 0)
             try:
@@ -99,7 +99,7 @@ class ControllerProcess:
                 _log.error("%s", with_code(error))
 
     async def _end(self) -> str | None:
-        """Waits until the process is over; returns why, empty if it stepped down, and None if the job is over."""
+        """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
         hangs_s = Times(self._flags.silence_s).hangs_s
         why = await children.until_over(self._process, self._address, self._token, hangs_s / 2, hangs_s)

@@ -1,4 +1,4 @@
-"""The live workers of a job, by the names of their processes."""
+"""Tracks the live workers of a job by process name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moc.runtime.orders import Worker
 
 @dataclass
 class Crew:
-    """Who trains, and who builds for nodes that are about to be taken in.
+    """Training workers, and joining workers of new nodes.
 
     Attributes:
-        workers: that have a rank among the members, by name.
-        guests: that build beside them, by name.
-        started: number of all that were ever started.
+        workers: workers with a rank among the members, by name.
+        guests: joining workers, which initialize in the background, by name.
+        started: number of workers ever started.
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -22,13 +22,13 @@ class Crew:
     started: int = 0
 
     def new_name(self, generation: int) -> str:
-        """The name of a worker that is about to be started; no other worker of the job has it."""
+        """Returns a name, unique in the job, for a worker to be started."""
         self.started += 1
         return f"{generation}.{self.started}"
 
     @property
     def stays(self) -> bool:
-        """Whether the program goes on in the same processes when the members change."""
+        """Whether the program continues in the same processes when the members change."""
         return any(worker.stays for worker in self.workers.values())
 
     def forget(self, node: int) -> None:

@@ -1,7 +1,7 @@
-"""Whether this worker's compute device still works.
+"""Checks whether this worker's compute device still works.
 
-A CUDA context that has failed once, by a device-side assert, an uncorrectable error of its memory, or a peer's memory
-that is gone, fails in every later call.  Only another process gets another context.
+A CUDA context fails in every call after its first failure: a device-side assert, an uncorrectable memory error, or the
+loss of a peer's memory.  Only another process gets a new context.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 import torch
 
 PATIENCE_S = 60.0
-"""Seconds to wait for what is enqueued; kernels of aborted groups end at once."""
+"""Seconds to wait for enqueued work; kernels of aborted groups end immediately."""
 
 
 class BrokenDeviceError(RuntimeError):
-    """The device does not work any more in this process; the message continues a sentence about the worker."""
+    """Failure of the device in this process; the message continues a sentence about the worker."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -25,13 +25,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def query(device: torch.device) -> None:
-    """Raises RuntimeError if the device is known to have failed; waits for nothing."""
+    """Raises RuntimeError if the device is known to have failed; does not wait."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
 
 def check(device: torch.device) -> None:
-    """Raises BrokenDeviceError if the device is known to have failed; waits for nothing."""
+    """Raises BrokenDeviceError if the device is known to have failed; does not wait."""
     try:
         query(device)
     except RuntimeError as error:
@@ -39,7 +39,7 @@ def check(device: torch.device) -> None:
 
 
 def check_patiently(device: torch.device, patience_s: float = PATIENCE_S) -> None:
-    """Waits for all that is enqueued.
+    """Waits for all enqueued work, with a timeout.
 
     Raises:
         BrokenDeviceError: the device has failed, or does not answer within ``patience_s``.
@@ -63,7 +63,7 @@ def check_patiently(device: torch.device, patience_s: float = PATIENCE_S) -> Non
 
 
 def denies(error: Exception) -> bool:
-    """Whether an error says that the device cannot be used, such as of one that has left its bus."""
+    """Returns whether an error reports an unusable device, such as one that is no longer on the bus."""
     kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     return kind is not None and isinstance(error, kind)
 

@@ -1,19 +1,19 @@
-"""Leader election among controller candidates: the one that a majority of the nodes has promised to follow leads.
+"""Elects a leader among controller candidates: the candidate that a majority of the nodes has promised to follow.
 
-Two state machines without sockets, clocks or processes: :class:`Allegiance` is an agent's, :class:`Election` a
-candidate's.  They implement leader leases over numbered epochs, as in Raft but without a log: agents restore the state
-of a leader.
+Two state machines without sockets, clocks or processes: :class:`Allegiance` for an agent, :class:`Election` for a
+candidate.  They implement leader leases over numbered epochs, as in Raft but without a log, because agents restore the
+state of a leader.
 
-* An epoch belongs to one candidate: epoch ``e`` of ``c`` candidates to number ``e % c``.
-* An agent follows one candidate at a time.  Before another one may count on it, it has heard nothing from its own for
-  ``promise_s``, or knows that process to be dead.
-* A candidate leads while a majority echoes its *beats*.  An echo counts from the time at which its beat was sent, so
-  delays and pauses only shorten leadership.
-* Workers may run until their *lease* ends, ``runs_s`` after a majority was last heard.  A beat renews the lease,
-  counted from the time at which the agent sent the message that the beat answers.
+* An epoch belongs to one candidate: with ``c`` candidates, epoch ``e`` belongs to number ``e % c``.
+* An agent follows one candidate at a time.  Another candidate may rely on it only after the agent has received
+  nothing from its own candidate for ``promise_s``, or has detected its death.
+* A candidate leads while a majority echoes its heartbeat replies (*beats*).  An echo counts from the send time of the
+  beat, so delays and pauses only shorten leadership.
+* Workers may run until their *lease* ends, ``runs_s`` after the last contact with a majority.  A beat renews the lease,
+  counted from the send time of the agent's message that the beat answers.
 * A leader declares an absent node lost only after all leases that its predecessor may have granted have expired.
 
-So no two leaders ever order the same node at the same time, and no place ever has two sets of workers.
+So two leaders never order a node at the same time, and a rank block never has two sets of workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass, field
 
 BEGIN_S = 600.0
-"""Seconds that nodes have to join at the start of the job, if ``--max-wait`` is less."""
+"""Seconds for nodes to join at the start of the job, if ``--max-wait`` is less."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Times:
 
     @property
     def runs_s(self) -> float:
-        """Seconds without a controller after which workers end; below ``lease_s``, since ending takes time."""
+        """Seconds without a controller after which workers end; below ``lease_s`` because termination takes time."""
         return 0.9 * self.lease_s
 
     @property
@@ -54,31 +54,31 @@ class Times:
 
 @dataclass
 class Allegiance:
-    """The candidate that an agent follows.
+    """Agent's side of the election: the candidate that it follows.
 
     Attributes:
         candidates: number of candidates.
         promise_s: see :class:`Times`.
-        born: start of this process; an earlier one may have promised something.
-        epoch: the newest promised; -1 if none.
+        born: start time of this process; an earlier process may have made a promise.
+        epoch: newest promised epoch; -1 if none.
     """
 
     candidates: int
     promise_s: float
     born: float
     epoch: int = -1
-    _heard: dict[int, float] = field(default_factory=dict)  # by candidate, when it was last promised or heard
-    _last: float = -math.inf  # the same of any candidate, dead ones included: what they have granted may outlive them
+    _heard: dict[int, float] = field(default_factory=dict)  # by candidate, time of its last promise or beat
+    _last: float = -math.inf  # maximum over all candidates, including dead ones, whose leases may still run
 
     @property
     def heard(self) -> float:
-        """When a leading candidate was last heard; if none was, the start of this process."""
+        """Time of the last promise or beat of any candidate; without one, the start of this process."""
         return max(self.born, self._last)
 
     def free_in(self, index: int, now: float) -> float:
-        """Seconds until candidate ``index`` may count on this agent, because no other one may any more.
+        """Returns the seconds until candidate ``index`` may rely on this agent, because no other candidate may.
 
-        ``now`` is of a monotonic clock.  Only one process listens at a candidate's address.
+        ``now`` is a time of a monotonic clock.  Only one process listens at a candidate's address.
         """
         if self.candidates == 1:
             return 0.0
@@ -86,12 +86,12 @@ class Allegiance:
         return max(0.0, max([self.born, *others]) + self.promise_s - now)
 
     def asked(self, epoch: int, sure: bool, now: float) -> float | None:
-        """Handles the request of a candidate that stands for election or leads in an epoch.
+        """Handles the request for a promise by a candidate that stands for election or leads in an epoch.
 
-        ``sure`` says that it leads already, or will lead only if all nodes of the job promise.
+        ``sure`` is true if the candidate leads already, or will lead only if all nodes of the job promise.
 
         Returns:
-            Seconds until it may count on this agent, which from now on obeys no older epoch; None if the agent refuses.
+            Seconds until the candidate may rely on this agent, which then obeys no older epoch; None for a refusal.
         """
         index = epoch % self.candidates
         wait = self.free_in(index, now)
@@ -102,37 +102,37 @@ class Allegiance:
         return wait
 
     def beat(self, now: float) -> None:
-        """Records a beat of the leading candidate that this agent follows."""
+        """Records a beat of the leading candidate, which this agent follows."""
         self._heard[self.epoch % self.candidates] = self._last = now
 
     def died(self, index: int) -> None:
-        """Records that no process listens at a candidate's address any more."""
+        """Records that no process listens at a candidate's address."""
         self._heard.pop(index, None)
 
 
 @dataclass
 class _Voter:
-    """A connected agent."""
+    """Agent known to this candidate."""
 
-    free_at: float  # from then on, this candidate may count on it
-    silent_since: float  # it last heard a beat of any candidate
-    promised: bool = False  # the current epoch
+    free_at: float  # time when this candidate may start to rely on the agent
+    silent_since: float  # time of the last beat that it received from any candidate
+    promised: bool = False  # it has promised the current epoch
     echoed: float = -math.inf  # send time of the newest beat that it has echoed
     there: bool = True  # it is still connected
 
 
 @dataclass
 class Election:
-    """A candidate's side of the election.
+    """Candidate's side of the election.
 
     Attributes:
-        index: of this candidate.
+        index: number of this candidate.
         candidates: number of candidates.
-        voters: nodes of the job, including spares.
+        voters: number of nodes of the job, including spares.
         times: silence limits.
-        epoch: in which it stands or leads; None if neither.
-        leads: a majority has promised.
-        needs_all: it leads only if all nodes promise, since other candidates may still count on some.
+        epoch: epoch of its candidacy or leadership; None if neither.
+        leads: whether enough nodes have promised, and it is the leader.
+        needs_all: whether all nodes must promise, because other candidates may still rely on some.
     """
 
     index: int
@@ -149,30 +149,30 @@ class Election:
 
     @property
     def needed(self) -> int:
-        """Votes to win; a sole candidate has no rival and needs one."""
+        """Promises needed to lead: a majority, or one for the only candidate."""
         return 1 if self.candidates == 1 else self.voters // 2 + 1
 
     def comes(self, node: int, epoch: int, free_in: float, silent: float, now: float) -> None:
         """Registers a connected agent.
 
         Args:
-            node: its number.
-            epoch: the newest that it has promised.
-            free_in: seconds until it may promise this candidate something.
-            silent: seconds since it last heard a beat.
-            now: of a monotonic clock that includes pauses of this process, as for all methods.
+            node: number of the agent's node.
+            epoch: newest epoch that it has promised.
+            free_in: seconds until this candidate may rely on its promise.
+            silent: seconds since it last received a beat.
+            now: time of a monotonic clock that includes pauses of this process, as for all methods.
         """
         self._known = max(self._known, epoch)
         before = self._there.get(node)
         voter = self._there[node] = _Voter(now + free_in, now - silent)
         if self.leads and before is not None:
-            # What it has echoed keeps counting, as while it is away: a new process of it promises no other one so soon.
+            # Its last echo stays valid, as during a disconnect: a new process cannot promise another candidate so soon.
             voter.echoed = before.echoed
             if epoch == self.epoch and before.promised:  # a reconnect
                 voter.promised, voter.free_at = True, before.free_at
 
     def goes(self, node: int) -> None:
-        """Unregisters a disconnected agent; under a leader its last echo keeps counting."""
+        """Unregisters a disconnected agent; if this candidate leads, the agent's last echo stays valid."""
         voter = self._there.get(node)
         if voter is not None and not self.leads:
             del self._there[node]
@@ -180,8 +180,8 @@ class Election:
             voter.there = False
 
     def stands(self, now: float) -> int | None:
-        """Starts a candidacy if enough agents are free; returns its epoch, in which to ask all agents, or None."""
-        waits = now - self._stood_at < self.times.promise_s / 4  # for the last candidacy's answers
+        """Starts a candidacy if enough agents are free; returns the epoch to request from all agents, or None."""
+        waits = now - self._stood_at < self.times.promise_s / 4  # answers to the last candidacy may still arrive
         if self.leads or waits or len(self._there) < self.needed:
             return None
         free = sum(voter.free_at <= now for voter in self._there.values())
@@ -208,7 +208,7 @@ class Election:
     def promised(self, node: int, epoch: int, free_in: float, now: float) -> bool:
         """Handles an agent's answer; returns whether it makes this candidate the leader.
 
-        ``epoch`` is the one that it has promised, another than the requested one if it refuses.
+        ``epoch`` is the epoch that the agent has promised; it differs from the requested epoch after a refusal.
         """
         self._known = max(self._known, epoch)
         voter = self._there.get(node)
@@ -222,7 +222,7 @@ class Election:
             return False
         self.leads = True
         self._lost_at = max(v.silent_since for v in promised) + self.times.lease_s
-        if self.needs_all:  # no other candidate can count on any node
+        if self.needs_all:  # no other candidate can rely on any node
             for each in promised:
                 each.free_at, each.echoed = now, self._stood_at
         return True
@@ -235,33 +235,33 @@ class Election:
 
     @property
     def absent_are_lost_at(self) -> float:
-        """When the leases expire that an earlier leader may have granted to absent nodes."""
+        """Time when all leases of an earlier leader to absent nodes have expired."""
         return self._lost_at
 
     def heard(self, now: float) -> float:
-        """Latest time at which a majority certainly followed; ``now`` for a sole candidate."""
+        """Returns the latest time when a majority certainly followed; ``now`` for the only candidate."""
         if self.candidates == 1:
             return now
         times = sorted((v.echoed for v in self._there.values()), reverse=True)
         return times[self.needed - 1] if len(times) >= self.needed else -math.inf
 
     def may_order(self, now: float) -> bool:
-        """Whether it leads, and no other candidate can lead yet."""
+        """Returns whether this candidate leads and no other candidate can lead yet."""
         return self.leads and now - self.heard(now) < self.times.promise_s
 
     def is_over(self, now: float) -> bool:
-        """Whether it has lost its majority for good, or an agent has promised a later epoch."""
+        """Returns whether it has lost its majority permanently, or an agent has promised a later epoch."""
         if not self.leads or self.epoch is None:
             return False
         return now - self.heard(now) >= self.times.lease_s or self._known > self.epoch
 
 
 def lease_end(asked: float, age: float, runs_s: float) -> float:
-    """Time until which workers may run.
+    """Returns the time until which workers may run.
 
     Args:
-        asked: when the agent sent the message that the beat answers, by its own clock.
-        age: seconds between the last contact with a majority and the sending of the beat.
+        asked: send time, by the agent's clock, of the message that the beat answers.
+        age: seconds from the last contact with a majority to the sending of the beat.
         runs_s: see :class:`Times`.
     """
     return asked - age + runs_s

@@ -1,4 +1,4 @@
-"""Environment variables by which a job's processes find each other, in addition to torchrun's."""
+"""Defines the environment variables of a job's processes, in addition to torchrun's variables."""
 
 import os
 
@@ -6,28 +6,28 @@ AGENT = "MOC_AGENT"
 """Address of this node's agent, for its workers."""
 
 WORKER = "MOC_WORKER"
-"""Unique name of a worker process; its replacement has another."""
+"""Unique name of a worker process; a replacement has a different name."""
 
 GENERATION = "MOC_GENERATION"
 """Number of the generation that a worker was started for."""
 
 TOGETHER = "MOC_TOGETHER"
-"""1 if all workers start together; 0 for a replacement, which builds alone."""
+"""1 if all workers start together; 0 for a replacement, which initializes independently."""
 
 NODE = "MOC_NODE"
-"""Number of the worker's node; several nodes may share a machine, and ranks do not follow from it."""
+"""Number of the worker's node; several nodes may share a machine, and the number does not determine ranks."""
 
 PLACES = "MOC_PLACES"
-"""Number of places of the job: the nodes that train, if all are there."""
+"""Number of rank blocks of the job, which is the number of training nodes if none is missing."""
 
 LEAST_PLACES = "MOC_LEAST_PLACES"
-"""With so many nodes the job continues, if it has lost the others."""
+"""Fewest nodes that the job continues on after it has lost the others."""
 
 SIZE = "MOC_SIZE"
-"""Number of workers of the job with all nodes, for the process that workers are forked from."""
+"""Number of workers of the job with all nodes, for the forkserver."""
 
 HELPERS = "MOC_HELPERS"
-"""Of the last nodes in the order of ranks, which help: the part of the model that each has, separated by commas."""
+"""Comma-separated model parts of the partial-model nodes, which are the last nodes in the order of ranks."""
 
 REPLICA_SERVER = "MOC_REPLICA_SERVER"
 """Address of this node's replica server, for its workers."""
@@ -36,33 +36,33 @@ LEASE = "MOC_LEASE"
 """Descriptor of the shared memory with the lease of this node's workers."""
 
 SILENCE = "MOC_SILENCE_TIMEOUT"
-"""Seconds after which a worker or a node that sends nothing is lost (``--silence-timeout``)."""
+"""Seconds of silence after which a worker or a node is lost (``--silence-timeout``)."""
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Names of the network interfaces that torch and NCCL listen on."""
+"""Variables with the network interfaces of gloo and NCCL."""
 
 UNLESS_SET = {
     # Each generation has its own threads. With one glibc heap arena per thread, long-lived allocations pin otherwise
-    # free pages: the memory in use stays constant, but 20 MB more are resident after 50 generations.
+    # free pages: memory in use stays constant, but resident memory grows by 20 MB in 50 generations.
     "MALLOC_ARENA_MAX": "1",
-    # The store dies with its controller, which is harmless; torch would print a stack trace for it.
+    # torch would print a stack trace when the store dies with its controller, which is harmless.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Environment of workers, unless the launcher's sets these variables."""
+"""Environment of workers, unless the launcher's environment sets these variables."""
 
 SET = {
-    # the NVML-based check does not initialize CUDA, so forked workers can use it
+    # the NVML-based check does not initialize CUDA, so forked workers can use CUDA
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Environment of workers in any case."""
+"""Environment of workers, regardless of the launcher's environment."""
 
 
 def numbers_of_nodes() -> tuple[int, int]:
-    """MIN and MAX of the job's nodes, for its workers; equal if their number does not vary."""
+    """Returns MIN and MAX of the job's nodes, for its workers; equal if the number of nodes is fixed."""
     return int(os.environ.get(LEAST_PLACES, "1")), int(os.environ.get(PLACES, "1"))
 
 
 def fewest_nodes() -> int | None:
-    """MIN, if a job of MIN to MAX nodes continues after it has lost nodes; None if their number does not vary."""
+    """Returns MIN of a job with MIN to MAX nodes, which continues after lost nodes; None if the number is fixed."""
     least, most = numbers_of_nodes()
     return least if least < most else None

@@ -1,6 +1,6 @@
-"""Values of all workers, or of one, told to all as plain values: see :mod:`moc.runtime.plain`.
+"""Exchanges plain values between workers (:mod:`moc.runtime.plain`).
 
-They travel in host memory (:mod:`moc.runtime.host_group`), so they say nothing about what is enqueued on a device.
+The exchange uses host memory (:mod:`moc.runtime.host_group`), so it proves nothing about work enqueued on a device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moc.runtime.host_group import host_group
 from moc.runtime.plain import PlainError, decode, encode
 
 MOST_BYTES = 1 << 30
-"""Most bytes that a worker tells the others at once."""
+"""Most bytes that a worker sends in one exchange."""
 
 
 def gather(value, group=None) -> list:
-    """The values of all ranks of a group (default: all), by group rank.  Collective over the group.
+    """Returns the values of all ranks of a group (default: all), by group rank.  Collective over the group.
 
-    The values are such as :func:`moc.runtime.plain.encode` takes.
+    Each value must be accepted by :func:`moc.runtime.plain.encode`.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
@@ -38,7 +38,7 @@ def gather(value, group=None) -> list:
 
 
 def _gather_among(ranks: Sequence[int], value) -> list:
-    """Gathers from some of the workers, by way of the first of them; the others need not call it."""
+    """Gathers values of some workers through the first of them; other workers need not call it."""
     first, *others = ranks
     if dist.get_rank() != first:
         _send(value, first)
@@ -64,7 +64,7 @@ def _receive(rank: int) -> Any:
 
 
 def from_rank0(value) -> Any:
-    """Rank 0's value, on all ranks.  Collective."""
+    """Returns rank 0's value on all ranks.  Collective."""
     mine = _tensor(encode(value))
     length = mine.new_tensor([len(mine)], dtype=torch.int64)
     dist.broadcast(length, src=0, group=host_group())

@@ -1,11 +1,11 @@
-"""The connections of a process's groups in one generation: made, cut and dropped together.
+"""Opens, shuts down and frees the connections of a process's groups together, in one generation.
 
-gloo cannot always be interrupted.  While connecting, it waits for a dead peer; and a transfer cut in the middle of a
-message waits for its timeout.  Such calls run in a deputy thread that can be abandoned; an abandoned thread ends by
+gloo cannot always be interrupted.  While connecting, it waits for a dead peer.  A transfer interrupted in the middle of
+a message waits for its timeout.  Such calls run in a deputy thread that can be abandoned.  An abandoned thread ends at
 that timeout.
 
-Backends are built directly, not by ``init_process_group``, so that an aborted set-up leaves no half-filled entries in
-torch's tables, whose counters would differ from those of a fresh process.
+Backends are built directly, not by ``init_process_group``.  So an aborted setup leaves no partial entries in torch's
+tables, whose counters would differ from the counters of a new process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """Timeout for connecting one group once all of its ranks have arrived; until then the group's own timeout applies."""
 DROP_PATIENCE = 0.05  # seconds for freeing connections that are not stuck
-ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one if CUDA still works
+ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes much less than 1 s if CUDA still works
 
 
 class _Group(Protocol):
-    """A group that a generation connects: :class:`moc.runtime.group.Group`."""
+    """Group that a generation connects: :class:`moc.runtime.group.Group`."""
 
     ranks: list[int]
     backend: str
@@ -56,7 +56,7 @@ class _Group(Protocol):
 
 
 class _Pair:
-    """Two neighbours of a group, with a communicator of their own."""
+    """Two neighbours of a group with a separate communicator."""
 
     collectives_only = unbatched = False
 
@@ -74,26 +74,26 @@ class _Pair:
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank in a ring of three ranks or more, in the order of connecting.
+    """Returns the neighbours of a rank in a ring of three ranks or more, in the order of connecting.
 
-    Pairs that begin at even ranks connect first: the order is the same on all ranks, so no circle of ranks waits for
-    each other, and a rank waits for two pairs at most.
+    Pairs that begin at even ranks connect first.  The order is the same on all ranks, so there is no circular wait, and
+    a rank waits for two pairs at most.
     """
     before, after = (rank - 1) % size, (rank + 1) % size
     return [peer for _, _, peer in sorted([(before % 2, before, before), (rank % 2, rank, after)])]
 
 
 class GenerationGroup:
-    """A group's connection in one generation, to which the group forwards.
+    """Connection of a group in one generation; executes the group's operations.
 
     Attributes:
-        store: for the rendezvous of its ranks, with the group's prefix.
+        store: rendezvous store of its ranks, with the group's prefix.
         backend: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
         inner: a plain ``ProcessGroup`` around the backend, so that operations take their usual path through torch's
             dispatcher; None once dropped.
-        later: connects the backend, when it is used first; None if it is connected.
-        batch: device of a batch of operations that was begun and not ended, by this thread; None without one.
-        pairs: by rank of a neighbour, the connection for transfers with it outside of batches, if it has its own.
+        later: connects the backend at its first use; None if it is connected.
+        batch: device of an open batch of operations of this thread; None without one.
+        pairs: by rank of a neighbour, the separate connection, if any, for transfers with it outside of batches.
     """
 
     def __init__(self, generation: Generation, group: _Group, store: Store, backend: Backend):
@@ -111,17 +111,17 @@ class GenerationGroup:
         self.inner._set_group_name(group.group_name)
 
     def end_batch(self) -> None:
-        """Ends a batch that an exception has cut off; the thread that began it calls this.
+        """Ends a batch that an exception has interrupted; called by the thread that began it.
 
-        NCCL counts open batches by thread, and while there is one it launches nothing that this thread enqueues.
+        NCCL counts open batches by thread.  While a batch is open, NCCL launches no operations of its thread.
         """
         if self.batch is not None and self.inner is not None:
-            with contextlib.suppress(RuntimeError):  # of its operations, whose results nobody waits for
+            with contextlib.suppress(RuntimeError):  # errors of its operations, whose results are unused
                 self.inner._end_coalescing(self.batch)
         self.batch = None
 
     def drop(self) -> None:
-        """Frees threads and sockets.  The backend goes last: it joins its threads, without the GIL."""
+        """Frees threads and sockets.  The backend is freed last, because it joins its threads without the GIL."""
         for pair in self.pairs.values():
             pair.drop()
         self.inner = None
@@ -133,9 +133,9 @@ class Generation:
     """One generation of this process.
 
     Attributes:
-        number: of the generation.
+        number: number of the generation.
         over: whether it was aborted; never reset.
-        deputy: thread for calls in which gloo cannot be interrupted.
+        deputy: thread for uninterruptible calls of gloo.
     """
 
     def __init__(self, number: int, store: Store | Callable[[], Store], rank: int, device: torch.device):
@@ -145,8 +145,8 @@ class Generation:
         self._rank, self._device = rank, device
         self._given_store: Store | Callable[[], Store] | None = store
         self._store: PrefixStore | None = None
-        self._opened: Any = None  # torch keeps only the C++ half of a store that is written in Python
-        self._sockets: set[int] = set()  # gloo's
+        self._opened: Any = None  # torch keeps only the C++ part of a store that is implemented in Python
+        self._sockets: set[int] = set()  # sockets of gloo
         self._nccl: list[Backend] = []
         self._connections: list[GenerationGroup] = []
         self._cutting, self._cut = threading.Lock(), False
@@ -156,13 +156,13 @@ class Generation:
     ) -> list[GenerationGroup]:
         """Waits until all ranks have arrived, then connects the groups one after the other.
 
-        Blocks in calls that exceptions cannot interrupt: run it in the deputy.
+        Must run in the deputy, because exceptions cannot interrupt its blocking calls.
 
         Args:
-            groups: of this rank, in order of creation.
-            key: of this set of groups, equal on all ranks and used once per generation.
-            ranks: that call this.
-            timeout: for their arrival.
+            groups: groups of this rank, in order of creation.
+            key: key of this set of groups, equal on all ranks and used once per generation.
+            ranks: ranks that call this method.
+            timeout: timeout for their arrival.
 
         Raises:
             RuntimeError: a peer or the store could not be reached, or this generation is over.
@@ -184,7 +184,7 @@ class Generation:
         return [made[group] for group in groups]
 
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
-        """Waits until all ranks have arrived, or this generation is over and the store is closed."""
+        """Waits until all ranks have arrived; raises RuntimeError if this generation is over."""
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
             self._opened = given() if callable(given) else given.clone()
@@ -195,8 +195,8 @@ class Generation:
         self._check()
 
     def _meet(self, key: str, ranks: list[int], timeout: timedelta, sockets: set[int], pairs: int) -> None:
-        """Cuts connections of strangers; raises RuntimeError if one of them had taken a worker's place."""
-        assert self._store is not None  # all have arrived
+        """Shuts down unauthenticated connections; raises RuntimeError if any was counted as a worker's connection."""
+        assert self._store is not None  # set by _arrive()
         known = meet(self._store, f"{key}/ends", sockets, lambda: self._arrive(f"{key}/connected", ranks, timeout))
         if known != pairs:
             raise RuntimeError(
@@ -211,15 +211,15 @@ class Generation:
     def _connected(self, group: _Group, build, *arguments) -> GenerationGroup:
         self._check()
         # a group of one rank needs no rendezvous
-        assert self._store is not None  # all have arrived
+        assert self._store is not None  # set by _arrive()
         store = PrefixStore(group.group_name, self._store) if group.size() > 1 else HashStore()
         return GenerationGroup(self, group, store, build(group, store, *arguments))
 
     def _connected_nccl(self, group: _Group) -> GenerationGroup:
         """Connects in the deputy, which can be abandoned, rather than in the compute thread's first operation.
 
-        Most groups of one rank, and many that are used for collectives only, are never used, and each costs memory and
-        a tenth of a second: those wait until they are.
+        Most groups of one rank, and many groups for collectives only, are never used.  Each costs memory and 0.1 s, so
+        they connect at their first use.
         """
         made = self._connected(group, _nccl, self._device, self._nccl)
         backend: Any = made.backend
@@ -234,27 +234,27 @@ class Generation:
         return made
 
     def keep(self, connections: list[GenerationGroup]) -> None:
-        """Takes ownership of connections, to be dropped with this generation."""
+        """Takes ownership of connections, which are dropped with this generation."""
         self._connections += connections
 
     def end(self) -> None:
-        """Marks the generation as over and wakes threads that wait for peers; thread-safe and idempotent."""
+        """Marks the generation as over and wakes all threads that wait for peers; thread-safe and idempotent."""
         self.over = True
         self.deputy.leave()
         if hasattr(self._opened, "close"):
-            self._opened.close()  # wakes the deputy, if it waits there
+            self._opened.close()  # wakes the deputy if it waits for the store
         with self._cutting:
             if self._cut:
                 return
             self._cut = True
-            # not sockets being connected: gloo closes those twice if they fail, and may hit a reused descriptor
+            # excludes connecting sockets: gloo closes them twice on failure and may close a reused descriptor
             shut_down(self._sockets)
             abort_nccl(self._nccl, ABORT_PATIENCE)
 
     def drop(self) -> None:
         """Ends the generation and frees its resources; no other thread may be using it.
 
-        A backend whose thread is stuck is left to a thread of its own, until its timeout frees both.
+        A backend whose thread is stuck is freed by a separate thread once its timeout has expired.
         """
         self.end()
         dropping: queue.SimpleQueue = queue.SimpleQueue()
@@ -276,22 +276,22 @@ def _drop_all(connections: queue.SimpleQueue) -> None:
 
 
 def device_types(backend: str) -> list[str]:
-    """Device types whose tensors a backend takes: ``cpu``, ``cuda``."""
+    """Returns the device types that a backend supports, such as ``cpu`` or ``cuda``."""
     return list(backend_config(backend).get_device_backend_map())
 
 
 def backend_config(backend: str) -> BackendConfig:
-    """Torch's mapping of device types to backends."""
-    return BackendConfig(dist.Backend(backend))  # pyright: ignore[reportArgumentType]  # torch says that it is a str
+    """Returns torch's mapping of device types to backends."""
+    return BackendConfig(dist.Backend(backend))  # pyright: ignore[reportArgumentType]  # torch declares a str
 
 
 def _gloo_devices() -> list:
-    """Devices of gloo, shared by all groups of a generation: each is a thread and a listening socket.
+    """Returns gloo's devices, shared by all groups of a generation: each has a thread and a listening socket.
 
-    Interfaces are chosen as torch chooses them.
+    The interfaces are chosen in the same way as in torch.
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    # eagerly: an abort must know all sockets, so they must exist before the first collective
+    # connects eagerly: an abort needs all sockets, so they must exist before the first collective
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
@@ -316,12 +316,12 @@ def _nccl(group: _Group, store: Store, device: torch.device, made: list) -> Back
     options._timeout = group.timeout
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
     backend = nccl(store, group.rank(), group.size(), options)
-    made.append(backend)  # from here on, it can be aborted
+    made.append(backend)  # end() can abort it from here on
     _start_numbering(backend)
     return backend
 
 
 def _start_numbering(backend: Backend) -> None:
-    """Start the sequence numbers of a group, which torch does itself from 2.15 on, where it warns of the call."""
+    """Starts the sequence numbers of a group; torch 2.15 and later does this itself and warns about the call."""
     if TorchVersion(torch.__version__) < "2.15":
         backend._set_sequence_number_for_group()

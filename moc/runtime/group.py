@@ -1,4 +1,4 @@
-"""A process group that outlives its connections: to torch.distributed an ordinary group, inside a forwarder."""
+"""Implements a process group that outlives its connections and is an ordinary group for torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 POLL = timedelta(milliseconds=50)
-"""Interval at which a wait for a gloo collective checks whether the generation is over, if gloo does not wake it."""
+"""Interval of generation checks during a wait for a gloo collective, unless gloo wakes it."""
 
 
 class Aborted(RuntimeError):
-    """The generation is over: unwind, report, and wait for the next one."""
+    """Error of an operation whose generation is over: unwind, report, and wait for the next generation."""
 
 
 class Suspicion(RuntimeError):
-    """A communication has failed in a generation that nobody has aborted: a peer may be gone."""
+    """Communication failure in a generation that was not aborted: a peer may be lost."""
 
 
 class Group(dist.ProcessGroup):
-    """A process group that is reconnected in each generation; made by :meth:`moc.runtime.groups.Groups.new_group`.
+    """Process group that is reconnected in each generation; created by :meth:`moc.runtime.groups.Groups.new_group`.
 
     Operations of ``dist.ProcessGroup`` are forwarded to the current connection.  They, and ``wait()`` of the handles
-    that they return, raise :class:`Aborted` if the generation is over, and :class:`Suspicion` if they fail otherwise.
+    that they return, raise :class:`Aborted` if the generation is over, and :class:`Suspicion` for other failures.
 
-    Its members may change between two generations (:meth:`moc.runtime.groups.Groups.move`): what keeps the group asks
-    for its rank and size anew.
+    Its members may change between two generations (:meth:`moc.runtime.groups.Groups.move`).  Code that keeps the group
+    must then read its rank and size again.
 
-    A negative number among the ranks is *nobody*: a place in the group that no process has.  Such a group gives its
-    rank and size, but connects no one.  Where all others are nobody, nothing changes in a sum over the group, nor in
-    what is broadcast in it.
+    A negative rank is a *vacant position* that no process has.  A group with one has a rank and size, but connects no
+    process.  If all other positions are vacant, a sum or broadcast over the group changes nothing.
 
     Attributes:
         ranks: global ranks of its members, by group rank.
         backend: ``gloo`` or ``nccl``.
-        timeout: of an operation, as the backend interprets it.
+        timeout: timeout of an operation, as interpreted by the backend.
         options: ``ProcessGroupNCCL.Options`` or None.
-        collectives_only: all members call its operations in the same order, so that the first one can connect it.
-        unbatched: members transfer to their neighbours outside of batches.  NCCL executes the transfers of one
-            communicator in the order of the calls.  So each two neighbours have one of their own, as with torch's
-            groups that connect on demand.
-        connection: of the current generation; None before the first.
-        lacks_members: nobody has some of its places.
+        collectives_only: whether all members call its operations in the same order, so that the first one connects it.
+        unbatched: whether members transfer to their neighbours outside of batches.  NCCL executes the transfers of one
+            communicator in the order of the calls.  So each pair of neighbours has a separate communicator, as with
+            torch's groups that connect on demand.
+        connection: connection of the current generation; None before the first.
+        lacks_members: whether some positions are vacant.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class Group(dist.ProcessGroup):
         self.move(name, ranks, rank)
 
     def rank(self) -> int:
-        """Rank of this process in the group."""
+        """Returns the rank of this process in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of its members."""
+        """Returns the number of positions in the group."""
         return len(self.ranks)
 
     def move(self, name: str, ranks: list[int], rank: int) -> None:
-        """From the next generation on, it has other members; ``rank`` is this process's in the world."""
+        """Sets the members from the next generation on; ``rank`` is the global rank of this process."""
         self.connection: GenerationGroup | None = None
         self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
         self.lacks_members = min(ranks) < 0
@@ -110,11 +109,12 @@ class Group(dist.ProcessGroup):
         return self.live()._get_backend(device)
 
     def live(self) -> dist.ProcessGroup:
-        """The connected group to which this one forwards now; callers must not keep it.
+        """Returns the connected group that executes this group's operations now; callers must not keep it.
 
         Raises:
             Aborted: the generation is over.
-            RuntimeError: no generation has begun yet.
+            Suspicion: connecting at the first use failed.
+            RuntimeError: no generation has begun yet, or a position of the group is vacant.
         """
         connection = self.connection
         if self.lacks_members:
@@ -123,19 +123,19 @@ class Group(dist.ProcessGroup):
             raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
         if connection.generation.over:
             raise Aborted(over(self, connection.generation))
-        assert connection.inner is not None  # only a generation that is over drops it
+        assert connection.inner is not None  # dropped only after the generation is over
         if connection.later is not None:
             self._connect_now(connection, connection.later)
         return connection.inner
 
     def _routed(self, name: str, args: tuple) -> tuple[dist.ProcessGroup, tuple]:
-        """The connected group that executes an operation, and the arguments of the operation there."""
+        """Returns the connected group that executes an operation, and the arguments of the operation for it."""
         inner, connection = self.live(), self.connection
-        assert connection is not None  # live() raises without one
+        assert connection is not None  # otherwise live() raises
         if name not in _NEIGHBOURS or connection.batch is not None or args[1] not in connection.pairs:
             return inner, args
         pair = connection.pairs[args[1]].inner
-        assert pair is not None  # as above
+        assert pair is not None  # dropped only with its generation
         return pair, (args[0], int(args[1] > self._rank), *args[2:])
 
     def _connect_now(self, connection: GenerationGroup, connect: Callable[[], None]) -> None:
@@ -149,12 +149,12 @@ class Group(dist.ProcessGroup):
         connection.later = None
 
     def check_transfers(self) -> None:
-        """Raises RuntimeError if it may not be used for transfers between two ranks, which would not connect it."""
+        """Raises RuntimeError if the group allows only collectives, since a transfer would not connect it."""
         if self.collectives_only and self.size() > 1:
             raise RuntimeError(f"{self} is used for collectives only: transfer in another group")
 
     def abort(self) -> None:
-        """Raises RuntimeError: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`."""
+        """Raises RuntimeError: :meth:`moc.runtime.groups.Groups.abort` aborts all groups of a generation together."""
         raise RuntimeError(f"{self} cannot be aborted by itself: call Groups.abort()")
 
     def shutdown(self) -> None:
@@ -166,11 +166,10 @@ class Group(dist.ProcessGroup):
 
 
 class Handle(dist.Work):
-    """Handle of an operation in flight, whose ``wait()`` ends with the generation.
+    """Handle of an operation in progress, whose ``wait()`` ends with the generation.
 
-    A deaf operation is one that cannot be polled with a short timeout in gloo: a timed-out wait for a send or receive
-    cuts the connection, and that for a reduce-scatter lasts for the group's timeout.  The deputy waits for those
-    instead.
+    gloo cannot poll some operations (``deaf``) with a short timeout.  A timed-out wait for a send or receive closes the
+    connection.  A wait for a reduce-scatter lasts for the group's timeout.  The deputy waits for these operations.
     """
 
     def __init__(self, work: dist.Work, group: Group, generation: Generation, deaf: bool):
@@ -178,11 +177,11 @@ class Handle(dist.Work):
         self._work, self._group, self._generation, self._deaf = work, group, generation, deaf
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As ``dist.Work.wait``.
+        """Waits in the same way as ``dist.Work.wait``.
 
         Raises:
-            Aborted: the generation is over; the transfer may or may not have happened.
-            Suspicion: the operation failed otherwise.
+            Aborted: the generation is over; the transfer may or may not be complete.
+            Suspicion: the operation failed for another reason.
         """
         try:
             with PROGRESS.waiting(self._group.backend == "nccl"):
@@ -191,7 +190,7 @@ class Handle(dist.Work):
             if self._generation.over:
                 raise Aborted(over(self._group, self._generation)) from error
             raise Suspicion(str(error)) from error
-        # gloo's work is complete on return; NCCL's may have been aborted midway
+        # on return gloo's work is complete, but NCCL's may have been aborted
         if self._generation.over and self._group.backend == "nccl":
             raise Aborted(over(self._group, self._generation))
         return done
@@ -201,7 +200,7 @@ class Handle(dist.Work):
         if self._group.backend == "nccl":
             return work.wait() if timeout is None else work.wait(timeout)
         if self._deaf:
-            # by default gloo uses the timeout that it was connected with
+            # gloo's default is its connection timeout
             limit = timeout or self._group.timeout
             return self._generation.deputy.do(lambda: work.wait(limit))
         if timeout is not None:
@@ -217,7 +216,7 @@ class Handle(dist.Work):
 
 
 def over(group: Group, generation: Generation) -> str:
-    """The message of :class:`Aborted`."""
+    """Returns the message of :class:`Aborted`."""
     return f"generation {generation.number} of {group} is over: unwind and begin the next one"
 
 
@@ -235,14 +234,14 @@ def _operation(name: str):
         try:
             with PROGRESS.waiting(self.backend == "nccl"):
                 answer = operation(*args, **kwargs)
-            if name in _BATCHES:  # so that one that is cut off is ended: Groups.begin()
+            if name in _BATCHES:  # Groups.begin() ends an interrupted batch
                 connection.batch = args[0] if name == "_start_coalescing" else None
         except RuntimeError as error:
             if generation.over:
                 raise Aborted(over(self, generation)) from error
             raise Suspicion(str(error)) from error
         finally:
-            del operation, inner  # a kept traceback must not keep the connection
+            del operation, inner  # a kept traceback must not keep the connection alive
         if not isinstance(answer, dist.Work):
             return answer
         return Handle(answer, self, generation, deaf)
@@ -275,7 +274,7 @@ _QUESTIONS = """
     is_success result source_rank synchronize
 """.split()
 
-# which of them exist depends on the version of torch
+# the set of existing functions depends on the version of torch
 for _name in filter(dist.ProcessGroup.__dict__.__contains__, _OPERATIONS):
     setattr(Group, _name, _operation(_name))
 for _name in filter(dist.Work.__dict__.__contains__, _QUESTIONS):

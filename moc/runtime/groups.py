@@ -1,30 +1,30 @@
-"""Process groups that live as long as the process, even if their peers do not.
+"""Manages process groups that persist for the life of the process, even if their peers fail.
 
-A surviving worker keeps its model and optimizer, and with them every process group that they hold.  So the groups are
-ours: registered with torch.distributed once, they forward to a backend that is replaced in each generation (as
-torchft's process groups do).  Model code, megatron-core and ``torch.distributed`` see ordinary groups; from the end of
-one generation to the begin of the next, every use raises :class:`Aborted`.
+A surviving worker keeps its model and optimizer, and with them all process groups that they reference.  So we implement
+the groups: registered with torch.distributed once, they forward to a backend that is replaced in each generation (as
+torchft's process groups do).  Model code, megatron-core and ``torch.distributed`` see ordinary groups.  Between the end
+of a generation and the beginning of the next, every use raises :class:`Aborted`.
 
     groups = Groups(rank, size, "gloo", timeout, device)
-    groups.install()                                  # torch.distributed is initialised, and new_group is ours
+    groups.install()                                  # initializes torch.distributed and replaces new_group
     parallel_state.initialize_model_parallel(...)     # creates groups without connections or communication
     groups.begin(store, generation=0)                 # connects them
     ...                                               # groups.abort() in another thread raises Aborted in this one
-    groups.begin(store, generation=1)                 # connects them to the processes that have these ranks now
-    groups.move(rank, size)                           # other ranks: groups are created anew, and are the same objects
+    groups.begin(store, generation=1)                 # connects them to the processes with these ranks
+    groups.move(rank, size)                           # new ranks: groups are created again as the same objects
     parallel_state.destroy_model_parallel(); parallel_state.initialize_model_parallel(...)
     groups.begin(store, generation=2)
 
-**What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
-after an abort, by this process or a peer, the stream continues over undefined memory.  :mod:`moc.runtime.results`
-synchronises and checks; results up to then are valid once all peers have done so and agreed in host memory
-(:mod:`moc.runtime.host_group`), as they do in a vote and in :func:`moc.runtime.agreement.settled_among`.
+**Valid results.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued.  After an
+abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.results` synchronizes
+and checks.  Results up to then are valid once all peers have done so and confirmed it in host memory
+(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.agreement.settled_among`.
 
-**What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
-nobody has aborted: a peer may be gone, which the controller must confirm.
+**Exceptions.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that was not aborted: a
+peer may be lost, which the controller must confirm.
 
-**The store** must be served by another process: connections that this process accepts while it connects would be taken
-for gloo's, and cut with them.  The same holds for TCP connections that another thread opens meanwhile.
+**Store.**  Another process must serve the store.  Connections that this process accepts while it connects would be
+treated as gloo's and shut down with them.  The same holds for TCP connections that another thread opens meanwhile.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Groups:
     The compute thread calls every method; any thread may call :meth:`abort`.
 
     Args:
-        rank: of this process in the world, constant over generations unless it moves.
-        size: of the world.
+        rank: global rank of this process, constant over generations unless it moves.
+        size: size of the world.
         backend: default backend of a group, ``gloo`` or ``nccl``.
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
-        token: the job's secret, which seals pickled objects (:mod:`moc.runtime.sealed_objects`); None for no seals.
-        collectives_only: descriptions of groups on which the program calls nothing but collectives, all members in the
-            same order: each connects when it is used first, and not when a generation begins.
+        token: the job's secret, which authenticates pickled objects (:mod:`moc.runtime.sealed_objects`); or None.
+        collectives_only: descriptions of groups used only for collectives, in the same order on all members.  They
+            connect at their first use, not at the beginning of a generation.
         unbatched: descriptions of groups whose members transfer to their neighbours outside of batches.
 
     Raises:
@@ -90,14 +90,14 @@ class Groups:
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._job = ""
         self._created = 0  # equal on all ranks
-        self._moving: deque[Group] = deque()  # groups that are about to get other members, in order of creation
+        self._moving: deque[Group] = deque()  # groups that will get other members, in order of creation
         self._generation: Generation | None = None
         self._over: int | None = None  # generations up to this one are over
         self._lock = threading.Lock()
         self._replaced: dict[str, Callable] = {}  # torch.distributed's functions before install()
 
     def install(self) -> None:
-        """Initializes torch.distributed with our world, and replaces ``dist.new_group`` by ours.
+        """Initializes torch.distributed with our world group, and replaces ``dist.new_group`` by our function.
 
         Raises:
             RuntimeError: torch.distributed is already initialized.
@@ -116,7 +116,7 @@ class Groups:
         host_group.use(host)
 
     def _groups_of_all(self) -> tuple[Group, Group | None]:
-        """The group of all ranks, and one more in host memory if that is not its own."""
+        """Returns the group of all ranks, and a second group in host memory unless the first uses gloo."""
         world = self.new_group(group_desc="default_pg")
         host = None if self._backend == "gloo" else self.new_group(backend="gloo", group_desc="host_pg")
         assert isinstance(world, Group) and (host is None or isinstance(host, Group))  # every rank is a member
@@ -124,14 +124,14 @@ class Groups:
 
     def _where(self, group: Group | None) -> tuple[str, int, str]:
         asked: Any = group or dist.group.WORLD
-        asked.live()  # raises if the generation is over: an object that has just come from a device may be undefined
+        asked.live()  # raises if the generation is over, since an object just copied from a device may be undefined
         return self._job, self.generation or 0, asked.group_name
 
     def destroy(self) -> None:
-        """Frees everything and uninitializes torch.distributed.  No other thread may be using a group.
+        """Frees all groups and uninitializes torch.distributed.  No other thread may be using a group.
 
         Raises:
-            AbortError: NCCL could not be aborted; torch.distributed is uninitialized all the same.
+            AbortError: NCCL could not be aborted; torch.distributed is uninitialized nevertheless.
         """
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -146,7 +146,7 @@ class Groups:
         return self._generation.number if self._generation else None
 
     def check(self) -> None:
-        """Raises Aborted if the current generation is over, or none has begun."""
+        """Raises Aborted if the current generation is over or none has begun."""
         if self._generation is None or self._generation.over:
             raise Aborted(f"generation {self.generation} is over: unwind and begin the next one")
 
@@ -161,20 +161,20 @@ class Groups:
         device_id: torch.device | None = None,
         sort_ranks: bool = True,
     ):
-        """As ``dist.new_group``: all ranks call it in the same order, but only members communicate.
+        """Creates a group like ``dist.new_group``: all ranks call it in the same order, but only members communicate.
 
-        Members connect at once in a live generation, otherwise when the next one begins.
+        Members connect immediately in a live generation, otherwise at the beginning of the next one.
 
         Args:
-            ranks: global ranks of its members; None for all.  Negative ones are places that nobody has: see
+            ranks: global ranks of its members; None for all.  Negative ranks are vacant positions: see
                 :class:`moc.runtime.group.Group`.
-            timeout: of its operations.
-            backend: ``gloo``, ``nccl``, or None for that of the world.
+            timeout: timeout of its operations.
+            backend: ``gloo``, ``nccl``, or None for the backend of the world group.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
             use_local_synchronization: must be false.
             group_desc: description.
             device_id: ignored; each process has one device.
-            sort_ranks: orders group ranks by global rank, where somebody has each place; otherwise by ``ranks``.
+            sort_ranks: orders group ranks by global rank if no position is vacant; otherwise by ``ranks``.
 
         Returns:
             A :class:`Group`, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not among ``ranks``.
@@ -212,10 +212,10 @@ class Groups:
         return group
 
     def move(self, rank: int, size: int) -> None:
-        """Takes another rank in a world of another size, between two generations.
+        """Changes this process's rank and the world size, between two generations.
 
-        The program then creates its groups once more, in the same order: :meth:`new_group` returns the same objects, to
-        which the model holds on, with other members.
+        The program then creates its groups again in the same order.  :meth:`new_group` returns the same objects, which
+        the model still references, with other members.
 
         Raises:
             ValueError: the rank is invalid.
@@ -237,21 +237,21 @@ class Groups:
         return group
 
     def _present(self) -> list[Group]:
-        """The groups of this rank that were not destroyed."""
+        """Returns the groups of this rank that were not destroyed."""
         return [group for group in self._groups if group in c10d._world.pg_map]
 
     def begin(self, store: Store | Callable[[], Store], generation: int, job: str = "") -> None:
         """Connects every group for a new generation; all ranks of the world call it.  Ends the previous generation.
 
         Args:
-            store: for the rendezvous; any prefix, equal on all ranks.  Not closed here.  A callable opens it in the
-                deputy, so that :meth:`abort` does not have to wait for it.
-            generation: its number, higher than all before, equal on all ranks.
-            job: id of the job, equal on all ranks; another job with the same token has another.
+            store: rendezvous store with any prefix, equal on all ranks; not closed here.  A callable opens it in
+                the deputy, so that :meth:`abort` need not wait for it.
+            generation: number of the generation, higher than all before, equal on all ranks.
+            job: ID of the job, equal on all ranks and different from other jobs with the same token.
 
         Raises:
             Aborted: :meth:`abort` was called meanwhile, or earlier for this generation.
-            RuntimeError: a peer or the store could not be reached: a suspicion.  The generation has no connections.
+            RuntimeError: a peer or the store could not be reached.  The generation has no connections.
         """
         if self._moving:
             raise RuntimeError(f"{self._moving[0]} was not created again after the move to {self._size} ranks")
@@ -264,7 +264,7 @@ class Groups:
         self._groups = self._present()
         for group in self._groups:
             group.connection = None
-            # an exception within coalescing leaves this state behind: operations would be recorded, but not issued
+            # left by an exception within coalescing; operations would be recorded but not issued
             c10d._world.pg_coalesce_state.pop(group, None)
         there = [group for group in self._groups if not group.lacks_members]
         self._connect(there, "all", list(range(self._size)), self._timeout)
@@ -272,14 +272,14 @@ class Groups:
     def abort(self, generation: int | None = None) -> None:
         """Ends a generation: wakes threads that wait in it with an exception, and makes later uses raise ``Aborted``.
 
-        Any thread may call it.  Repeating it, or aborting a generation that is over, has no effect.
+        Any thread may call it.  It has no effect on a generation that is over.
 
         Args:
-            generation: to end, with all before it; None for the current one.  If given, a later :meth:`begin` of it
-                raises at once, instead of waiting for ranks that will not join.
+            generation: generation to end, with all earlier ones; None for the current one.  If given, a later
+                :meth:`begin` of it raises immediately, instead of waiting for ranks that will not join.
 
         Raises:
-            AbortError: NCCL could not be aborted: this process can go on no more.
+            AbortError: NCCL could not be aborted, so this process cannot continue.
         """
         with self._lock:
             current = self._generation
@@ -303,7 +303,7 @@ class Groups:
 
     def _connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> None:
         generation = self._generation
-        assert generation is not None  # after begin()
+        assert generation is not None  # set by begin()
         try:
             connections = generation.deputy.do(lambda: generation.connect(groups, key, ranks, timeout))
         except (CalledAway, RuntimeError) as error:
@@ -312,7 +312,7 @@ class Groups:
             raise
         generation.keep(connections)
         for group, connection in zip(groups, connections, strict=True):
-            assert connection.store is not None  # just made
+            assert connection.store is not None  # set for a new connection
             group.connection = connection
             c10d._world.pg_map[group] = (group.backend, connection.store)
 
@@ -361,7 +361,7 @@ def _register(group: Group) -> None:
 
 
 def _unregister(group: Group) -> None:
-    """Takes a group out of torch.distributed's tables, as ``dist.destroy_process_group`` does."""
+    """Removes a group from torch.distributed's tables, as ``dist.destroy_process_group`` does."""
     world: Any = c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
         table.pop(group, None)
@@ -372,9 +372,9 @@ def _unregister(group: Group) -> None:
 
 
 def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    """As ``dist.batch_isend_irecv``, which coalesces NCCL transfers only for groups of torch's own class.
+    """Issues a batch like ``dist.batch_isend_irecv``, which coalesces NCCL transfers only for torch's own group class.
 
-    Issued one by one, two ranks that both send first would deadlock.
+    Without coalescing, two ranks that both send first would deadlock.
     """
     group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
     if isinstance(group, Group):

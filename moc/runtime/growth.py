@@ -1,7 +1,7 @@
-"""How nodes that have come are taken in while others train.
+"""Adds newly arrived nodes to a running job (scale-up).
 
-Their workers build as guests, beside the others.  Once these are ready, the others meet them; a node that helps, and is
-wanted for another part of the model, moves in the same way.
+Their workers initialize in the background.  When they are ready, the next generation includes them.  A partial-model
+node moves to another part of the model in the same way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moc.runtime.seating import Seating
 
 @dataclass
 class Growth:
-    """Who may be taken in, and how far that is.
+    """Progress of adding nodes.
 
     Attributes:
-        seating: of the nodes.
-        under_way: guests were started, or workers were asked to leave, since nodes have come.
-        waited: when the members last changed, nodes were there that can train once their workers are built.
-        welcomed: the newest generation whose workers were told that guests are ready.
+        seating: current and possible assignments of nodes to ranks.
+        under_way: whether joining workers were started, or a generation change was requested, since nodes arrived.
+        waited: whether, at the last change of members, connected nodes could train once their workers are initialized.
+        welcomed: newest generation whose workers received a scale-up notice; -1 if none.
     """
 
     seating: Seating
@@ -35,23 +35,23 @@ class Growth:
 
     @property
     def more_can_train(self) -> bool:
-        """Whether the nodes that are there make more copies than train, once they are built."""
+        """Whether the connected nodes, once initialized, form more model replicas than train now."""
         return len(self.seating.fits(self._places.filled)) > self.seating.whole
 
     @property
     def need_not_wait(self) -> bool:
-        """Whether no more nodes can come, since all places are filled, or those to be taken in have waited already."""
+        """Whether to wait for no more nodes: all rank blocks are filled, or the new nodes have waited already."""
         return self.waited or len(self._places.filled) == self._places.count
 
     @property
     def guests_are_ready(self) -> bool:
-        """Whether guests can be taken in: all have built what they need, and more nodes can train with them."""
+        """Whether joining workers can be included: all are initialized, and more nodes can train with them."""
         guests = self._crew.guests.values()
         return bool(guests) and all(guest.built for guest in guests) and bool(self.who_has_come)
 
     @property
     def who_has_come(self) -> Why | None:
-        """Nodes that let more workers train than now, without building; None if there are none."""
+        """Reason to include nodes whose workers can train immediately; None if there are no such nodes."""
         if len(self.seating.fits_at_once(self.seating.ready)) <= self.seating.whole:
             return None
         if self.waited:
@@ -60,14 +60,14 @@ class Growth:
 
     @property
     def who_moves(self) -> Why | None:
-        """A node that helps, and is to be built for another part; None if there is none."""
+        """Reason to move a partial-model node to another part of the model; None if no node moves."""
         moves = self.seating.moves(self.seating.fits(self._places.filled))
         return Why(Cause.NODE_MOVES, "a node that helps moves to another part of the model") if moves else None
 
     def start_guests(self, generation: int) -> list[Order]:
-        """Starts the workers of nodes that have come, as far as they are not there: they build beside the others.
+        """Starts the missing workers of joining nodes, which initialize in the background.
 
-        Guests that have built for another part of the model than is wanted now are killed.
+        Joining workers that initialized a different part of the model are killed first.
         """
         wanted = self.seating.fits(self._places.filled)
         orders = self._dismiss(self._built_for_another_part(wanted))
@@ -84,14 +84,14 @@ class Growth:
         return orders
 
     def guest_ended(self, name: str, code: int) -> list[Order]:
-        """A guest has died: the others of its node end too, and training continues."""
+        """Handles the exit of a joining worker: kills the joining workers of its node; training continues."""
         node = self._crew.guests.pop(name).node
         if code == USAGE:
             self.seating.refused.add(len(self.seating.fits(self._places.filled)))
         return self._dismiss([other for other in self._crew.guests.values() if other.node == node])
 
     def _built_for_another_part(self, wanted: tuple[int, ...]) -> list[Worker]:
-        """Guests whose node has a seat of another part of the model than they have; by place in each seat."""
+        """Returns joining workers whose model part differs from their node's in ``wanted`` (rank blocks by seat)."""
         parts = {self._places.filler(place): seat % self.seating.parts for seat, place in enumerate(wanted)}
         has = {guest.name: self.seating.part(guest) for guest in self._crew.guests.values()}
         return [one for one in self._crew.guests.values() if parts.get(one.node, has[one.name]) != has[one.name]]
