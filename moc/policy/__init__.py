@@ -1,7 +1,7 @@
-"""Checkpoint policies: which operators an iteration saves, and at which detail.
+"""Decides which operators each iteration saves, and at which detail (checkpoint policies).
 
-Every file in this directory is imported, and so is every module that an installed package lists under the entry point
-``moc.policies``: adding a policy means adding one file.
+Imports every file in this directory, and every module that an installed package lists under the entry point
+``moc.policies``. A new policy is a new file.
 """
 
 import importlib

@@ -17,7 +17,7 @@ _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
 
 PltOf = Callable[[int, int, int], float]
-"""Expected PLT of (K_snapshot, K_persist, interval in iterations); it must not decrease with the interval."""
+"""Expected PLT of (K_snapshot, K_persist, interval in iterations); must not decrease with the interval."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Measured:
     """Measurements of a machine, a model and a layout.
 
     Attributes:
-        busiest: bytes of the rank that saves most, for each candidate K; the largest K is all experts.
+        busiest: bytes of the busiest rank, for each candidate K; the largest K is all experts.
         forward_backward_s: seconds of forward and backward per iteration: T_F&B.
         iteration_s: seconds per iteration.
         snapshot_bandwidth: bytes per second from a rank's device to host memory, overlapped with computation.
@@ -61,37 +61,37 @@ class Measured:
 
     @property
     def num_experts(self) -> int:
-        """N."""
+        """N, experts of a layer."""
         return max(self.busiest)
 
     def snapshot_s(self, k: int) -> float:
-        """Duration of a snapshot in seconds: T_snapshot."""
+        """Returns the seconds that a snapshot takes: T_snapshot."""
         return self.busiest[k] / self.snapshot_bandwidth
 
     def persist_s(self, k: int) -> float:
-        """Seconds to write a snapshot to storage."""
+        """Returns the seconds that a write to storage takes."""
         return self.busiest[k] / self.persist_bandwidth
 
     def save_s(self, k: int) -> float:
-        """Seconds for which training waits for a snapshot: O_save (MoC, section 6.2.5, eq. 10)."""
+        """Returns the seconds that training waits for a snapshot: O_save (MoC, section 6.2.5, eq. 10)."""
         return max(0.0, self.snapshot_s(k) - self.forward_backward_s)
 
     def overhead_s(self, k: int, interval: int) -> float:
-        """Overhead of faults and snapshots per iteration in seconds (eqs. 4, 11 and 13, divided by I_total)."""
+        """Returns the overhead of faults and snapshots per iteration, in seconds (eqs. 4, 11 and 13, over I_total)."""
         lost_s = self.restart_s + interval / 2 * self.iteration_s
         return self.save_s(k) / interval + self.faults_per_iteration * lost_s
 
 
 @dataclass(frozen=True)
 class TunedSettings:
-    """The chosen configuration, and why.
+    """Chosen configuration, with the reason.
 
     Attributes:
         k_snapshot: experts of each layer in a snapshot.
-        k_persist: those of them that go to storage.
+        k_persist: number of these that are persisted.
         interval: iterations between snapshots: I_ckpt.
         overhead_s: see :meth:`Measured.overhead_s`.
-        save_s: O_save, seconds for which training waits.
+        save_s: O_save, seconds that training waits.
         full_overhead_s: the overhead with all experts at its own optimal interval (eq. 12).
         plt: expected proportion of lost tokens.
     """
@@ -119,9 +119,9 @@ class TuningLimits:
 
     Attributes:
         plt: maximum of the expected PLT; None for no limit.
-        interval: fixed iterations between snapshots, which storage may lengthen; None to choose it.
+        interval: fixed iterations between snapshots, which slow storage may lengthen; None to choose it.
         k_persist: minimum of K_persist.
-        one_level: no memory tier, so that all experts of a snapshot are persisted.
+        one_level: no memory tier, so all experts of a snapshot are persisted.
     """
 
     plt: float | None = None
@@ -131,18 +131,19 @@ class TuningLimits:
 
 
 def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf | None = None) -> TunedSettings:
-    """The configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
+    """Returns the configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
 
-    A snapshot that overlaps fully with forward and backward of the next iteration costs nothing (eq. 10).  A snapshot
-    starts only when the previous one is in storage, which bounds the interval from below.  Of all pairs K_persist <=
-    K_snapshot, each at its best interval, the one with the least overhead is taken (eq. 13); ties go to the most
-    experts in a snapshot, then in storage, since experts saved at no cost in time lose no tokens.  So if any snapshot
-    overlaps fully, K_snapshot is the largest that does, unless the PLT limit requires more.
+    A snapshot that overlaps fully with forward and backward of the next iteration costs nothing (eq. 10). A snapshot
+    starts only when the previous one is in storage: a lower bound of the interval.
+
+    Each pair K_persist <= K_snapshot gets its best interval, and the pair with the least overhead is chosen (eq. 13).
+    Ties go to the most experts in a snapshot, then in storage: experts saved at no cost in time lose no tokens. So if
+    any snapshot overlaps fully, K_snapshot is the largest that does, unless the PLT limit requires more.
 
     The model ``plt_of`` is by default :func:`uniform_plt` with half of the experts restored from storage.
 
     Raises:
-        ValueError: no candidate keeps the PLT within the limit, which only a custom ``plt_of`` can cause.
+        ValueError: no candidate has a PLT within the limit, which only a custom ``plt_of`` can cause.
     """
     n = measured.num_experts
     plt_of, limits = plt_of or partial(uniform_plt, n, measured.faults_per_iteration, 0.5), limits or TuningLimits()
@@ -160,21 +161,21 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
 
 
 def candidates(num_experts: int) -> list[int]:
-    """Candidate values of K: 1 to N, or powers of two and N if N is large."""
+    """Returns the candidate values of K: 1 to N, or powers of two and N if N is large."""
     return [k for k in range(1, num_experts + 1) if num_experts <= _MANY or k == num_experts or k & (k - 1) == 0]
 
 
 def uniform_plt(
     num_experts: int, faults_per_iteration: float, from_storage: float, k_snapshot: int, k_persist: int, interval: int
 ) -> float:
-    """The expected PLT if all experts are equally busy and saved in turn.
+    """Returns the expected PLT if all experts are equally busy and saved in turn.
 
-    Memory keeps each expert's newest version: K_snapshot experts are in the state of the newest snapshot, K_snapshot in
-    that of the previous one, and so on; likewise storage with K_persist.  So each expert of a layer loses the tokens of
-    its age times the interval.  With faults proportional to iterations, that is a proportion of all tokens, independent
-    of the length of training.  (Follows from eq. 7; the paper measures it.)
+    Memory has each expert's newest version: K_snapshot experts are in the newest snapshot, K_snapshot in the previous
+    one, and so on; likewise storage with K_persist. So each expert of a layer loses the tokens of its age times the
+    interval. With faults proportional to iterations, this is a proportion of all tokens, independent of the length of
+    training. (Follows from eq. 7; the paper measures it.)
 
-    ``from_storage`` is the share of the experts restored from storage, because the memory that held them is lost.
+    ``from_storage`` is the share of the experts restored from storage, because their memory is lost.
     """
     lost, left = _mean_age(num_experts, k_snapshot, k_persist), _mean_age(num_experts, k_snapshot, k_snapshot)
     return faults_per_iteration * interval * (from_storage * lost + (1 - from_storage) * left)
@@ -182,7 +183,7 @@ def uniform_plt(
 
 @cache
 def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
-    """Mean age in checkpoints over a layer's experts, if K_persist of those in a snapshot are kept."""
+    """Returns the mean age in checkpoints of a layer's experts, if K_persist of a snapshot's experts are kept."""
     if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
         return sum(place // k_persist for place in range(num_experts)) / num_experts
     return ages(num_experts, k_snapshot, k_persist)[1].mean
@@ -195,14 +196,14 @@ def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iter
             continue
         intervals = _intervals(measured, k_snapshot, k_persist, limits.interval)
         if limits.plt is not None:
-            # A shorter interval costs more time but fewer tokens: take the longest within the limit.
+            # A shorter interval costs more time but loses fewer tokens: take the longest within the limit.
             intervals = intervals[: bisect_right(intervals, limits.plt, key=partial(plt_of, k_snapshot, k_persist))]
         if intervals:
             yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
 
 
 def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
-    """From the shortest interval that storage sustains to the one with the least overhead."""
+    """Returns the intervals from the shortest that storage sustains to the one with the least overhead."""
     least = max(1, math.ceil(measured.persist_s(k_persist) / measured.iteration_s))
     if wanted is not None:
         return range(max(least, wanted), max(least, wanted) + 1)

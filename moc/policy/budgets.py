@@ -1,4 +1,4 @@
-"""The budgets of a selective snapshot, as limits on its experts (MoEtion, section 4.2)."""
+"""Converts the budgets of a selective snapshot to limits on its experts (MoEtion, section 4.2)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Sizes:
     """Bytes of snapshots.
 
     Attributes:
-        dense: of all dense operators, by rank.
-        experts: of each expert, by the ranks that save it.
+        dense: bytes of all dense operators, by rank.
+        experts: bytes of each expert, by the ranks that save it.
         nodes: node of each rank.
         replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
-        gradients: of each expert's gradients, by the ranks that save them; empty if none are saved.
+        gradients: bytes of each expert's gradients, by the ranks that save them; empty if none are saved.
     """
 
     dense: Mapping[int, int]
@@ -28,22 +28,23 @@ class Sizes:
     gradients: Mapping[Place, Mapping[int, int]] = field(default_factory=dict)
 
     def number(self, number: int) -> Limit:
-        """The limit of a fixed number of experts, over all layers; gradients count by their share of the bytes."""
+        """Returns the limit of a fixed number of experts over all layers; gradients count by their relative bytes."""
         return _number(self, number)
 
     def ratio(self, place: Place) -> float:
-        """How many times as large an expert's state is as its gradients."""
+        """Returns the bytes of an expert's state relative to its gradients."""
         return sum(self.experts[place].values()) / sum(self.gradients[place].values())
 
     def by_rank(self, budget: float) -> Limit:
-        """The limit of each rank's bytes; dense operators come off first.
+        """Returns the limit of each rank's bytes, after subtracting dense operators.
 
-        Replicas save whole experts in turn, so a rank may save up to one more than its mean share: room is left for it.
+        Replicas save complete experts in turn, so a rank may save up to one more than its mean share. Room for one
+        expert is reserved.
         """
         return _by_rank(self, budget)
 
     def by_node(self, received: float) -> Limit:
-        """The limit of the bytes that each node receives; every node keeps copies for ``replicas`` others."""
+        """Returns the limit of each node's received bytes; every node keeps copies for ``replicas`` others."""
         return _by_node(self, received)
 
     @cached_property
@@ -62,7 +63,7 @@ class Sizes:
 
     @cached_property
     def busiest(self) -> tuple[int, int]:
-        """The rank whose dense operators and largest expert have the most bytes; its bytes of that expert."""
+        """The rank with the most bytes of dense operators and its largest expert, and its bytes of that expert."""
         largest: dict[int, int] = {}
         for ranks in self.experts.values():
             for rank, amount in ranks.items():
@@ -126,12 +127,7 @@ def _by_node(sizes: Sizes, received: float) -> Limit:
 
 
 def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
-    """Equally popular experts that fit, which may be fewer than S_total: ranks do not save for one another.
-
-    Args:
-        numbers: experts of each layer.
-        limits: the budget.
-    """
+    """Returns how many equally popular experts fit: at most S_total, since ranks cannot share their room."""
     ages = {layer: [0] * number for layer, number in numbers.items()}
     return sum(map(len, per_byte(ages, ages, 0, limits).values()))
 

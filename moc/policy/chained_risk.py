@@ -1,4 +1,4 @@
-"""Tokens at risk where gradients are saved in place of state: loads of experts, replayed through the choice itself."""
+"""Computes tokens at risk with gradients in place of state: replays loads of experts through the policy's choice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moc.state.detail import Detail
 
 @dataclass(frozen=True)
 class ChainedRisk:
-    """What snapshots of every iteration hold and lack, in the mean over snapshots.
+    """Tokens at risk and contents of snapshots of every iteration, as means over snapshots.
 
     Attributes:
         risk: momentary lost tokens.
-        experts: of each layer in a snapshot, in the mean over layers.
-        gradients: of these, the share whose gradients are saved.
+        experts: experts of each layer in a snapshot, mean over layers.
+        gradients: share of these experts whose gradients are saved.
     """
 
     risk: Risk
@@ -30,14 +30,14 @@ class ChainedRisk:
 
 
 def replay(loads: Sequence[Counts], limits: Sequence[Limit], sizes: Sizes, max_age: int, skipped: int) -> ChainedRisk:
-    """Takes a snapshot in every iteration, by the tokens that each expert has to lose per byte; all are saved before.
+    """Simulates a snapshot in every iteration, with experts ranked by tokens at risk per byte; starts from a full save.
 
     Args:
-        loads: by iteration, tokens of each expert by layer; more than ``skipped``.
+        loads: by iteration, tokens of each expert by layer; more iterations than ``skipped``.
         limits: the budget.
-        sizes: of states and gradients.
+        sizes: sizes of states and gradients.
         max_age: iterations after which an expert, or the base of a chain, is saved first.
-        skipped: first iterations, whose snapshots do not count.
+        skipped: number of first iterations whose snapshots do not count.
     """
     each, numbers = of_iteration(loads), {layer: len(row) for layer, row in loads[0].items()}
     saves, total, oldest = Saves({}, {}, {}), {layer: [0] * number for layer, number in numbers.items()}, 0
@@ -58,10 +58,10 @@ def replay(loads: Sequence[Counts], limits: Sequence[Limit], sizes: Sizes, max_a
 
 
 def alike(loads: Counts, gradient: float) -> Sizes:
-    """Sizes of experts that are all as large, on a single rank.
+    """Returns sizes of equally large experts on a single rank.
 
     Args:
-        loads: has the layers and experts.
+        loads: defines layers and experts.
         gradient: bytes of gradients relative to a state.
     """
     unit = 1000

@@ -17,13 +17,13 @@ from moc.policy.transfers import Chosen
 from moc.state.detail import Detail
 
 STORAGE_SHARE = 0.5
-"""Share of the limits for experts that go to storage in full, where memory has gradients of the others."""
+"""Share of the limits for experts that are stored in full, if memory receives gradients of the others."""
 
 OLD = 4
 """Cycles through all experts after which an expert is saved first, whatever its score."""
 
 STORAGE_CYCLES = OLD + 2
-"""Cycles after which storage has a new version of each expert: old experts queue for half of each snapshot."""
+"""Cycles until storage has a new version of each expert: old experts take at most half of each snapshot."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Choice:
     """A choice of experts at one iteration; pure, and the same on every rank.
 
     Attributes:
-        iteration: of the snapshot.
+        iteration: iteration of the snapshot.
         load: tokens of each expert since training began.
         rule: ``per-byte`` or ``proportional`` (MoEtion, Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert, or the base of a chain, is saved first.
-        gradients: those of experts are saved in place of their state where they suffice.
-        sizes: of both, by which scores count; None if unknown.
-        compares: the gradients of an expert that is saved in full, though they suffice, are saved beside its state.
+        gradients: gradients are saved in place of state where they suffice.
+        sizes: sizes of both, by which scores count; None if unknown.
+        compares: if an expert is saved in full although its gradients suffice, these are saved, too.
         storage_max_age: as ``max_age``, for versions in storage; None for :data:`OLD` cycles at their last speed.
     """
 
@@ -59,17 +59,19 @@ class Choice:
         before: Chosen = MappingProxyType({}),
         storage: Saves | None = None,
     ) -> Chosen:
-        """The experts that fit, each at its detail.
+        """Returns the experts that fit, each at its detail.
 
-        The choice depends on the tokens that memory lacks, or storage if the snapshot goes there, too.
-        Where gradients are saved, that takes at most :data:`STORAGE_SHARE` of the limits, so that chains do not end
-        there, and counts tokens times iterations, since storage has no gradients.
+        The choice depends on the tokens that memory lacks, or storage if the snapshot is stored. If gradients are
+        saved, the choice for storage:
+
+        * takes at most :data:`STORAGE_SHARE` of the limits, and leaves the rest for chains,
+        * ranks by tokens times iterations, since storage has no gradients.
 
         Args:
-            memory: what was saved to memory.
+            memory: saves to memory.
             limits: the budget.
-            before: experts that are chosen already, which are among those returned.
-            storage: versions in storage, or on their way there; None if the snapshot does not go there.
+            before: experts that are chosen already, and included in the result.
+            storage: versions in storage, or on their way there; None if the snapshot is not stored.
         """
         by_storage = self if storage is None else self._by_storage(storage, limits)
         if not self.gradients:
@@ -84,7 +86,7 @@ class Choice:
         return transfers.choose(partial(self._select, limits, memory), before, full, chained, self.compares)
 
     def _by_storage(self, storage: Saves, limits: Sequence[Limit]) -> Choice:
-        """The choice for storage, where the age that counts as old follows from the measured speed of storage."""
+        """Returns the choice for storage, with the age limit from the measured speed of storage."""
         since_last = self.iteration - max(map(max, storage.at.values()), default=0)
         old = OLD * cycle(sum(map(len, storage.at.values())), limits, self.gradients) * since_last
         return replace(
@@ -104,11 +106,11 @@ class Choice:
 
 
 def cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
-    """Snapshots that go to storage until all experts have been in one, if they take turns."""
+    """Returns the number of stored snapshots until each expert was in one, if experts take turns."""
     share = STORAGE_SHARE if gradients else 1.0
     return -(-experts // max(1, int(share * min(limit.total() for limit in limits))))
 
 
 def oldest(experts: int, apart: int, limits: Sequence[Limit]) -> int:
-    """Iterations after which an expert is saved first by default."""
+    """Returns the default number of iterations after which an expert is saved first."""
     return OLD * apart * cycle(experts, limits, gradients=False)

@@ -1,4 +1,4 @@
-"""Tokens that experts lost to a recovery, made up by more capacity afterwards (MoEtion, section 6)."""
+"""Tracks tokens that experts lost to a recovery and process later with extra capacity (MoEtion, section 6)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from moc.files.decode import Count
 
 Table = tuple[tuple[Count, ...], ...]
-"""Tokens by index of the layer among those with experts, and by expert."""
+"""Tokens by index of the layer among layers with experts, and by expert."""
 
 
 class Boost(NamedTuple):
-    """More capacity for experts that lost tokens: by this fraction, for at most so many iterations."""
+    """Capacity boost of experts that lost tokens, as a fraction, for at most ``iterations`` iterations."""
 
     fraction: float
     iterations: int
@@ -21,12 +21,12 @@ class Boost(NamedTuple):
 
 @dataclass(frozen=True)
 class Debt:
-    """Tokens that experts are to make up; immutable, identical on every rank.
+    """Tokens that experts must compensate; immutable, identical on every rank.
 
     Attributes:
-        tokens: to make up.
-        made_up: of them so far: tokens processed beyond capacity.
-        left: iterations left to make them up; 0 once all are made up.
+        tokens: tokens to compensate.
+        made_up: tokens compensated so far: processed beyond capacity.
+        left: iterations left; 0 once all tokens are compensated.
     """
 
     tokens: Table
@@ -35,11 +35,11 @@ class Debt:
 
     @classmethod
     def of(cls, lost: Sequence[Sequence[int]], iterations: int, before: Debt | None = None) -> Debt | None:
-        """The debt after a recovery: the tokens lost, and those still owed from before.
+        """Returns the debt after a recovery: its lost tokens, and tokens still owed from before.
 
         Args:
-            lost: to this recovery; negative where a newer state than before was found.
-            iterations: given to make tokens up, counted anew if any were lost.
+            lost: tokens lost to this recovery; negative where a newer state than before was found.
+            iterations: iterations for compensation; they restart if any tokens were lost.
             before: debt of the iteration from which the run resumes; continues unchanged if nothing was lost.
         """
         if not any(map(any, lost)):
@@ -50,18 +50,18 @@ class Debt:
 
     @property
     def owed(self) -> Table:
-        """Tokens not made up yet; 0 when the iterations for it are over."""
+        """Tokens not compensated yet; 0 when the iterations are over."""
         pairs = zip(self.tokens, self.made_up, strict=True)
         return tuple(tuple(max(0, t - m) * bool(self.left) for t, m in zip(*rows, strict=True)) for rows in pairs)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Tokens to make up over all experts, and those of them that are made up."""
+        """Tokens to compensate over all experts, and how many of them are compensated."""
         pairs = [pair for rows in zip(self.tokens, self.made_up, strict=True) for pair in zip(*rows, strict=True)]
         return sum(tokens for tokens, _ in pairs), sum(map(min, pairs))
 
     def after(self, beyond: Sequence[Sequence[int]]) -> Debt:
-        """The debt after one more iteration, in which experts processed these tokens beyond their capacity."""
+        """Returns the debt after one more iteration, in which experts processed these tokens beyond their capacity."""
         now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
         return now if any(map(any, now.owed)) else replace(now, left=0)
 

@@ -1,4 +1,4 @@
-"""Dynamic-K: the number of saved experts grows with the cost of past faults."""
+"""Raises the number of saved experts with the cost of past faults (Dynamic-K)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ PLT_LIMIT = 0.0375
 
 @dataclass(frozen=True)
 class DynamicK:
-    """K, and its cost so far (MoC, section 5.3 and Figure 15(b)).
+    """K and its cost so far (MoC, section 5.3 and Figure 15(b)).
 
-    Each recovery adds its lost tokens to the cost of K; when that exceeds K's share of the limit, K doubles, until all
-    experts are saved and nothing is lost.  MoC does not specify the share of a K.  Here all shares are equal: from
-    ``first`` on, K takes m values before it reaches N, and the limit is divided into m + 1 shares.  Cost beyond a share
-    is carried to the next K, so all K together cost at most m shares plus the fault that exceeded the last of them, for
-    which one share is reserved.  Thus, if no single fault costs more than a share, the PLT never exceeds the limit,
-    however many faults occur.
+    Each recovery adds its lost tokens to the cost of K. When the cost exceeds K's share of the limit, K doubles, until
+    all experts are saved and nothing is lost. MoC does not specify the share of a K. Here all shares are equal: from
+    ``first`` on, K takes m values before it reaches N, and the limit is divided into m + 1 shares.
+
+    Cost beyond a share is added to the next K. So all K together cost at most m shares and the fault that exceeded the
+    last one, for which one share is reserved. If no single fault costs more than a share, the PLT never exceeds the
+    limit, however many faults occur.
 
     Attributes:
         k: experts of each layer saved now.
@@ -61,7 +62,7 @@ class DynamicK:
         return self.limit / (steps + 1)
 
     def recovered(self, plt: float) -> DynamicK:
-        """The state after a recovery.
+        """Returns the state after a recovery.
 
         ``plt`` is the increase of the PLT over the whole training (eq. 7): relative to the tokens so far, an early
         fault would weigh too much.

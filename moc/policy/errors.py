@@ -1,4 +1,4 @@
-"""Errors of settings, flags, states and plans of policies."""
+"""Defines errors of settings, flags, states and plans of policies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class PolicyError(UserError, ValueError):
 
 
 class PolicyImportError(UserError, ImportError):
-    """A package that brings a policy cannot be imported."""
+    """A package that contains a policy cannot be imported."""
 
 
 def refusal_of(policy: str, refused: str | Exception) -> PolicyError:
-    """The error of what a policy refuses: with the code of a ``UserError``, or with one of other sentences."""
+    """Returns the error of a refused setting: with the code of a ``UserError``, otherwise with the class's code."""
     cause, _, remedy = str(refused).partition(FIX)
     error = PolicyError(f"--ckpt-policy {policy}: {cause}. Fix: {remedy or 'change the flags that it names'}")
     error.code = refused.code if isinstance(refused, UserError) else error.code

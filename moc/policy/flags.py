@@ -1,4 +1,4 @@
-"""Policy flags, and the properties of the job that policies may use."""
+"""Defines policy flags, and the job properties that policies may use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class PolicyFlag:
     Attributes:
         name: name with underscores, beginning with the policy's name.
         kind: type of the value: ``bool`` for a switch, ``int``, ``float`` or ``str``.
-        parse: parser of the value, raising ``ValueError``, if ``kind`` alone is not strict enough.
+        parse: parser of the value, raising ``ValueError``, if ``kind`` is not strict enough.
         metavar: name of the value in ``--help``.
         above: exclusive lower limit; the other limits are inclusive.
         chosen: ``--ckpt-policy auto`` chooses the value, so the two must not be combined.
-        needs: the flag without which this one only limits what ``auto`` chooses.
+        needs: the flag without which this one only limits the choices of ``auto``.
     """
 
     name: str
@@ -42,18 +42,18 @@ class PolicyFlag:
 
 @dataclass(frozen=True)
 class JobShape:
-    """Properties of the job that policies may use besides flags.
+    """Properties of the job that policies may use, in addition to flags.
 
     Attributes:
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer.
         optimizer: ``adam`` or ``sgd``.
-        experts_apart: each expert has parameters of its own, so that the optimizer can update it alone.
+        experts_apart: each expert has its own parameters, so the optimizer can update it separately.
         pp: pipeline stages.
         num_experts: experts of a layer; 0 without experts.
-        bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
-            held up until one.
-        drops: experts have a capacity beyond which they drop tokens, and are not filled up to it.
+        bubble_share: estimated share of forward and backward in the pipeline's bubbles; 0 where copies cannot be
+            delayed until one.
+        drops: experts drop tokens beyond their capacity, and are not padded to it.
         elastic: workers continue in the same processes, and the only tier is the disk.
     """
 
@@ -69,7 +69,7 @@ class JobShape:
 
     @property
     def memory_remedy(self) -> str:
-        """How a policy that needs snapshots in memory gets them."""
+        """The remedy for a policy that needs snapshots in memory."""
         return "drop --elastic, which keeps none there" if self.elastic else "add --ckpt-tier memory or peers"
 
 
@@ -89,12 +89,12 @@ def number_or_auto(text: Any) -> str:
 
 
 def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
-    """Yields why snapshots cannot have gradients in place of state.
+    """Yields the reasons why snapshots cannot have gradients in place of state.
 
     Args:
         asked: flags.
-        job: the job that they are for.
-        what: the flag that asks for it, as the subject of the sentences.
+        job: the job to check.
+        what: the flag that asks for gradients, as the subject of the sentences.
         otherwise: another remedy.
     """
     instead = f", or {otherwise}" if otherwise else ""

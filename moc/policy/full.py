@@ -1,4 +1,4 @@
-"""Full snapshots of the model, as the dense baselines take them."""
+"""Saves the full model in each snapshot, as the dense baselines do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Full(Policy):
     """Saves every operator in full whenever the interval is due.
 
     Megatron-DeepSpeed's blocking save, CheckFreq (Mohan et al., FAST 2021) and Gemini (Wang et al., SOSP 2023) all save
-    this; they differ in tier and in what training waits for, which no policy decides.
+    this. They differ in tier and in blocking, which no policy decides.
     """
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """The full model if a snapshot is due, regardless of load."""
+        """Returns the full model if a snapshot is due, regardless of load."""
         return self.everything(iteration) if self.interval.due(iteration) else None

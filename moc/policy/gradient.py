@@ -1,4 +1,4 @@
-"""Gradient checkpointing: each iteration saves some operators in full, and the gradients of all others."""
+"""Saves some operators in full in each iteration, and the gradients of all others (gradient checkpointing)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 LONGEST = 8
-"""Longest window that is chosen: one of twice the length saves a tenth of the bytes."""
+"""Longest window that is chosen: twice the length would save a tenth of the bytes."""
 
-_ALWAYS = -1  # the turn of operators that every snapshot holds in full
+_ALWAYS = -1  # the turn of operators that every snapshot saves in full
 
 
 @dataclass
 class GradientState:
-    """What the policy was told; stored with snapshots.
+    """State of the policy; stored with snapshots.
 
     Attributes:
         window: snapshots of the current or last round, in which each operator has one turn; 0 before the first one.
-        start: iteration of its first snapshot.
+        start: iteration of the round's first snapshot.
         last: iteration of the last snapshot.
         bases: iteration of the newest full save of each operator, in model order; empty before the first snapshot.
     """
@@ -47,15 +47,15 @@ class GradientState:
 @policy("gradient")
 @dataclass(frozen=True)
 class Gradient(Policy):
-    """Chains for all operators: a base, and the reduced gradients of all iterations since.
+    """Saves a chain for each operator: a base, and the reduced gradients of all later iterations.
 
-    An update is elementwise: with the gradients that all workers have reduced already, and the step record, it repeats
-    bit-identically, without data, activations or other workers.  The first snapshot of a run is full.  After it, one
-    of W iterations saves an operator in full, and the others save its gradients, a third of the bytes.  So a lost
-    worker loads bases and repeats at most W - 1 updates, while all others keep their state.  MoEtion (section 5.2)
-    saves gradients of experts alone.
+    An update is elementwise. With the reduced gradients of all workers and the step record, it repeats bit-identically,
+    without data, activations or other workers. The first snapshot of a run is full. After it, one of W iterations saves
+    an operator in full, and the others save its gradients, a third of the bytes. A replacement worker loads bases and
+    repeats at most W - 1 updates, while all others keep their state. MoEtion (section 5.2) saves only experts'
+    gradients.
 
-    Routers are always in full: their biases do not follow from gradients, and they are small.
+    Routers are always saved in full: their biases do not follow from gradients, and they are small.
 
     Window and turns change only between rounds.
 
@@ -63,8 +63,8 @@ class Gradient(Policy):
         window: W; 0 to choose it from measurements.
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer; empty for a single stage.
-        told: what the policy was told; stored with snapshots.
-        sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until they are known.
+        told: state of the policy; stored with snapshots.
+        sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until known.
 
     Raises:
         ValueError: a setting is invalid.
@@ -128,16 +128,16 @@ class Gradient(Policy):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: every window up to the one that would be chosen; none without gradients."""
+        """Yields every window from 2 to the default of :meth:`price`, at least 2; none without gradients."""
         if machine.gradient is not None:
             yield from ({"window": window} for window in range(2, max(2, _hiding(machine)) + 1))
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default of the window that would be chosen, or of 1 where no gradients are saved.
+        """Returns the price of a window; by default of the chosen one, or of 1 if no gradients are saved.
 
-        Training waits for the copies of gradients, which the next iteration clears.  A recovery repeats half a window
-        of updates on average.
+        Training waits for the copies of gradients, which the next iteration clears. A recovery repeats half a window of
+        updates on average.
         """
         if machine.gradient is None:
             return Price(machine.everything)
@@ -159,13 +159,13 @@ class Gradient(Policy):
         return max(1, self.told.window)
 
     def on_sizes(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.on_sizes`: bytes of the busiest rank, of everything and of all gradients."""
+        """As :meth:`Policy.on_sizes`: the busiest rank's bytes of everything and of all gradients."""
         if not self.window:
             names = [operator.name for operator in self.operators]
             self.sizes[:] = [busiest(dict.fromkeys(names, detail)) for detail in (Detail.FULL, Detail.GRAD)]
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """The operators whose turn it is, and the routers, in full; the gradients of all others."""
+        """Returns the operators with a turn, and the routers, in full, with the gradients of all others."""
         if not self.interval.due(iteration):
             return None
         if not self.told.bases or iteration != self.told.last + 1:  # no chain may have a gap
@@ -180,7 +180,7 @@ class Gradient(Policy):
         return SnapshotPlan(iteration, self.name, details, complete, since=told.start, needs=needs)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.on_snapshot`; a full snapshot is a round of its own."""
+        """As :meth:`Policy.on_snapshot`; a full snapshot is its own round."""
         told = GradientState(1, plan.iteration) if plan.complete else self._round_at(plan.iteration)
         bases = self._bases_after(plan.iteration, plan.operators)
         vars(self.told).update(window=told.window, start=told.start, last=plan.iteration, bases=bases)
@@ -190,7 +190,7 @@ class Gradient(Policy):
         vars(self.told).update(decode.values_of(GradientState()))
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Policy.for_storage`: of a round, gradients count from each operator's turn on."""
+        """As :meth:`Policy.for_storage`: in a round, storage needs gradients only after an operator's full save."""
         if plan.complete:
             return plan
         told = self._round_at(plan.iteration)
@@ -228,7 +228,7 @@ class Gradient(Policy):
         return lambda: vars(self.told).update(decode.values_of(told))
 
     def _round_at(self, iteration: int) -> GradientState:
-        """The round of an iteration; a new one if the last has ended."""
+        """Returns the round of an iteration; a new one if the last has ended."""
         told = self.told
         if told.start <= iteration < told.start + told.window:
             return told
@@ -242,7 +242,7 @@ class Gradient(Policy):
         return seen.limited(shortest_window(full, gradients, seen.seconds, seen.bandwidth))
 
     def _bases_after(self, iteration: int, details: Mapping[str, Detail]) -> list[int]:
-        """The bases once a snapshot with these details is taken."""
+        """Returns the bases after a snapshot with these details."""
         before = self.told.bases or [iteration] * len(self.operators)
         return [
             iteration if details[one.name] is Detail.FULL else base
@@ -250,7 +250,7 @@ class Gradient(Policy):
         ]
 
     def _turns(self, window: int) -> Mapping[str, int]:
-        """By operator, its turn in a round of so many snapshots."""
+        """Returns the turn of each operator in a round of ``window`` snapshots."""
         if window not in self._known:
             turns: dict[str, int] = {}
             for queue in self._queues:
@@ -269,7 +269,7 @@ class Gradient(Policy):
 
     @cached_property
     def _queues(self) -> Sequence[list[Operator]]:
-        """Operators by pipeline stage and expert-parallel rank, which each save an equal part in every turn."""
+        """Operators by pipeline stage and expert-parallel rank; each queue saves equal parts in all turns."""
         number = Counter(one.layer for one in self.operators if one.expert is not None)
         queues: dict[tuple[int, int], list[Operator]] = defaultdict(list)
         for one in self.operators:
@@ -279,11 +279,11 @@ class Gradient(Policy):
 
 
 def shortest_window(full: float, gradients: float, hidden_s: float, rate: float) -> int:
-    """The shortest window of which each snapshot is copied beside an iteration, at most :data:`LONGEST`.
+    """Returns the shortest window whose snapshots can be copied during an iteration, at most :data:`LONGEST`.
 
     Args:
         full: bytes of the busiest rank for everything in full.
-        gradients: the same of all gradients.
+        gradients: bytes of the busiest rank for all gradients.
         hidden_s: seconds that a copy may take.
         rate: bytes per second from device to host.
     """
@@ -292,6 +292,6 @@ def shortest_window(full: float, gradients: float, hidden_s: float, rate: float)
 
 
 def _hiding(machine: Machine) -> int:
-    """The window that would be chosen."""
+    """Returns the window that the policy would choose."""
     full = machine.everything.busiest
     return shortest_window(full, full * (machine.gradient or 1.0), machine.hidden_s, machine.rate)

@@ -1,4 +1,4 @@
-"""Prices of snapshots that hold the gradients of experts in place of their state (MoEtion, section 5.2)."""
+"""Computes prices of snapshots with experts' gradients in place of state (MoEtion, section 5.2)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moc.policy.prices import Machine, Price, Settings
 from moc.policy.selection import steady_risk
 
 OFF = "off"
-"""The setting of ``gradients`` under which states alone are saved."""
+"""The setting of ``gradients`` that saves only states."""
 
 
 def always_cost(gradient: float, max_age: int) -> float:
-    """The mean cost of an expert that is in every snapshot, in states: its base is renewed after ``max_age``.
+    """Returns the mean cost, in states, of an expert in every snapshot whose base is renewed after ``max_age``.
 
     Args:
         gradient: bytes of its gradients relative to its state.
@@ -23,13 +23,13 @@ def always_cost(gradient: float, max_age: int) -> float:
 
 
 def hiding(machine: Machine) -> Sequence[int]:
-    """The numbers of experts of each layer whose copy hides; the least if none does."""
+    """Returns the numbers of experts of each layer whose copy hides; the smallest candidate if none does."""
     room = machine.hidden_s * machine.rate
     return [k for k in machine.ks if machine.with_experts(k).busiest <= room] or machine.ks[:1]
 
 
 def candidates(machine: Machine) -> Iterator[Settings]:
-    """Snapshots of the experts that hide: of states alone, and where that is possible with gradients in their place."""
+    """Yields snapshots of the experts that hide: with states only, and if possible with gradients in place of state."""
     for k in hiding(machine):
         yield {"experts": k, "gradients": OFF}
         if machine.gradient is not None:
@@ -37,15 +37,15 @@ def candidates(machine: Machine) -> Iterator[Settings]:
 
 
 def price(machine: Machine, k: int, gradients: bool) -> Price:
-    """A snapshot with the bytes of K experts of each layer in the steady state.
+    """Returns the price of a snapshot with the bytes of K experts of each layer, in the steady state.
 
-    With gradients, one is taken in every iteration.  Training waits for the copies of gradients, which the next
-    iteration clears.  Memory keeps, and a recovery repeats, as many chains as fit: at most their longest, and half of
+    With gradients, every iteration takes a snapshot. Training waits for the copies of gradients, which the next
+    iteration clears. Memory keeps as many chains as fit, at most at their maximum length. A recovery repeats half of
     that on average.
 
     Args:
         machine: has experts.
-        k: S, as many states as have the bytes of a snapshot.
+        k: S, the number of states with the bytes of a snapshot.
         gradients: they are used where ``machine`` allows them.
     """
     number = machine.num_experts

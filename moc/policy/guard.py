@@ -1,4 +1,4 @@
-"""Errors of installed policies: any exception of a method becomes one sentence that names policy, method and line."""
+"""Converts exceptions of installed policies to errors that name policy, method and line."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _PLANS = {
     "everything": (SnapshotPlan,),
     "for_storage": (SnapshotPlan,),
 }
-"""By method, the types of its result."""
+"""Result types by method."""
 
 _PASS: dict[str, tuple[type[Exception], ...]] = {
     "load_state_dict": (ValueError,),
     "loading": (ValueError,),
-    "on_sizes": (ValueError, RuntimeError),  # its argument communicates, and recovery needs the errors of that
+    "on_sizes": (ValueError, RuntimeError),  # its argument communicates, and recovery needs these errors
 }
-"""By method, exceptions that its contract allows."""
+"""Exceptions allowed by a method's contract."""
 
 
 def guard(kind: type[Policy]) -> None:
-    """Wraps the methods of the interface that a class, or a base that is not of this package, defines.
+    """Wraps the interface methods that a class defines, or a base outside of this package.
 
-    Users of the policy need no traceback, and its author finds the line in the sentence.
+    Users of the policy need no traceback, and the message has the line for its author.
     """
     for base in kind.__mro__[: kind.__mro__.index(Policy)]:
         if base.__module__.partition(".")[0] == __name__.partition(".")[0]:

@@ -1,4 +1,4 @@
-"""Snapshot intervals: a fixed number of iterations, or the shortest that an overhead budget allows."""
+"""Decides when snapshots are due: every N iterations, or as often as an overhead budget allows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFRESH = 200
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved between two places, and the seconds that this took, as means over ranks."""
+    """Bytes moved between two places, and the seconds needed, as means over ranks."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -44,16 +44,16 @@ class Transfer:
 class Observed:
     """Measurements of one iteration.
 
-    All values are identical on every rank, such as the means that a vote yields.  They exclude the time of evaluation,
-    logging and dense ``--save`` checkpoints.
+    All values are identical on every rank, such as means from the commit all-reduce. They exclude the time of
+    evaluation, logging and dense ``--save`` checkpoints.
 
     Attributes:
         iteration_s: seconds of the iteration, including ``stall_s``.
-        stall_s: seconds of these for which training stalled on snapshots.
+        stall_s: seconds that training stalled on snapshots.
         started: a snapshot was started in this iteration.
         busy: on some rank, a snapshot is not persisted yet.
-        forward_backward_s: seconds of these before the update, which a snapshot can overlap.
-        bubble_s: seconds of these for which a worker waited for other pipeline stages; 0 if nobody times them.
+        forward_backward_s: seconds before the update, which a snapshot can overlap.
+        bubble_s: seconds that a worker waited for other pipeline stages; 0 if not timed.
         copied: snapshots newly known to be copied by all ranks.
         written: snapshots newly known to be written to storage.
         replicated: snapshots newly known to be replicated to other nodes; means over nodes.
@@ -75,7 +75,7 @@ class Interval(ABC):
 
     @abstractmethod
     def due(self, iteration: int) -> bool:
-        """Whether a snapshot is to be taken after so many iterations; changes no state."""
+        """Returns whether a snapshot is to be taken after ``iteration`` iterations; changes no state."""
 
     @property
     def apart(self) -> int:
@@ -86,14 +86,14 @@ class Interval(ABC):
         """Records one iteration; called once per iteration, before :meth:`due`."""
 
     def limit_windows(self, length: int) -> None:  # noqa: B027
-        """Limits windows that begin from now on to so many snapshots, if their length is measured."""
+        """Limits future windows to ``length`` snapshots, if their length is measured."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as JSON-compatible values; stored with each checkpoint."""
+        """Returns the measurements as JSON-compatible values; stored with each checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what was learned, as if a snapshot had just been persisted.
+        """Restores the measurements, as if a snapshot had just been persisted.
 
         Called with the same state on all ranks: after a restart, and also by survivors when a rank was replaced.
 
@@ -105,7 +105,7 @@ class Interval(ABC):
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Decodes a :meth:`state_dict`, and changes nothing; returns the function that restores it.
 
-        The state may be of another interval: the common fields are used.
+        The state may belong to another kind of interval: the common fields are used.
 
         Raises:
             ValueError: a field of the state is invalid.
@@ -114,7 +114,7 @@ class Interval(ABC):
 
 
 def _nothing() -> None:
-    """Restores the state of an interval without any."""
+    """Restores nothing: the interval has no state."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Every(Interval):
         return self.interval
 
     def due(self, iteration: int) -> bool:
-        """Whether the iteration is a positive multiple of the interval."""
+        """Returns whether the iteration is a positive multiple of the interval."""
         return iteration > 0 and iteration % self.interval == 0
 
 
@@ -153,7 +153,7 @@ class _Flight:
     stall_s: float = 0.0
 
     def cost(self, iteration_s: float) -> float:
-        """Seconds that training lost to stalls and to slower iterations while the snapshot was in progress."""
+        """Returns the seconds that training lost to stalls and to slower iterations during the snapshot."""
         return self.stall_s + max(0.0, self.seconds - self.iterations * iteration_s)
 
 
@@ -168,29 +168,35 @@ class _Stored:
 class IntervalTuner(Interval):
     """The shortest interval at which snapshots cost no more than a budget: CheckFreq's policy.
 
-    As in CheckFreq (Mohan, Phanishayee, Chidambaram, FAST 2021), a snapshot starts only when the previous one is
-    persisted, snapshots cost at most a share ``budget`` of training time, and costs are measured during training, first
-    to choose an interval and then to adapt it.  MoEvement gives CheckFreq 3 % (section 5.2) and reports intervals of 57
-    to 124 iterations for its models (Table 3).
+    Rules of CheckFreq (Mohan, Phanishayee, Chidambaram, FAST 2021):
+
+    * A snapshot starts only when the previous one is persisted.
+    * Snapshots cost at most a share ``budget`` of training time.
+    * Costs are measured during training, first to choose an interval and then to adapt it.
+
+    MoEvement gives CheckFreq 3 % (section 5.2) and reports intervals of 57 to 124 iterations for its models (Table 3).
 
     The first ``WARM_UP`` iterations are skipped and ``PROFILE_BLOCKS * BLOCK`` are measured without a snapshot.
-    ``SNAPSHOTS`` snapshots follow, each with about ``BLOCK`` undisturbed iterations after it, and from there on::
+    ``SNAPSHOTS`` snapshots follow, each with about ``BLOCK`` undisturbed iterations after it. From then on::
 
         T = median over the last BLOCKS of the mean of BLOCK undisturbed iterations                          [seconds]
-        d = iterations from the start of a snapshot until it is found persisted
+        d = iterations from the start of a snapshot until it is known to be persisted
         C = stalls + max(0, time of these d iterations without the stalls - d T)            [seconds that one costs]
         interval = max(1, median of d, ceil(median of C / (budget T)))          medians over the last SNAPSHOTS ones
 
     The interval is recomputed after every snapshot: it grows when snapshots cost more or iterations become shorter, and
-    shrinks in the opposite cases.  Means absorb bursts of slowdown; medians over them ignore a hiccup or a single slow
-    snapshot.  A lasting change in cost takes effect with the second snapshot that shows it, a change of T when most of
-    the ``BLOCKS`` show it.  If snapshots leave no iteration undisturbed, one in ``REFRESH`` iterations waits until
-    ``BLOCK`` were, to keep T up to date.
+    shrinks in the opposite cases. Means absorb bursts of slowdown; medians ignore a single slow mean or snapshot. A
+    lasting change in cost takes effect with the second snapshot that shows it, a change of T when most of the
+    ``BLOCKS`` show it. If snapshots disturb all iterations, one snapshot in ``REFRESH`` iterations waits for ``BLOCK``
+    undisturbed ones, to update T.
 
-    Differences: CheckFreq's published implementation stops training to profile trial snapshots, while these are
-    ordinary snapshots that are kept; its first interval follows from the time to persist alone; it measures on rank 0,
-    adds two iterations whenever the time between checkpoints exceeds the budget, and never shortens the interval.  It
-    also chooses between snapshots in GPU memory and in host memory, which is not decided here.
+    CheckFreq's published implementation differs:
+
+    * It stops training to profile trial snapshots. Here ordinary snapshots are measured.
+    * Its first interval follows only from the time to persist.
+    * It measures on rank 0, and never shortens the interval.
+    * It adds two iterations whenever the time between checkpoints exceeds the budget.
+    * It also chooses between snapshots in GPU memory and in host memory, which is not decided here.
 
     Args:
         budget: cost of snapshots as a share of the time without them, such as 0.03 for 3 %.
@@ -243,7 +249,7 @@ class IntervalTuner(Interval):
             self._flight = None
         elif not disturbed and not stall_s:
             self._count_undisturbed(seen)
-        elif self._flight:  # the cost of a snapshot that began during the skipped iterations is only partly known
+        elif self._flight:  # None after the skipped iterations: the cost of their snapshots is only partly known
             self._flight.stall_s += stall_s
             self._flight.iterations += disturbed
             self._flight.seconds += max(0.0, iteration_s - stall_s) if disturbed else 0.0
@@ -259,12 +265,12 @@ class IntervalTuner(Interval):
         return flight.iterations, flight.stall_s if iteration_s is None else flight.cost(iteration_s)
 
     def _known(self) -> list[tuple[int, float]]:
-        """Iterations and seconds lost of the last persisted snapshots."""
+        """Returns the iterations and lost seconds of the last persisted snapshots."""
         newest = [self._measured(self._flight)] if self._flight and not self._busy else []
         return [*self._landed, *newest][-SNAPSHOTS:]
 
     def due(self, iteration: int) -> bool:
-        """Whether the last snapshot is persisted and began at least an interval ago, whatever the iteration."""
+        """Returns whether the last snapshot is persisted and began at least an interval ago; ignores ``iteration``."""
         if self._busy or len(self._blocks) < PROFILE_BLOCKS:
             return False
         if not self.settled:
@@ -308,11 +314,11 @@ class IntervalTuner(Interval):
         return None if snapshot_s is None or iteration_s is None else snapshot_s / (self.interval * iteration_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """The figures of T, and d and C of the last snapshots; without the budget, which is a flag."""
+        """Returns the means of T, and d and C of the last snapshots; without the budget, which is a flag."""
         return {"iteration_s": list(self._blocks), "snapshots": [list(snapshot) for snapshot in self._known()]}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """As :meth:`Interval.loading`; the first iterations after it are skipped again."""
+        """As :meth:`Interval.loading`; the tuner then skips the first iterations again."""
         stored = decode.state(state, _Stored, "an interval tuner")
 
         def load() -> None:
@@ -324,7 +330,7 @@ class IntervalTuner(Interval):
 
 
 def interval_named(text: str, budget: float = 0.03) -> Interval:
-    """The interval of a flag value: ``auto`` or a number of iterations.
+    """Returns the interval of a flag value: ``auto`` or a number of iterations.
 
     Raises:
         ValueError: the value is neither, or the number is below 1.

@@ -1,11 +1,11 @@
-"""The token ledger: the tokens that each expert has learned, which of them are saved, and the cost of faults.
+"""Counts the tokens that each expert has learned, which of them are saved, and the cost of faults.
 
-Without partial checkpoints, the state that a run resumes from contains every update.  With them, an expert may be
-restored to an earlier state than the rest.  The ledger counts, for each expert, the tokens that it was *given* up to
-this position of the run, and those that its live state has *learned*; the difference is *lost*.
+Without partial checkpoints, the state that a run resumes from contains every update. With them, an expert may be
+restored to an earlier state than the rest. For each expert, the token ledger counts the tokens *given* to it until now,
+and the tokens that its live state has *learned*. The difference is *lost*.
 
-Like the training state, a ledger belongs to an iteration and is stored with it.  A recovery loads the ledger of the
-iteration that it resumes from: replayed tokens are not counted twice, losses before that iteration stay booked, and
+Like the training state, a ledger belongs to an iteration and is stored with it. A recovery loads the ledger of the
+iteration that it resumes from. So replayed tokens are not counted twice, losses before that iteration stay booked, and
 losses after it are dropped.
 """
 
@@ -24,7 +24,7 @@ from moc.policy.errors import PolicyError
 
 
 class Version(NamedTuple):
-    """A saved state of one expert: the iteration at which it was saved, and the tokens that it has learned."""
+    """A saved state of one expert: its iteration, and the tokens that it has learned."""
 
     iteration: Count
     learned: Count
@@ -37,7 +37,7 @@ Versions = tuple[tuple[Version, ...], ...]
 
 
 class PendingSave(NamedTuple):
-    """A save not known to be complete: its iteration, its experts by layer, and the tokens that they have learned."""
+    """A save not known to be complete: its iteration, its experts by layer, and their learned tokens."""
 
     iteration: Count
     experts: tuple[tuple[Count, tuple[Count, ...]], ...]
@@ -46,20 +46,20 @@ class PendingSave(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The counts after ``iteration`` iterations, identical on every rank; immutable, methods return new ledgers.
+    """Token counts after ``iteration`` iterations, identical on every rank; immutable, methods return new ledgers.
 
     Attributes:
         layers: global numbers of the layers with experts, ascending.
         given: tokens by layer and expert since training began.
         learned: tokens whose updates are in the live state.
-        routed: tokens that routers sent to experts, by layer, dropped ones included: T_i TopK_i of MoC's eq. 7.
+        routed: tokens that routers sent to experts, by layer, including dropped ones: T_i TopK_i of MoC's eq. 7.
         memory: newest version of each expert in memory whose snapshot is complete.
-        peers: newest version of each expert of which other nodes' memory has copies, as ``memory`` without peers.
+        peers: newest version of each expert with copies in other nodes' memory; equals ``memory`` without peers.
         storage: newest version of each expert in storage.
         to_memory: snapshots in progress, oldest first.
-        to_peers: what of these is copied to other nodes.
+        to_peers: experts of these that are copied to other nodes.
         to_storage: snapshots being persisted, oldest first.
-        debt: lost tokens that experts make up by more capacity; None if there never were any.
+        debt: lost tokens that experts compensate with extra capacity; None if there never were any.
     """
 
     iteration: Count
@@ -77,7 +77,7 @@ class Ledger:
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
-        """An empty ledger, before the first iteration, for numbers of experts by global layer number."""
+        """Returns an empty ledger, before the first iteration, for numbers of experts by global layer number."""
         layers = tuple(sorted(experts))
         zeros = tuple((0,) * experts[layer] for layer in layers)
         versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
@@ -89,13 +89,13 @@ class Ledger:
         sent: Mapping[int, int] | None = None,
         beyond: Mapping[int, Sequence[int]] | None = None,
     ) -> Ledger:
-        """The ledger after one more iteration.
+        """Returns the ledger after one more iteration.
 
         Args:
             counts: tokens that each expert processed over all ranks, by layer.
             sent: tokens times TopK of the iteration by layer, if capacity may have dropped some; by default the sum of
                 ``counts``.
-            beyond: of ``counts``, tokens that experts processed beyond their capacity; by default none.
+            beyond: tokens in ``counts`` that experts processed beyond their capacity; by default none.
 
         Raises:
             ValueError: layers or experts differ from the ledger's, or a count is negative.
@@ -118,12 +118,12 @@ class Ledger:
         storage: Mapping[int, Iterable[int]] | None = None,
         peers: Mapping[int, Iterable[int]] | None = None,
     ) -> Ledger:
-        """The ledger after a snapshot has begun at this iteration.
+        """Returns the ledger after a snapshot has begun at this iteration.
 
         Args:
-            experts: saved experts by layer; absent layers save none.  None if the snapshot began earlier.
-            storage: those of them that are persisted; None if the snapshot is not.
-            peers: those of them that are copied to other nodes; None for all.
+            experts: saved experts by layer; absent layers save none. None if the snapshot began earlier.
+            storage: experts that are persisted; None if the snapshot is not.
+            peers: experts that are copied to other nodes; None for all.
         """
         peers = experts if peers is None else peers
         begun = {"to_memory": experts, "to_storage": storage, "to_peers": peers}
@@ -133,7 +133,7 @@ class Ledger:
         )
 
     def snapshotted(self, iteration: int) -> Ledger:
-        """The ledger after the snapshot of an iteration, and its copies, are complete in memory; drops earlier ones.
+        """Returns the ledger after an iteration's snapshot, and its copies, are complete in memory; drops earlier ones.
 
         Raises:
             ValueError: no snapshot was begun at that iteration.
@@ -143,26 +143,25 @@ class Ledger:
         return dataclasses.replace(self, memory=memory, to_memory=later, peers=peers, to_peers=copies)
 
     def persisted(self, iteration: int) -> Ledger:
-        """Like :meth:`snapshotted`, for storage."""
+        """Returns the ledger after a write to storage is complete, as :meth:`snapshotted`."""
         storage, later = _completed(self.storage, self.to_storage, iteration, "snapshot for storage")
         return dataclasses.replace(self, storage=storage, to_storage=later)
 
     def recovered(self, restored: Mapping[int, Mapping[int, int]], others: Iterable[Ledger] = ()) -> Ledger:
-        """The ledger of a run that resumes from this iteration with some experts in an earlier state.
+        """Returns the ledger of a run that resumes from this iteration with some experts in an earlier state.
 
-        Such an expert loses the tokens given after the iteration of its state.  The loss is the difference to what that
-        state has learned, so losses to earlier faults are not booked again, and resuming from the same iteration twice
-        books the loss once.
+        Such an expert loses the tokens given after its state's iteration. The loss is relative to the tokens that the
+        state has learned. So losses to earlier faults are not booked again, and resuming twice from an iteration books
+        the loss once.
 
         Args:
-            restored: iteration of each restored expert's state, by layer and expert; experts not named have the state
-                of this iteration, and 0 is the state before training.
-            others: ledgers stored with other snapshots; needed for an expert whose state is older than the newest in
-                memory and storage (after a damaged snapshot), since only that iteration's ledger holds what it had
-                learned.
+            restored: iteration of each restored expert's state, by layer and expert; 0 is the state before training.
+                Other experts have the state of this iteration.
+            others: ledgers stored with other snapshots. They are needed if an expert's state is older than its newest
+                version in memory and storage (after a damaged snapshot): only they have its learned tokens.
 
         Raises:
-            ValueError: a state is newer than this ledger, or no ledger holds what it had learned.
+            ValueError: a state is newer than this ledger, or no ledger has its learned tokens.
         """
         known = {ledger.iteration: ledger for ledger in others}
         for layer in restored:
@@ -175,7 +174,7 @@ class Ledger:
                 version = self._version(layer, expert, iteration, known)
                 learned[place][expert] = version.learned
                 for name, table in saved_in.items():
-                    # The version restored is complete; newer ones were unusable and are gone.
+                    # The restored version is complete; newer ones were unusable and are removed.
                     under_way = getattr(self, f"to_{name}")
                     saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
                     table[place][expert] = min(version, max([table[place][expert], *saved]))
@@ -183,19 +182,19 @@ class Ledger:
         return dataclasses.replace(self, **tables, **{f"to_{name}": () for name in _TIERS})
 
     def indebted(self, base: Ledger, iterations: int) -> Ledger:
-        """This ledger, :meth:`recovered` from ``base``, whose experts have so many iterations to make up the losses."""
+        """Returns this ledger, :meth:`recovered` from ``base``, with ``iterations`` iterations to compensate losses."""
         lost = [tuple(map(operator.sub, *rows)) for rows in zip(base.learned, self.learned, strict=True)]
         return dataclasses.replace(self, debt=Debt.of(lost, iterations, base.debt))
 
     @property
     def owed(self) -> dict[int, tuple[int, ...]]:
-        """Lost tokens that are still to be made up, by layer and expert; empty if there are none."""
+        """Lost tokens not compensated yet, by layer and expert; empty if there are none."""
         rows = () if self.debt is None else self.debt.owed
         return dict(zip(self.layers, rows, strict=True)) if any(map(any, rows)) else {}
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
-        """Tokens lost to all faults, by layer and expert: those whose updates the live state lacks."""
+        """Tokens lost to all faults, by layer and expert: the live state lacks their updates."""
         rows = zip(self.layers, self.given, self.learned, strict=True)
         return {layer: tuple(map(operator.sub, given, learned)) for layer, given, learned in rows}
 
@@ -215,21 +214,21 @@ class Ledger:
         return self._since(self.storage)
 
     def plt(self, routed: Mapping[int, int] | None = None) -> float:
-        """The proportion of lost tokens: the mean over layers of :meth:`plt_by_layer` (MoC, section 3.1.2, eq. 7).
+        """Returns the proportion of lost tokens: the mean of :meth:`plt_by_layer` (MoC, section 3.1.2, eq. 7).
 
         Args:
-            routed: T_i TopK_i of the whole training by layer; by default the tokens routed so far.
+            routed: T_i TopK_i of the full training by layer; by default the tokens routed so far.
         """
         shares = self.plt_by_layer(routed).values()
         return sum(shares) / len(shares) if shares else 0.0
 
     def plt_by_layer(self, routed: Mapping[int, int] | None = None) -> dict[int, float]:
-        """Tokens lost to all faults as a share of T_i TopK_i, by layer; 0 if nothing was routed."""
+        """Returns the tokens lost to all faults as a share of T_i TopK_i, by layer; 0 if nothing was routed."""
         total = dict(zip(self.layers, self.routed, strict=True)) if routed is None else routed
         return {layer: sum(lost) / total[layer] if total[layer] else 0.0 for layer, lost in self.lost.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger as JSON-compatible values: its own, which never change, so none is copied."""
+        """Returns the ledger as JSON-compatible values; nothing is copied, since its values never change."""
         return decode.values_of(self) | {"debt": None if self.debt is None else decode.values_of(self.debt)}
 
     @classmethod
@@ -237,11 +236,11 @@ class Ledger:
         """Restores a :meth:`state_dict`, directly or through JSON.
 
         Raises:
-            ValueError: the state does not come from :meth:`state_dict`, or contradicts itself.
+            ValueError: the state is not from :meth:`state_dict`, or contradicts itself.
         """
         of = "a token ledger"
         known = decode.state(state, dict, of)
-        earlier = {"peers": known.get("memory"), "to_peers": known.get("to_memory")}  # without peers, as memory
+        earlier = {"peers": known.get("memory"), "to_peers": known.get("to_memory")}  # states without peers
         ledger = decode.state(earlier | known, cls, of)
         debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
         tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
@@ -255,7 +254,7 @@ class Ledger:
         return ledger
 
     def _has(self, save: PendingSave) -> bool:
-        """Whether the experts of a save are of this ledger, and have a number of tokens each."""
+        """Returns whether the experts of a save belong to this ledger and each have a number of tokens."""
         return len(save.experts) == len(save.learned) and all(
             place < len(self.given)
             and len(experts) == len(tokens)
@@ -335,7 +334,7 @@ def _saved(save: PendingSave, place: int, expert: int) -> Version | None:
 def _completed(
     table: Versions, under_way: tuple[PendingSave, ...], iteration: int, what: str
 ) -> tuple[Versions, tuple[PendingSave, ...]]:
-    """The versions with those that were begun at an iteration, and what remains under way."""
+    """Returns the versions after the save begun at an iteration is complete, and the saves still in progress."""
     found = next((save for save in under_way if save.iteration == iteration), None)
     if found is None:
         raise PolicyError(

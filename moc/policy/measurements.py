@@ -1,4 +1,4 @@
-"""Measurements of a run's machine and faults, the input of its plan."""
+"""Measures a run's machine and faults, as input of its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moc.files import decode
 from moc.policy.interval import BLOCK, BLOCKS, WARM_UP, Observed, Transfer
 
 UNDISTURBED_MTBF_S = 86400.0
-"""Prior mean time between failures in seconds: a run begins as if it had seen one fault in that time."""
+"""Prior mean time between failures in seconds: as if the run had already seen one fault in that time."""
 
 _TRANSFERS = ("copied", "written", "replicated")
 
@@ -20,8 +20,8 @@ _TRANSFERS = ("copied", "written", "replicated")
 class Measurements:
     """Medians of recent measurements; identical on every rank that receives the same observations.
 
-    The first ``WARM_UP`` iterations after each start are skipped.  Iteration times exclude stalls but include the
-    slowdown by snapshots: with a snapshot in every iteration, none is undisturbed.
+    The first ``WARM_UP`` iterations after each start are skipped. Iteration times exclude stalls but include the
+    slowdown by snapshots: with a snapshot in every iteration, all are disturbed.
 
     Args:
         trained_s: seconds of all iterations since the job began.
@@ -56,9 +56,11 @@ class Measurements:
     def figures(self) -> dict[str, float]:
         """The figures known so far, by name.
 
-        ``iteration_s``, ``forward_backward_s`` and ``bubble_s`` are in seconds; the rates are in bytes per second:
-        ``copy_rate`` of a rank to host memory, ``write_rate`` of a rank to storage while all write, ``replicate_rate``
-        of a node from others.
+        ``iteration_s``, ``forward_backward_s`` and ``bubble_s`` are in seconds. Rates are in bytes per second:
+
+        * ``copy_rate``: of a rank to host memory,
+        * ``write_rate``: of a rank to storage while all write,
+        * ``replicate_rate``: of a node from others.
         """
         rates = zip(("copy_rate", "write_rate", "replicate_rate"), self._transfers.values(), strict=True)
         found = {name: median(one.bytes / one.seconds for one in seen) for name, seen in rates if seen}
@@ -75,7 +77,7 @@ class Measurements:
         return (UNDISTURBED_MTBF_S + self.trained_s) / (1 + self.faults)
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, as JSON-compatible values."""
+        """Returns all measurements as JSON-compatible values."""
         transfers = {name: [[one.bytes, one.seconds] for one in seen] for name, seen in self._transfers.items()}
         times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
         times |= {"bubble_s": list(self._bubble_s)} if self._bubble_s else {}
@@ -86,7 +88,7 @@ class Measurements:
         """Restores a :meth:`state_dict`; the first iterations are skipped again.
 
         Raises:
-            ValueError: the state does not come from :meth:`state_dict`.
+            ValueError: the state is not from :meth:`state_dict`.
         """
         stored = decode.state(state, _Stored, "the measurements of a run")
         measured = cls(stored.trained_s, stored.faults)
@@ -103,7 +105,7 @@ _Transfers = tuple[tuple[decode.Positive, decode.Positive], ...]
 
 @dataclass(frozen=True)
 class _Stored:
-    """The state of measurements: seconds, and by transfer its bytes and seconds."""
+    """State of measurements: seconds, and bytes and seconds of each transfer."""
 
     trained_s: decode.Seconds
     faults: decode.Count

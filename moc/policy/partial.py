@@ -1,4 +1,4 @@
-"""What policies share whose snapshots hold all dense operators, and only some of the experts."""
+"""Base of policies whose snapshots have all dense operators, and only some of the experts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Table = dict[Count, list[Count]]
 
 
 class Saves(NamedTuple):
-    """When each expert was last saved to a tier, by layer: in tokens given to it, in iterations, and in full."""
+    """Last save of each expert to a tier, by layer: tokens given until then, iteration, and iteration in full."""
 
     tokens: Table
     at: Table
     bases: Table
 
     def note(self, numbers: Mapping[int, int], saved: Mapping[Place, Detail], iteration: int, tokens: Load) -> None:
-        """Records that experts were saved at an iteration, when they had been given so many tokens.
+        """Records a save of experts.
 
         Args:
             numbers: experts of each layer.
-            saved: those saved, each at its detail: if only by their gradients, they have no new base.
-            iteration: of the snapshot.
-            tokens: by layer and expert.
+            saved: the saved experts, each at its detail; without ``FULL``, an expert's base stays the same.
+            iteration: iteration of the snapshot.
+            tokens: tokens given until then, by layer and expert.
         """
         for layer, number in numbers.items():
             for table in self:
@@ -48,7 +48,7 @@ class Saves(NamedTuple):
                 self.bases[layer][expert] = iteration
 
     def copied(self) -> Saves:
-        """A copy that later changes do not reach."""
+        """Returns an independent copy."""
         return Saves(*map(_copied, self))
 
 
@@ -61,14 +61,14 @@ class _Write(NamedTuple):
 
 @dataclass
 class PartialState:
-    """What such a policy was told; each further field is a :data:`Table` or a plain value, with a default.
+    """State of a partial policy; each further field is a :data:`Table` or a plain value, with a default.
 
     Attributes:
-        based: memory, or the only tier, holds every expert.
-        stored: storage holds every expert, or a snapshot with every expert is on its way there.
-        saved: tokens given to each expert when it was last saved to memory, or to the only tier, by layer.
+        based: memory, or the only tier, has every expert.
+        stored: storage has every expert, or a snapshot with every expert is on its way there.
+        saved: tokens given to each expert until its last save to memory, or to the only tier, by layer.
         saved_at: iteration of that save.
-        persisted: as ``saved``, for the version that is published in storage.
+        persisted: as ``saved``, for the version that is committed in storage.
         persisted_at: as ``saved_at``, for the same version.
     """
 
@@ -83,33 +83,33 @@ class PartialState:
 
     @property
     def in_memory(self) -> Saves:
-        """What was saved to memory, or to the only tier."""
+        """Saves to memory, or to the only tier."""
         return Saves(self.saved, self.saved_at, {})
 
     @property
     def in_storage(self) -> Saves:
-        """What is published in storage."""
+        """Saves committed in storage."""
         return Saves(self.persisted, self.persisted_at, {})
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
-        """The run resumes, and both tiers are without gaps or not."""
+        """Records that the run resumes, and whether each tier is complete."""
         self.based, self.stored = in_memory and in_storage, in_storage
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields as JSON-compatible values, which later changes do not reach."""
+        """Returns all fields as JSON-compatible values; tables are copied."""
         tables = {name: value for name, value in decode.values_of(self).items() if isinstance(value, dict)}
         return decode.values_of(self) | {name: _copied(table) for name, table in tables.items()}
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
-        """The inverse of :meth:`state_dict`, also after it was JSON.
+        """Restores a :meth:`state_dict`, directly or through JSON.
 
         Args:
             state: the state.
             num_experts: number of experts by layer; tables without any layer are complete, too.
 
         Raises:
-            ValueError: the state is of another class or of another model.
+            ValueError: the state belongs to another class or another model.
         """
         found = decode.state(state, cls, cls.of, every_field=True)
         check_tables(
@@ -120,12 +120,12 @@ class PartialState:
 
 @dataclass(frozen=True)
 class Partial(Policy):
-    """A policy whose first snapshot, in each tier, has all experts, and later ones some of them.
+    """A policy whose first snapshot in each tier has all experts, and later ones only some.
 
     Attributes:
-        told: what the policy was told; stored with snapshots.
-        writes: by iteration, snapshots that are on their way to storage.  They are not stored with snapshots: a run
-            that resumes looks what storage has (:meth:`on_inventory`).
+        told: state of the policy; stored with snapshots.
+        writes: snapshots on their way to storage, by iteration. Snapshots do not include them: a run that resumes reads
+            the contents of storage (:meth:`on_inventory`).
     """
 
     exact: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class Partial(Policy):
     writes: dict[int, _Write] = field(default_factory=dict, compare=False, kw_only=True, repr=False)
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.
+        """Returns all dense operators and the experts selected now; a full plan if no full snapshot exists yet.
 
         Raises:
             ValueError: the selection needs tokens, and they are not counted.
@@ -150,7 +150,7 @@ class Partial(Policy):
         return self._plan(iteration, load, persists=False) or self.everything(iteration)
 
     def _due(self, iteration: int) -> bool:
-        """Whether a snapshot is due."""
+        """Returns whether a snapshot is due."""
         return self.interval.due(iteration)
 
     def _plan(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
@@ -160,7 +160,7 @@ class Partial(Policy):
 
     @abstractmethod
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        """As :meth:`plan`, or as :meth:`plan_for_storage` if the snapshot ``persists``, of the experts selected now."""
+        """Plans the experts selected now, as :meth:`plan`, or if ``persists`` as :meth:`plan_for_storage`."""
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
@@ -173,7 +173,7 @@ class Partial(Policy):
         self.writes[plan.iteration] = _Write(self._experts_in(plan), _copied(self.told.saved))
 
     def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:
-        """As :meth:`Policy.on_persisted`: after a failed write, storage has the versions that it had before."""
+        """As :meth:`Policy.on_persisted`: after a failed write, storage keeps its versions."""
         write = self.writes.pop(plan.iteration, None)
         if published and write is not None:
             self.told.in_storage.note(self.num_experts, write.experts, plan.iteration, write.tokens)
@@ -181,7 +181,7 @@ class Partial(Policy):
     def on_inventory(self, persisted: Mapping[str, int]) -> None:
         """As :meth:`Policy.on_inventory`.
 
-        The tokens of a version that no table has count from the newest known version before it.
+        A version in no table counts with the tokens of the newest known version before it.
         """
         self.writes.clear()
         stored, memory = self.told.in_storage, self.told.in_memory
@@ -197,7 +197,7 @@ class Partial(Policy):
             stored.at[layer][expert] = at
 
     def expected_in_storage(self) -> Saves:
-        """The versions in storage if all outstanding writes succeed."""
+        """Returns the versions in storage if all outstanding writes succeed."""
         found = self.told.in_storage.copied()
         found.note(self.num_experts, {}, 0, {})
         for iteration, write in sorted(self.writes.items()):
@@ -212,7 +212,7 @@ class Partial(Policy):
         """As :meth:`Policy.for_storage`: all of it.
 
         Raises:
-            ValueError: storage has no full checkpoint, without which a partial one is of no use.
+            ValueError: storage has no full checkpoint, which partial ones need.
         """
         if not self.told.stored and not plan.complete:
             raise PolicyError(
@@ -246,7 +246,7 @@ class Partial(Policy):
         return load
 
     def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
-        """The experts of a plan, each at its detail."""
+        """Returns the experts of a plan, each at its detail."""
         places = {name: self._places_of[name] for name in plan.operators}
         return {place: plan.operators[name] for name, place in places.items() if place is not None}
 
@@ -256,7 +256,7 @@ class Partial(Policy):
 
     @cached_property
     def num_experts(self) -> dict[int, int]:
-        """Number of experts by layer, ascending, of layers with experts."""
+        """Number of experts by layer, ascending; only layers with experts."""
         return experts_by_layer(self.operators)
 
 

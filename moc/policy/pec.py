@@ -1,4 +1,4 @@
-"""Partial experts checkpointing: all dense operators, and some experts of each layer in turn."""
+"""Saves all dense operators, and some experts of each layer in turn (partial experts checkpointing)."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from moc.state.operators import Operator
 class Pec(Partial):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
 
-    The first snapshot of a run is full; each later one saves all dense operators and K experts of each layer.  With a
-    tier above storage, ``k_persist`` of them are persisted, and the first checkpoint in storage must be full too.  A
-    partial snapshot is complete only if K is all experts; the other experts are in earlier ones.
+    The first snapshot of a run is full. Each later one saves all dense operators and K experts of each layer. With a
+    tier above storage, ``k_persist`` of these experts are persisted, and the first checkpoint in storage must also be
+    full. A partial snapshot is complete only if K is all experts; the other experts are in earlier ones.
 
     Attributes:
         k: K_snapshot, experts of each layer in a snapshot.
-        k_persist: K_persist, those of them that are persisted; 0 for all.
-        selection: ``sequential``, in turn, or ``load_aware``, those with the most tokens since they were last saved.
+        k_persist: K_persist, number of these that are persisted; 0 for all.
+        selection: ``sequential``, in turn, or ``load_aware``, experts with the most tokens since their last save.
         target: state saved only for the chosen experts: ``weights``, ``optimizer`` or ``both``; the rest is saved for
             all experts (MoC's W and O, section 6.3).
         ep: expert-parallel ranks, over which the selection is balanced.
         plt_limit: K doubles when faults have lost its share of this proportion of tokens; 0 for never.
         auto: both K and, unless fixed, the interval are chosen from measurements (section 5.3); ``k`` and ``k_persist``
             apply until then.
-        auto_plt_limit: maximum of the expected PLT of such a choice.
+        auto_plt_limit: maximum of the expected PLT of this choice.
         mtbf_s: mean time between failures in seconds, assumed by a choice.
         one_level: no tier above storage.
         persist_every: snapshots per persisted one, if fixed.
@@ -126,7 +126,7 @@ class Pec(Partial):
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Whether the numbers of experts are chosen from measurements."""
+        """Returns whether the numbers of experts are chosen from measurements."""
         return chooses(asked)
 
     @classmethod
@@ -148,7 +148,7 @@ class Pec(Partial):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: fewer experts than all."""
+        """As :meth:`Policy.candidates`: every candidate K except all experts."""
         return ({"k": k} for k in machine.ks[:-1])
 
     @classmethod
@@ -190,9 +190,9 @@ class Pec(Partial):
 
     @property
     def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`: a cycle until an expert starves, and one until all that do are served.
+        """As :attr:`Policy.storage_cycle`: one cycle until an expert starves, and one until all such experts are saved.
 
-        A selection by load promises nothing.
+        A selection by load has no maximum.
         """
         if self.selection != "sequential":
             return None
@@ -200,13 +200,13 @@ class Pec(Partial):
         return 2 * max((cycle(number, k, k_persist) for number in numbers), default=1)
 
     def on_recovery(self, plt: float) -> None:
-        """As :meth:`Policy.on_recovery`: lost tokens may raise the number of experts saved from now on."""
+        """As :meth:`Policy.on_recovery`: lost tokens may raise the number of saved experts."""
         if self.plt_limit and self.num_experts:
             number, first = min(self.num_experts.values()), self.k_persist or self.k
             before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.told.booked)
-            after = before.recovered(max(0.0, plt))  # negative if a newer state was found after all
+            after = before.recovered(max(0.0, plt))  # negative if a newer state was found later
             self.told.booked = after.booked
-            if after.k > before.k:  # otherwise leave the choice free
+            if after.k > before.k:  # otherwise do not limit the choice
                 self.told.k = after.k
             self._limit_choice()
 
@@ -246,10 +246,10 @@ class Pec(Partial):
             self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
 
     def expected(self, persists: bool) -> tuple[Ages, Ages | None] | None:
-        """Expected ages of experts in iterations: after a fault that spares memory, and from storage alone.
+        """Returns the expected ages of experts in iterations: after a fault that spares memory, and from storage only.
 
-        The second is None unless snapshots are persisted now and then; None for both if K or the interval is chosen, or
-        the selection is by load.
+        The second is None unless snapshots are persisted. The result is None without experts, if K or the interval is
+        tuned, or if the selection is by load.
         """
         if not isinstance(self.interval, Every) or not self.num_experts or self.selection != "sequential":
             return None
@@ -302,7 +302,7 @@ class Pec(Partial):
         return load
 
     def _selected(self, iteration: int, load: Load | None, persists: bool) -> Table:
-        """The experts that memory, or storage if the snapshot ``persists``, lacks."""
+        """Returns the experts that memory lacks, or storage if the snapshot ``persists``."""
         memory, storage = self.told.in_memory, self.expected_in_storage()
         if self.selection == "sequential":
             stored = storage.at if persists else None
@@ -317,7 +317,7 @@ class Pec(Partial):
         return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
 
     def _in_turn(self, k: int, first: int, iteration: int, memory: Table, storage: Table | None = None) -> Table:
-        """The K experts of each layer with the oldest versions in memory, or in storage if it starves."""
+        """Returns the K experts of each layer with the oldest versions in memory, or in storage if any starve there."""
         layers, selected = list(self.num_experts), {}
         for number in set(self.num_experts.values()):
             places = [place for place, layer in enumerate(layers) if self.num_experts[layer] == number]
@@ -330,7 +330,7 @@ class Pec(Partial):
         return {layer: selected[layer] for layer in layers}
 
     def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
-        """A plan with these experts in full, and the others at the detail that the target leaves them."""
+        """Returns a plan with these experts in full, and the others at the detail that the target leaves for them."""
         details, rest = {}, NOT_CHOSEN[self.target]
         for one in self.operators:
             chosen = one.place is None or one.place[1] in experts[one.place[0]]
@@ -340,11 +340,11 @@ class Pec(Partial):
         return SnapshotPlan(iteration, self.name, details, complete)
 
     def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
-        """The experts that a plan saves in full."""
+        """Returns the experts that a plan saves in full."""
         return {place: detail for place, detail in super()._experts_in(plan).items() if detail is Detail.FULL}
 
     def _in_full(self, plan: SnapshotPlan) -> Table:
-        """The experts that a plan saves in full, by layer."""
+        """Returns the experts that a plan saves in full, by layer."""
         found: Table = {layer: [] for layer in self.num_experts}
         for layer, expert in self._experts_in(plan):
             found[layer].append(expert)
@@ -355,8 +355,8 @@ class Pec(Partial):
 
 
 def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
-    """Bytes of the rank that saves most, by number of experts saved per layer; empty without experts."""
+    """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts."""
     policy = Pec(operators, Every(1), auto=True, ep=ep)
     policy.on_sizes(busiest)
-    assert isinstance(policy.interval, PecTuner)  # which chooses K
+    assert isinstance(policy.interval, PecTuner)  # since auto is set
     return dict(policy.interval.busiest)

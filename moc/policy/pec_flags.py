@@ -1,4 +1,4 @@
-"""The flags of partial experts checkpointing."""
+"""Defines the flags of partial experts checkpointing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moc.policy.registry import AUTO
 from moc.state.detail import Detail
 
 NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
-"""Detail of the experts not chosen, by target: with ``weights`` their moments, with ``optimizer`` their masters."""
+"""Detail of the other experts by target: moments with ``weights``, master weights with ``optimizer``."""
 
 SELECTIONS = ("sequential", "load_aware")
 
@@ -71,12 +71,12 @@ FLAGS = (
 
 
 def chooses(asked: Asked) -> bool:
-    """Whether the numbers of experts are chosen from measurements."""
+    """Returns whether the numbers of experts are chosen from measurements."""
     return asked.pec_k == "auto"
 
 
 def experts_of(asked: Asked) -> tuple[int, int]:
-    """K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
+    """Returns K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
     k = 1 if chooses(asked) else int(asked.pec_k)
     return asked.pec_k_snapshot or k, asked.pec_k_persist or k
 

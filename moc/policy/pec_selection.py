@@ -1,4 +1,4 @@
-"""Selection of the experts of partial checkpoints, and the age at which a fault finds the others."""
+"""Selects the experts of partial checkpoints, and computes the age of the others at a fault."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from moc.policy.errors import PolicyError
 
 
 def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int, ep: int) -> list[int]:
-    """The k experts of one layer that a checkpoint saves (MoC, section 3.2, Figure 4): a function of position alone.
+    """Selects the k experts of one layer that a checkpoint saves, only by position (MoC, section 3.2, Figure 4).
 
-    The experts of a layer form a circle in which neighbours belong to different expert-parallel ranks.  Each checkpoint
-    takes the next k of them, and each layer starts where the previous one stops, so the experts taken from consecutive
-    layers form one arc over ranks 0, 1, ... in turn.  Hence no rank saves more than one expert more than any other, in
-    the whole model and in each pipeline stage, and every expert is saved at least once in any ceil(num_experts / k)
-    checkpoints.
+    The experts of a layer form a circle in which neighbours belong to different expert-parallel ranks. Each checkpoint
+    takes the next k of them, and each layer starts where the previous one stops. So the experts taken from consecutive
+    layers form one arc over ranks 0, 1, ... in turn. No rank saves more than one expert more than any other, in the
+    model and in each pipeline stage. Every expert is saved at least once in any ceil(num_experts / k) checkpoints.
 
     Args:
         checkpoint: index of the checkpoint, from 0.
-        moe_layer: index of the layer among those with experts, from 0.
+        moe_layer: index of the layer among layers with experts, from 0.
         k: K_pec, number of experts to save.
         num_experts: experts of the layer.
         ep: expert-parallel ranks, each holding num_experts / ep consecutive experts.
@@ -42,11 +41,12 @@ def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int
 def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) -> dict[int, list[int]]:
     """Selects the k experts of every layer that a checkpoint saves (PEC, section 3.1, Algorithm 1).
 
-    From the last layer to the first, the k experts with the most unsaved tokens are taken (ties: lowest number), except
-    those whose expert-parallel rank has already contributed ceil(layers * k / ep).  Where that leaves a layer with
-    fewer than k, Algorithm 1 would save fewer; here exactly k are saved: the rest comes from full ranks, each time from
-    the rank with the fewest contributed so far, its expert with the most unsaved tokens (ties: lowest number).  So the
-    capacity is exceeded only where a layer leaves no other choice.
+    From the last layer to the first, the k experts with the most unsaved tokens are taken (ties: lowest number).
+    Experts are skipped if their expert-parallel rank has already contributed ceil(layers * k / ep).
+
+    If this leaves a layer with fewer than k, Algorithm 1 would save fewer. Here exactly k are saved. Each further
+    expert is from the full rank with the fewest contributed so far, and has its most unsaved tokens (ties: lowest
+    number). So the capacity is exceeded only where a layer leaves no other choice.
 
     Args:
         unsaved: tokens given to each expert since it was last saved, by layer; identical on all ranks.
@@ -100,13 +100,13 @@ def persist_selection(
 ) -> dict[int, list[int]]:
     """Selects K_persist experts of every layer to persist, of the K_snapshot in a snapshot (MoC, section 5.1).
 
-    The least recently persisted experts come first; ties go to the expert-parallel rank with the fewest selected so
-    far, then to the lowest number.  Thus no recurring candidate starves, and ranks write about equally as long as
-    experts are saved in turn.  The paper does not specify the selection.
+    The least recently persisted experts are first; ties go to the expert-parallel rank with the fewest selected so far,
+    then to the lowest number. So no recurring candidate starves. If experts are saved in turn, ranks write about
+    equally. The paper does not specify the selection.
 
     Args:
         candidates: experts in the snapshot, by layer.
-        persisted: by layer and expert, a growing number that marks when the expert was last persisted.
+        persisted: by layer and expert, an increasing number that marks when the expert was last persisted.
         k: K_persist; a layer with at most k candidates persists all of them.
         ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
 
@@ -127,22 +127,22 @@ def persist_selection(
 
 
 Marks = Sequence[Sequence[int]]
-"""By layer and expert, a growing number that marks when the expert was last saved."""
+"""By layer and expert, an increasing number that marks when the expert was last saved."""
 
 
 def next_turn(first: int, k: int, num_experts: int, ep: int, layers: Sequence[int], marks: Sequence[Marks]) -> int:
-    """The place in the rotation whose experts have waited longest: a ``checkpoint`` of :func:`sequential_experts`.
+    """Returns the place in the rotation with the expert that has waited longest.
 
-    The result is the place with the expert that has waited longest.  Ties go to the place with the expert that has
-    waited second longest, and so on, then to the next criterion, and then to the next place.
+    Ties are decided by the second longest wait, and so on, then by the next criterion, and then by the next place. A
+    place is a ``checkpoint`` of :func:`sequential_experts`.
 
     Args:
         first: next place of the rotation.
         k: experts of each layer in a snapshot.
-        num_experts: of each of the layers.
+        num_experts: experts of each of the layers.
         ep: expert-parallel ranks.
         layers: indices of the layers, as in :func:`sequential_experts`.
-        marks: by criterion, of each of ``layers``.
+        marks: marks of each of ``layers``, by criterion.
     """
     places, holders = _rotation(k, num_experts, ep, tuple(layers))
     oldest = min(map(min, marks[0]))
@@ -162,14 +162,14 @@ def next_turn(first: int, k: int, num_experts: int, ep: int, layers: Sequence[in
 
 
 def cycle(num_experts: int, k: int, k_persist: int) -> int:
-    """Persisted snapshots until storage has received all experts of a layer, if each place has equally many turns."""
+    """Returns the number of persisted snapshots until storage has all experts of a layer, with equal turns."""
     return num_experts // math.gcd(num_experts, k) * -(-k // k_persist)
 
 
 def starves(persisted: Marks, now: int, cycle: int) -> bool:
-    """Whether storage has waited too long for an expert: for one cycle, at the speed of its last write.
+    """Returns whether storage has waited too long for an expert: for one cycle, at the speed of its last write.
 
-    Storage takes snapshots at its own speed, and may see the same part of the rotation for ever.
+    Storage receives snapshots at its own speed, and may receive the same part of the rotation every time.
 
     Args:
         persisted: iteration of the newest persisted version, by layer and expert.
@@ -183,7 +183,7 @@ def starves(persisted: Marks, now: int, cycle: int) -> bool:
 def _rotation(
     k: int, num_experts: int, ep: int, layers: tuple[int, ...]
 ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-    """The experts by place and layer, and the places by layer and expert."""
+    """Returns the experts by place and layer, and the places by layer and expert."""
     period = num_experts // math.gcd(num_experts, k)
     places = [[sequential_experts(place, layer, k, num_experts, ep) for layer in layers] for place in range(period)]
     holders: list[list[list[int]]] = [[[] for _ in range(num_experts)] for _ in layers]
@@ -201,18 +201,18 @@ class Ages(NamedTuple):
     oldest: int
 
     def times(self, iterations: int) -> Ages:
-        """The ages in iterations, for checkpoints that many iterations apart."""
+        """Returns the ages in iterations, for checkpoints that many iterations apart."""
         return Ages(self.mean * iterations, self.oldest * iterations)
 
 
 @cache
 def ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int = 1) -> tuple[Ages, Ages]:
-    """Ages of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
+    """Returns the ages of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
 
     Args:
         num_experts: N.
         k_snapshot: experts of each layer in a snapshot.
-        k_persist: of these, the number of persisted experts.
+        k_persist: number of these that are persisted.
         persist_every: snapshots per persisted one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""State of the ``pec`` policy between snapshots."""
+"""Defines the state of the ``pec`` policy between snapshots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moc.policy.partial import PartialState
 
 @dataclass
 class PecState(PartialState):
-    """Progress of the rotation; changed only by what the policy is told.
+    """Progress of the rotation, and changes of K by faults.
 
     Attributes:
         partial: partial snapshots so far.
@@ -27,7 +27,7 @@ class PecState(PartialState):
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
-        """As :meth:`PartialState.read`; states of earlier versions have no iterations, and marks in place of tokens."""
+        """As :meth:`PartialState.read`; states of earlier versions have marks instead of tokens, and no iterations."""
         known = decode.state(state, dict, cls.of)
         if "persists" in known:
             known = known | {"saved": {}, "persisted": {}}

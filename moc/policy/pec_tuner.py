@@ -15,11 +15,11 @@ from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observe
 
 
 class PecTuner(IntervalTuner):
-    """Measures as :class:`IntervalTuner` does, and asks :func:`~moc.policy.adaptive.choose` (MoC, section 5.3).
+    """Measures as :class:`IntervalTuner`, and uses :func:`~moc.policy.adaptive.choose` (MoC, section 5.3).
 
-    The first snapshot is full, comes after as many undisturbed iterations as there, and measures copy and write
-    bandwidth.  From then on, K and interval follow from the medians of recent measurements.  A snapshot starts only
-    when the previous one is in storage.
+    The first snapshot is full. It follows the same number of undisturbed iterations, and measures copy and write
+    bandwidth. From then on, K and interval follow from the medians of recent measurements. A snapshot starts only when
+    the previous one is in storage.
 
     Args:
         limits: constraints of the choice.
@@ -30,7 +30,7 @@ class PecTuner(IntervalTuner):
         super().__init__()
         self.limits, self.mtbf_s = limits, mtbf_s
         self.busiest: Mapping[int, int] = {}
-        """Bytes of the rank that saves most, by K; set before training."""
+        """Bytes of the busiest rank, by K; set before training."""
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK)
         self._copied: deque[Transfer] = deque(maxlen=SNAPSHOTS)
         self._written: deque[Transfer] = deque(maxlen=SNAPSHOTS)
@@ -78,7 +78,7 @@ class PecTuner(IntervalTuner):
         return BLOCK if choice is None else choice.interval
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements, without flags and sizes."""
+        """Returns the measurements, without flags and sizes."""
         return super().state_dict() | {
             "forward_backward_s": list(self._forward_backward_s),
             "copied": [[one.bytes, one.seconds] for one in self._copied],
@@ -102,7 +102,7 @@ class PecTuner(IntervalTuner):
 
 @dataclass(frozen=True)
 class _Stored:
-    """The fields that this tuner adds to :class:`IntervalTuner`: seconds, and bytes and seconds of transfers."""
+    """Fields that this tuner adds to :class:`IntervalTuner`: seconds, and bytes and seconds of transfers."""
 
     forward_backward_s: tuple[decode.Positive, ...] = ()
     copied: tuple[tuple[decode.Positive, decode.Positive], ...] = ()
@@ -114,11 +114,11 @@ _Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float,
 
 @lru_cache(maxsize=BLOCKS)
 def _chosen(machine: _Machine, limits: TuningLimits) -> TunedSettings:
-    """Cached, since every iteration asks for it."""
+    """Returns the choice for these measurements; cached, since every iteration needs it."""
     busiest, *rest = machine
     return choose(Measured(dict(busiest), *rest), limits)
 
 
 def _bandwidth(transfers: deque[Transfer]) -> float:
-    """Median bandwidth in bytes per second."""
+    """Returns the median bandwidth in bytes per second."""
     return median(one.bytes / one.seconds for one in transfers)

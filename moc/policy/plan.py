@@ -1,4 +1,4 @@
-"""Snapshot plans, and the policy interface: a pure function from an iteration to a plan."""
+"""Defines snapshot plans and the policy interface: a pure function from an iteration to a plan."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Busiest(Protocol):
     replicas: int
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
-        """Bytes of the rank that saves the most of operators, each at its detail."""
+        """Returns the bytes of the rank that saves the most of ``operators``, each at its detail."""
         ...
 
     def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
-        """Bytes of each rank by plan, where any; one collective call for all plans."""
+        """Returns the bytes of each rank with any, by plan; one collective call for all plans."""
         ...
 
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """What one snapshot saves of the whole model; identical on every rank, and independent of the sharding rule.
+    """Part of the model that a snapshot saves; identical on every rank, and independent of the sharding rule.
 
     Attributes:
         iteration: iterations completed when the snapshot is taken.
         policy: name of the policy that made the plan.
         operators: detail by operator name; in model order, read-only.
-        complete: every operator is saved in full, so training can be recovered from this snapshot alone.
+        complete: every operator is saved in full, so this snapshot is enough to recover.
         since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
-        needs: iteration of the oldest snapshot that it cannot do without; None for ``since``.
-        remote: what of it other nodes' memory receives copies of; None for all of it.
-        compared: operators saved in full whose gradients are saved beside: from their state before, these must lead to
-            it.
+        needs: iteration of the oldest snapshot that it depends on; None for ``since``.
+        remote: operators that other nodes' memory receives copies of; None for all.
+        compared: operators saved in full together with their gradients. Applied to the previous state, these must lead
+            to the saved state.
 
     Raises:
-        ValueError: the plan is empty, or copies something that it does not save.
+        ValueError: the plan is empty, or ``remote`` has something that the plan does not save.
     """
 
     iteration: int
@@ -89,18 +89,18 @@ class SnapshotPlan:
             object.__setattr__(self, "since", self.iteration)
 
     def of(self, detail: Detail) -> tuple[str, ...]:
-        """Names of the operators that are saved at a detail, in model order."""
+        """Returns the names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
     def without(self, detail: Detail) -> SnapshotPlan:
-        """This plan without the operators that it saves at a detail."""
+        """Returns this plan without the operators that it saves at a detail."""
         left = {name: planned for name, planned in self.operators.items() if planned is not detail}
         remote = self.remote and {name: left[name] for name in self.remote if name in left}
         return dataclasses.replace(self, operators=left, remote=remote)
 
     @property
     def copied(self) -> SnapshotPlan:
-        """The part of which other nodes' memory receives copies."""
+        """The part that other nodes' memory receives copies of."""
         if self.remote is None:
             return self
         complete = self.complete and self.remote == self.operators
@@ -108,12 +108,12 @@ class SnapshotPlan:
 
     @property
     def ends_window(self) -> bool:
-        """Whether no operator awaits a full save; only then can this snapshot supersede earlier ones."""
+        """Whether no operator awaits a full save; otherwise this snapshot cannot supersede earlier ones."""
         return Detail.COMPUTE not in self.operators.values()
 
     @property
     def supersedes(self) -> int | None:
-        """The iteration before which snapshots are obsolete once this one is safe; None if none are."""
+        """The iteration before which snapshots are obsolete once this one is durable; None if none are."""
         if not self.ends_window:
             return None
         return self.since if self.needs is None else self.needs
@@ -126,21 +126,23 @@ class SnapshotPlan:
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Decides what is saved when.
+    """Decides which state is saved, and when.
 
-    A policy is a frozen dataclass; its settings are further fields, with defaults.  Every rank asks its own copy and
-    acts on the answer without communication, so an answer may depend only on the fields, the arguments and what policy
-    and interval were told (the same on all ranks): no clock, no random numbers, no rank.  Asking changes nothing;
-    telling does.  :meth:`state_dict` holds what was told and is stored with every snapshot, since with a tuned interval
-    the number of past snapshots does not follow from the iteration.
+    A policy is a frozen dataclass; its settings are further fields, with defaults. Every rank uses its own copy,
+    without communication. So results depend only on fields, arguments and values that policy and interval have
+    received, which are equal on all ranks. Clocks, random numbers and ranks are not allowed.
+
+    Queries such as :meth:`plan` change nothing; methods that receive or record values do. :meth:`state_dict` returns
+    these values. It is stored with every snapshot, since with a tuned interval the number of past snapshots does not
+    follow from the iteration.
 
     Attributes:
         operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
         interval: when a snapshot is due.
-        name: of the policy; set by :func:`moc.policy.registry.policy`.
+        name: name of the policy; set by :func:`moc.policy.registry.policy`.
         exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
             restored to an older state than the rest.
-        windows: several snapshots together are what a run resumes from; set by the registry if the policy ``replays``.
+        windows: a run resumes from several snapshots together; set by the registry if the policy ``replays``.
         replays: resuming may replay iterations with some operators frozen.
         flags: the policy's own flags; listed in ``--help``, refused with other policies.
         grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
@@ -157,33 +159,33 @@ class Policy(ABC):
 
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str | PolicyError]:
-        """Yields the flag combinations that this policy refuses, as sentences that name the remedy or as errors."""
+        """Yields the flag combinations that this policy refuses, as sentences with the remedy or as errors."""
         return iter(())
 
     @classmethod
     def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str | PolicyError]:
-        """Yields what flags ask for and the job does not have, as sentences that name the remedy or as errors.
+        """Yields requirements of flags that the job does not meet, as sentences with the remedy or as errors.
 
-        Not all of ``job`` is known yet: ``stages`` and ``bubble_share`` are not.
+        Two fields of ``job`` are not known yet: ``stages`` and ``bubble_share``.
         """
         return iter(())
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
+        """Returns whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
         return False
 
     @classmethod
     def most_lost(cls, asked: Asked) -> float:
-        """The limit on the tokens that faults may be expected to lose, a proportion of the training's; by default 1."""
+        """Returns the limit of tokens that faults may lose, as a proportion of the training's tokens; by default 1."""
         return 1.0
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """The policy fields that flags and job determine; by default, the fields that match by name.
+        """Returns the policy fields that flags and job determine; by default, the fields that match by name.
 
-        Field ``k`` of policy ``pec`` takes flag ``pec_k`` if that exists, otherwise a value of that name known of the
-        job.
+        Field ``k`` of policy ``pec`` is set by flag ``pec_k`` if that exists, otherwise by the job's value of that
+        name.
         """
         every, interval = asked.persist_interval, asked.snapshot_interval
         found = {
@@ -198,7 +200,7 @@ class Policy(ABC):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """The settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
+        """Yields the settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
 
         Each setting corresponds to a flag of the policy that is marked ``chosen``.
         """
@@ -206,20 +208,20 @@ class Policy(ABC):
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """The price of a checkpoint under some settings; by default, that of one full snapshot.
+        """Returns the price of a checkpoint under some settings; by default, of one full snapshot.
 
-        ``settings`` is one of :meth:`candidates`, or what a user of the simulator has fixed, possibly nothing.
+        ``settings`` is one of :meth:`candidates`, or the settings given by a user of the simulator, possibly none.
         """
         return Price(machine.everything)
 
     @classmethod
     def described(cls, settings: Settings) -> str:
-        """The settings of a candidate in readable form, without the interval."""
+        """Returns a candidate's settings in readable form, without the interval."""
         return ", ".join(f"{name} {value}" for name, value in settings.items())
 
     @classmethod
     def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """Whether flags and job allow snapshots with gradients in place of state; by default never."""
+        """Returns whether flags and job allow snapshots with gradients in place of state; by default never."""
         return False
 
     @property
@@ -229,36 +231,36 @@ class Policy(ABC):
 
     @property
     def window_length(self) -> int:
-        """Number of snapshots in the current or last window, which together a run can resume from."""
+        """Number of snapshots in the current or last window, which a run can resume from."""
         return 1
 
     @property
     def keeps_live(self) -> bool:
-        """Whether survivors keep live experts after a loss of others; of no effect if the policy is exact."""
+        """Whether survivors keep live experts after a loss of others; no effect if the policy is exact."""
         return False
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the policy needs the token counts of experts; by default, if it is not exact."""
+        """Whether the policy needs the token counts of experts; by default, if it is inexact."""
         return not self.exact
 
     def remarks(self) -> Iterator[str]:
-        """Yields sentences for people, told once before training, such as of settings that have no effect."""
+        """Yields remarks for users, such as settings without effect; printed once before training."""
         return iter(())
 
     @property
     def saves_gradients(self) -> bool:
-        """Whether plans may hold gradients (:attr:`Detail.GRAD`)."""
+        """Whether plans may have gradients (:attr:`Detail.GRAD`)."""
         return False
 
     @property
     def folds_beside(self) -> bool:
-        """Whether chains of gradients are folded in memory, beside training (MoEtion, section 5.2)."""
+        """Whether a background process applies chains of gradients in memory (MoEtion, section 5.2)."""
         return False
 
     @property
     def in_bubbles(self) -> bool:
-        """Whether snapshots are copied in the pipeline's bubbles first, and the bubbles timed."""
+        """Whether snapshots are copied in the pipeline's bubbles first, and bubbles are timed."""
         return False
 
     @property
@@ -268,21 +270,21 @@ class Policy(ABC):
 
     @property
     def makes_up(self) -> Boost | None:
-        """More capacity with which experts make up tokens lost to a recovery; by default none."""
+        """Capacity boost with which experts compensate tokens lost to a recovery; by default none."""
         return None
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """Plans the snapshot after so many iterations; None if nothing is to be saved.
+        """Plans the snapshot after ``iteration`` iterations; None if nothing is to be saved.
 
         ``load`` is None, here and below, if tokens are not counted.
         """
 
     def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
-        """Plans the snapshot after so many iterations if it goes to storage, too; changes nothing, as :meth:`plan`.
+        """Plans the snapshot after ``iteration`` iterations if it is also stored; changes nothing, as :meth:`plan`.
 
-        Storage takes snapshots at its own speed, and some writes fail.  Only the caller knows which snapshot storage
-        takes, so it calls this method for that one, and :meth:`plan` for all others.
+        Storage receives snapshots at its own speed, and some writes fail. Only the caller knows which snapshots are
+        stored. It calls this method for these, and :meth:`plan` for all others.
 
         Args:
             iteration: as in :meth:`plan`.
@@ -293,14 +295,14 @@ class Policy(ABC):
         return self.everything(iteration) if plan is None and again and not self.windows else plan
 
     def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
-        """Plans the snapshot that would be taken after so many iterations if one were due; changes nothing."""
+        """Plans the snapshot after ``iteration`` iterations as if one were due; changes nothing."""
         return self.plan(iteration, load) or self.everything(iteration)
 
     @property
     def storage_cycle(self) -> int | None:
-        """Persisted snapshots (with windows: windows) until storage has a new version of every operator, at most.
+        """Maximum number of persisted snapshots (or windows) until storage has a new version of every operator.
 
-        None if the policy promises none, because it selects experts only by their tokens.
+        None if there is no maximum, because experts are selected only by their tokens.
         """
         return 1
 
@@ -308,10 +310,10 @@ class Policy(ABC):
         """Receives the sizes of snapshots; called once, before training, on all ranks.
 
         Args:
-            busiest: gives the bytes of the rank that saves the most of a plan's operators, and of each rank.
+            busiest: returns the bytes of the rank that saves the most of a plan's operators, and of each rank.
 
         Raises:
-            ValueError: settings do not fit these sizes; the message names the remedy.
+            ValueError: settings do not fit these sizes; the message has the remedy.
         """
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
@@ -321,9 +323,9 @@ class Policy(ABC):
         """
 
     def under_way(self, iteration: int) -> Sequence[SnapshotPlan]:
-        """The plans of the current window's snapshots up to and including the last completed iteration.
+        """Returns the plans of the current window's snapshots up to and including the last completed iteration.
 
-        Empty if no such snapshot has begun, or if every snapshot is a window of its own.
+        Empty if no such snapshot has begun, or if every snapshot is its own window.
         """
         return ()
 
@@ -334,81 +336,81 @@ class Policy(ABC):
         """Receives the gating probabilities; called after every iteration, before :meth:`plan`.
 
         Args:
-            probabilities: by layer and expert, their sum over the tokens given to the expert in this iteration.
+            probabilities: sum over the tokens given to an expert in this iteration, by layer and expert.
         """
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The part of a snapshot in memory that is persisted; by default, all of it.
+        """Returns the part of a snapshot in memory that is persisted; by default, all of it.
 
-        Not used at the end of a run, where :meth:`everything` is persisted as it is.
+        Not used at the end of a run, where :meth:`everything` is persisted unchanged.
         """
         return plan
 
     def on_stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
-        """Records that a plan from :meth:`for_storage` starts to be persisted; called after :meth:`on_snapshot`."""
+        """Records that a write of a plan from :meth:`for_storage` starts; called after :meth:`on_snapshot`."""
 
     def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:  # noqa: B027
-        """Records that the write of a plan given to :meth:`on_stored` is ``published`` in storage, or has failed."""
+        """Records that the write of a plan given to :meth:`on_stored` was committed (``published``), or failed."""
 
     def on_inventory(self, persisted: Mapping[str, int]) -> None:  # noqa: B027
-        """Records what storage has when a run resumes; called after :meth:`on_resume`.
+        """Records the contents of storage when a run resumes; called after :meth:`on_resume`.
 
         Args:
-            persisted: by operator, the iteration of its newest full save; absent operators have none.
+            persisted: iteration of the newest full save by operator; absent operators have none.
         """
 
     def stores(self, plan: SnapshotPlan) -> bool:
-        """Whether a snapshot must be persisted even if none is due; asked before :meth:`on_snapshot`."""
+        """Returns whether a snapshot must be persisted even if none is due; called before :meth:`on_snapshot`."""
         return False
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
-        """Learns which snapshots exist when a run resumes; called after :meth:`load_state_dict`.
+        """Records which snapshots exist when a run resumes; called after :meth:`load_state_dict`.
 
         Args:
-            in_memory: the tier that makes snapshots safe, possibly storage itself, holds everything that the run
+            in_memory: the tier that makes snapshots durable, possibly storage itself, has everything that the run
                 resumes with.
-            in_storage: a run could resume from storage alone.
+            in_storage: storage is enough to resume the run.
         """
 
     def storage_lost(self) -> None:  # noqa: B027
-        """Records that the first checkpoint meant for storage was not written: storage needs another one."""
+        """Records that the first checkpoint for storage was not written: storage needs another one."""
 
     def on_recovery(self, plt: float) -> None:  # noqa: B027
-        """Learns the cost of a recovery: the increase of the proportion of lost tokens over the whole training."""
+        """Records the cost of a recovery: the increase of the proportion of lost tokens over the whole training."""
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """The expected cost of a fault, as text and as event fields; None if nothing is lost or the cost is unknown.
+        """Returns the expected cost of a fault, as text and as event fields; None if there is none or it is unknown.
 
         Args:
             train_iters: iterations of the training, whose tokens the lost proportion refers to.
-            in_memory: a memory tier holds every snapshot.
-            in_storage: snapshots are persisted too.
+            in_memory: a memory tier has every snapshot.
+            in_storage: snapshots are also persisted.
         """
         return None
 
     def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """A warning, as text and as event fields, if the next fault would lose too many tokens; None if it would not.
+        """Returns a warning, as text and as event fields, if the next fault would lose too many tokens; otherwise None.
 
         Args:
-            plt: tokens that faults have lost so far, as a proportion of those of the whole training.
+            plt: tokens that faults have lost so far, as a proportion of the whole training's tokens.
             train_iters: iterations of the whole training.
         """
         return None
 
     def gauges(self) -> dict[str, float]:
-        """Values that change during a run and are worth plotting, by name."""
+        """Returns the values that change during a run and are worth plotting, by name."""
         return {}
 
     def chosen(self) -> dict[str, float]:
-        """The :meth:`gauges` that the policy has chosen, explained by :meth:`reason`."""
+        """Returns the :meth:`gauges` that the policy has chosen, explained by :meth:`reason`."""
         return self.gauges()
 
     def reason(self) -> str | None:
-        """Why the policy chose :meth:`chosen`; None if it chose nothing."""
+        """Returns why the policy chose :meth:`chosen`; None if it chose nothing."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policy was told, as JSON-compatible values; the interval keeps its own state."""
+        """Returns the received values in JSON-compatible form; the interval keeps its own state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -425,19 +427,22 @@ class Policy(ABC):
         The model must be the same, settings may differ.
 
         Raises:
-            ValueError: the state does not come from :meth:`state_dict`.
+            ValueError: the state is not from :meth:`state_dict`.
         """
         return lambda: None
 
     def check(self, plan: SnapshotPlan) -> None:
         """Refuses a snapshot that no recovery could use.
 
-        A recovery takes all of one snapshot.  If the policy ``replays``, it takes a window of ``FULL`` and ``COMPUTE``;
-        if it is exact and saves gradients, chains of ``FULL`` and ``GRAD``; if it is not ``exact``, experts may be in
-        other snapshots than the rest.
+        A recovery uses:
+
+        * by default, one snapshot with everything in full;
+        * if the policy ``replays``, a window of ``FULL`` and ``COMPUTE``;
+        * if it is exact and saves gradients, chains of ``FULL`` and ``GRAD``;
+        * if it is not ``exact``, one snapshot for dense operators, and others for experts.
 
         Raises:
-            ValueError: the plan has no such details, or other operators; the message names an operator.
+            ValueError: the plan has other details or operators; the message names an operator.
         """
         strange = plan.operators.keys() - {one.name for one in self.operators}
         strange |= {name for name, detail in plan.operators.items() if not isinstance(detail, Detail)}
@@ -473,6 +478,6 @@ class Policy(ABC):
             )
 
     def everything(self, iteration: int) -> SnapshotPlan:
-        """A plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""
+        """Returns a plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""
         details = {operator.name: Detail.FULL for operator in self.operators}
         return SnapshotPlan(iteration, self.name, details, complete=True)

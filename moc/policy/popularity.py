@@ -1,4 +1,4 @@
-"""Popularity and skewness of experts (MoEvement, section 3.5, Appendices B and D)."""
+"""Computes popularity and skewness of experts (MoEvement, section 3.5, Appendices B and D)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANGE, OF_EXPERTS = 0.10, 0.25
 
 
 def frequencies(scores: Scores) -> dict[int, list[float]]:
-    """Each expert's share of its layer's total, by layer; zeros if the total is zero."""
+    """Returns each expert's share of its layer's total, by layer; zeros if the total is zero."""
     shares = {}
     for layer, row in scores.items():
         total = sum(row)
@@ -24,11 +24,11 @@ def frequencies(scores: Scores) -> dict[int, list[float]]:
 
 
 def has_changed(before: Scores, now: Scores) -> bool:
-    """Whether activation frequencies differ by more than 10 % for at least 25 % of all experts (section 3.5).
+    """Returns whether activation frequencies differ by more than 10 % for at least 25 % of experts (section 3.5).
 
     Args:
         before: :func:`frequencies` at the last reordering.
-        now: current ones, with the same layers and experts.
+        now: current frequencies, with the same layers and experts.
     """
     pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
     changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)
@@ -36,7 +36,7 @@ def has_changed(before: Scores, now: Scores) -> bool:
 
 
 def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
-    """The time-decayed popularity after one more iteration (Appendix B): A(t) = alpha A(t-1) + (1 - alpha) counts.
+    """Returns the time-decayed popularity A(t) = alpha A(t-1) + (1 - alpha) counts of an iteration (Appendix B).
 
     Args:
         mean: A(t-1); empty before the first iteration.
@@ -51,12 +51,12 @@ def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]
 
 
 def relative(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
-    """Popularity relative to the capacity of each expert (Appendix B, capacity-aware ordering): A / C."""
+    """Returns popularity relative to each expert's capacity, A / C (Appendix B, capacity-aware ordering)."""
     return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
 
 
 def hhi(counts: Sequence[float]) -> float:
-    """The Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
+    """Returns the Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
 
     Raises:
         ValueError: the layer has no tokens.
@@ -71,7 +71,7 @@ def hhi(counts: Sequence[float]) -> float:
 
 
 def skewness(counts: Sequence[float]) -> float:
-    """S of Appendix D, from 0 (all experts of a layer are equally busy) to 1 (one expert has all tokens).
+    """Returns S of Appendix D, from 0 (all experts of a layer are equally busy) to 1 (one expert has all tokens).
 
     Raises:
         ValueError: there are fewer than two experts, or no token.
@@ -86,7 +86,7 @@ def skewness(counts: Sequence[float]) -> float:
 
 
 def skew_gauges(counts: Scores) -> dict[str, float]:
-    """``hhi`` and ``skewness`` of an iteration, as means over the layers with several experts and any tokens."""
+    """Returns mean ``hhi`` and ``skewness`` of an iteration, over the layers with several experts and any tokens."""
     rows = [row for row in counts.values() if len(row) > 1 and sum(row) > 0]
     if not rows:
         return {}

@@ -1,6 +1,7 @@
-"""Candidate settings of policies and their prices, for the simulator and ``--ckpt-policy auto``.
+"""Defines candidate settings of policies and their prices, for the simulator and ``--ckpt-policy auto``.
 
-Prices are in bytes; the cost of bytes in seconds and the work lost to a fault are computed alike for all policies.
+Prices are in bytes. The seconds to move these bytes, and the work lost to a fault, are computed identically for all
+policies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one snapshot: of the rank that saves most, and of all ranks."""
+    """Bytes of one snapshot: of the busiest rank, and of all ranks."""
 
     busiest: float
     total: float
@@ -25,7 +26,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What policies are priced for: a model, partitioned over ranks.
+    """A model partitioned over ranks, and the copy speed, for which policies are priced.
 
     Attributes:
         ranks: ranks of the job.
@@ -35,11 +36,11 @@ class Machine:
         hidden_s: seconds of an iteration that a copy can overlap at no cost.
         rate: bytes per second of an overlapped copy.
         ks: candidate values of K, ascending, the last being all experts; empty without experts.
-        at_risk: tokens at risk right after a snapshot of a share of the experts, which are selected by popularity, in
-            iterations, by that share and the cost of an expert that is in every snapshot
-            (:func:`moc.policy.risk.by_share`); None if nobody has counted tokens.
-        gradient: bytes of an expert's gradients relative to its state; None where no snapshot may hold gradients in
-            its place, or a loss would leave nothing but storage, which has none.
+        at_risk: tokens at risk right after a snapshot, in iterations, if experts are selected by popularity. Its
+            arguments are the share of experts in the snapshot and the cost of an expert in every snapshot
+            (:func:`moc.policy.risk.by_share`). None if tokens were not counted.
+        gradient: bytes of an expert's gradients relative to its state. None if no snapshot may have gradients, or a
+            loss would leave only storage, which has none.
     """
 
     ranks: int
@@ -60,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Contents of one checkpoint of a policy, from which a run can resume.
+    """Contents and price of one checkpoint of a policy, from which a run can resume.
 
     Attributes:
         size: total size of its snapshots.
@@ -68,12 +69,12 @@ class Price:
         k: experts of each layer that a checkpoint saves, the others being older; None for all.
         length: snapshots in the longest window of any stage.
         kept: maximum number of snapshots that recovery needs in memory, if the policy has windows; None otherwise.
-        at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
-            saved in turn.
+        at_risk: tokens at risk right after it, in iterations, with one per iteration; None as if experts were saved in
+            turn.
         every: iterations between snapshots that this price is for; None for any.
-        waits: of the busiest rank's bytes, those that are copied while training waits, and do not hide.
+        waits: bytes of the busiest rank that are copied while training waits, and do not hide.
         folded: updates of all experts that a recovery repeats with saved gradients.
-        chained: bytes of gradients that memory keeps beside the newest states, of all ranks, at most.
+        chained: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
     """
 
     size: Sizes

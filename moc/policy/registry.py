@@ -1,4 +1,4 @@
-"""The registry of checkpoint policies."""
+"""Registers checkpoint policies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moc.policy.guard import guard
 from moc.policy.plan import Policy
 
 AUTO = "auto"
-"""In place of a policy name: policy and settings are chosen from measurements."""
+"""Instead of a policy name: policy and settings are chosen from measurements."""
 
 ENTRY_POINTS = "moc.policies"
-"""Entry-point group under which packages list the modules of their policies."""
+"""Entry-point group in which packages list the modules of their policies."""
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", bound=type[Policy])
 
 
 def policy(name: str) -> Callable[[Kind], Kind]:
-    """Registers the decorated class as the policy of that name.
+    """Returns a decorator that registers a class as the policy of that name.
 
     Raises:
         ValueError: the name is taken or invalid, the class is no dataclass or lacks ``plan``, or a flag lacks the
@@ -113,12 +113,12 @@ def import_policies() -> None:
 
 
 def owners() -> dict[str, type[Policy]]:
-    """The owning policy of each policy flag."""
+    """Returns the policy that each policy flag belongs to."""
     return {flag.name: kind for kind in POLICIES.values() for flag in kind.flags}
 
 
 def policy_named(name: str) -> type[Policy]:
-    """The policy of a name.
+    """Returns the policy of a name.
 
     Raises:
         ValueError: no policy has this name; the message lists all names.
@@ -132,18 +132,18 @@ def policy_named(name: str) -> type[Policy]:
 
 
 def is_of_everything(name: str | None) -> bool:
-    """Whether each snapshot of a policy holds the full model; False for a policy that is not installed."""
+    """Returns whether each snapshot of a policy has the full model; False for a policy that is not installed."""
     kind = None if name is None else POLICIES.get(name)
     return kind is not None and kind.exact and not kind.windows
 
 
 def is_of_newest_experts(name: str | None) -> bool:
-    """Whether experts may be in older snapshots of a policy; False for a policy that is not installed."""
+    """Returns whether experts may be in older snapshots of a policy; False for a policy that is not installed."""
     kind = None if name is None else POLICIES.get(name)
     return kind is not None and not kind.exact
 
 
 def is_of_windows(name: str) -> bool:
-    """Whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
+    """Returns whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
     kind = POLICIES.get(name)
     return kind is not None and kind.windows

@@ -1,4 +1,4 @@
-"""Tokens at risk under selective snapshots: loads of experts, replayed through the rules that select them."""
+"""Computes tokens at risk under selective snapshots, by replaying loads of experts through selection rules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from moc.policy.pec_selection import sequential_experts
 from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, steady_risk
 
 Choose = Callable[[Counts, Counts, int], Experts]
-"""The experts of a snapshot, from tokens and iterations since each was last saved, and the snapshot's index from 0."""
+"""Selects a snapshot's experts by tokens and iterations since each one's last save, and the snapshot's index from 0."""
 
 
 @dataclass(frozen=True)
 class Risk:
-    """Momentary lost tokens (MoEtion, eq. 6), which a fault right after a snapshot would lose: the mean over snapshots.
+    """Momentary lost tokens (MoEtion, eq. 6): the loss of a fault right after a snapshot, as a mean over snapshots.
 
     Attributes:
-        mlt: the sum over layers, each in units of its tokens of an iteration.
+        mlt: the sum over layers, each in units of its tokens per iteration.
         mlt_per_layer: the mean over layers: tokens at risk, in iterations.
-        oldest: the most iterations between two snapshots of an expert.
+        oldest: maximum number of iterations between two snapshots of an expert.
     """
 
     mlt: float
@@ -31,7 +31,7 @@ class Risk:
 
 
 def lost_by_layer(unsaved: Counts, each: Mapping[int, float]) -> list[float]:
-    """Momentary lost tokens of each layer that receives tokens, in iterations.
+    """Returns the momentary lost tokens of each layer that receives tokens, in iterations.
 
     Args:
         unsaved: tokens of each expert since it was last saved.
@@ -41,15 +41,15 @@ def lost_by_layer(unsaved: Counts, each: Mapping[int, float]) -> list[float]:
 
 
 def of_iteration(loads: Sequence[Counts]) -> dict[int, float]:
-    """Tokens of an iteration by layer: the mean over iterations, of which there is at least one."""
+    """Returns the tokens of an iteration by layer: the mean over iterations (at least one)."""
     return {layer: sum(sum(row[layer]) for row in loads) / len(loads) for layer in loads[0]}
 
 
 def rules(limits: Sequence[Limit], max_age: int) -> dict[str, Choose]:
-    """The rules by name: per byte with either score, also regardless of ages, Algorithm 1, and as many in turn.
+    """Returns the rules by name: per byte with either score, also without age limit, Algorithm 1, and in turn.
 
     Args:
-        limits: the budget; in turn, it counts as S_total alone.
+        limits: the budget; for the rule in turn, only its S_total counts.
         max_age: as in :func:`per_byte`.
     """
 
@@ -67,12 +67,12 @@ def rules(limits: Sequence[Limit], max_age: int) -> dict[str, Choose]:
 
 
 def in_turn(table: Counts, total: int, snapshot: int) -> Experts:
-    """As many experts of all layers as fit, in a circle on which neighbours belong to different layers.
+    """Returns the next ``total`` experts on a circle where neighbours belong to different layers.
 
     Args:
-        table: has the layers and experts; its values do not matter.
+        table: defines layers and experts; its values do not matter.
         total: experts in a snapshot.
-        snapshot: its index, from 0.
+        snapshot: index of the snapshot, from 0.
     """
     circle = sorted(((layer, expert) for layer, row in table.items() for expert in range(len(row))), key=lambda p: p[1])
     number = min(total, len(circle))
@@ -81,13 +81,13 @@ def in_turn(table: Counts, total: int, snapshot: int) -> Experts:
 
 
 def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int = 0) -> Risk:
-    """Takes a snapshot of selected experts every so many iterations; all are saved before the first one.
+    """Simulates a snapshot of selected experts every ``apart`` iterations; starts from a full save.
 
     Args:
         loads: by iteration, tokens of each expert by layer.
         choose: the rule.
         apart: iterations between snapshots.
-        skipped: first iterations, whose snapshots do not count.
+        skipped: number of first iterations whose snapshots do not count.
 
     Raises:
         ValueError: no snapshot is left to count.
@@ -119,9 +119,9 @@ def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int
 
 
 def by_share(loads: Sequence[Counts]) -> Callable[[float, float], float] | None:
-    """:func:`steady` by the share of experts in a snapshot and the cost of one that is in every snapshot.
+    """Returns :func:`steady` as a function of the share of experts in a snapshot and the cost ``always``.
 
-    None if some layer has received no tokens.
+    Returns None if some layer has received no tokens.
     """
     if not loads or not loads[0] or not all(of_iteration(loads).values()):
         return None
@@ -130,7 +130,7 @@ def by_share(loads: Sequence[Counts]) -> Callable[[float, float], float] | None:
 
 
 def steady(loads: Sequence[Counts], total: float, apart: int = 1, always: float = 1.0) -> float:
-    """:func:`steady_risk` per layer, in iterations: the mean over iterations, each as if its loads never changed.
+    """Returns :func:`steady_risk` per layer in iterations: the mean over iterations, each with constant loads.
 
     Args:
         loads: by iteration, tokens of each expert by layer.

@@ -1,6 +1,6 @@
-"""Selection of the experts of a snapshot by popularity, within budgets (MoEtion, sections 4.2 and 4.3).
+"""Selects a snapshot's experts by popularity, within budgets (MoEtion, sections 4.2 and 4.3).
 
-Pure functions of counts that all ranks share, so all ranks choose alike.
+Pure functions of counts that all ranks share, so all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Limit:
     """One limit on a snapshot: bytes of each rank or node, or a number of experts.
 
     Attributes:
-        room: what each bin takes, such as bytes by rank; at least 0.
-        cost: by expert, what it takes of each bin.
-        gradients: by expert, what its gradients take in place of its state, where known.
+        room: capacity of each bin, such as bytes by rank; at least 0.
+        cost: cost of each expert in each bin.
+        gradients: cost of an expert's gradients in place of its state, where known.
     """
 
     room: Mapping[int, float]
@@ -41,11 +41,11 @@ class Limit:
     gradients: Mapping[Place, Mapping[int, float]] = field(default_factory=dict)
 
     def total(self, given: Given | None = None) -> int:
-        """S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
+        """Returns S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
         return self._total if given is None else self._fitting(given)
 
     def costs_of(self, place: Place, cheaper: bool) -> Mapping[int, float]:
-        """What an expert, or its gradients, takes of each bin."""
+        """Returns the cost of an expert, or of its gradients, in each bin."""
         return self.gradients.get(place, self.cost[place]) if cheaper else self.cost[place]
 
     @cached_property
@@ -60,13 +60,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Given:
-    """What is settled before experts are chosen.
+    """Constraints set before experts are chosen.
 
     Attributes:
-        taken: experts that are chosen already, and count, whether they fit or not.
-        cheaper: experts that cost their gradients only.
-        share: of each limit, that experts may take.
-        both: of those taken, experts that cost their state and their gradients.
+        taken: experts that are chosen already, and count even if they do not fit.
+        cheaper: experts that cost only their gradients.
+        share: share of each limit that experts may take.
+        both: experts among ``taken`` that cost their state and their gradients.
     """
 
     taken: Collection[Place] = ()
@@ -79,19 +79,19 @@ _NOTHING = Given()
 
 
 def number_of_experts(places: Iterable[Place], number: int) -> Limit:
-    """The limit of a fixed number of experts, over all layers."""
+    """Returns the limit of a fixed number of experts, over all layers."""
     return Limit({0: number}, {place: {0: 1} for place in places})
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Experts that take the same of the same bins: where one does not fit, none of its group does.
+    """Groups of experts with equal costs: if one does not fit, none of its group does.
 
     Attributes:
-        room: what each bin takes, of all limits.
-        costs: by group, what an expert takes of each bin.
-        rows: by layer and expert, its group.
-        cheaper: the same, of its gradients.
+        room: capacity of each bin, over all limits.
+        costs: costs of an expert of a group, by bin.
+        rows: group of each expert, by layer.
+        cheaper: group of each expert's gradients, by layer.
     """
 
     room: list[float]
@@ -114,10 +114,10 @@ def _groups(limits: tuple[Limit, ...]) -> _Groups:
 
 
 class _Rooms:
-    """What is left of limits while experts are chosen.
+    """Remaining capacity while experts are chosen.
 
     Attributes:
-        rows: by layer and expert, its group.
+        rows: group of each expert, by layer.
     """
 
     def __init__(self, limits: Sequence[Limit], given: Given, share: float = 1.0):
@@ -133,7 +133,7 @@ class _Rooms:
             self._subtract(known.cheaper[layer][expert])
 
     def take(self, group: int) -> bool:
-        """Takes an expert of a group if it fits."""
+        """Takes an expert of a group if it fits, and returns whether it does."""
         left = self._left
         for key, cost in self._groups.costs[group]:
             if left[key] < cost:
@@ -146,7 +146,7 @@ class _Rooms:
             self._left[key] -= cost
 
     def fill(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
-        """Takes those experts that fit, in order, and marks them; stops when no group has room."""
+        """Takes and marks the experts that fit, in order; stops when no group has room."""
         waiting = set(groups)
         for place in order:
             if taken[place] or (group := groups[place]) not in waiting:
@@ -164,11 +164,11 @@ class _Rooms:
 
 
 def allocate(unsaved: Counts, total: int) -> dict[int, int]:
-    """S[l] of Algorithm 1: S_total experts over layers in proportion to the tokens at risk of each.
+    """Returns S[l] of Algorithm 1: S_total experts, over layers in proportion to their tokens at risk.
 
-    The paper "adjusts" the rounded-down shares to sum to S_total without saying how: here the largest remainders are
-    rounded up, ties to the lower layer; a layer saves at most all its experts, and what it leaves goes to the others.
-    If no tokens are at risk, layers share equally.
+    The paper "adjusts" the rounded-down shares to sum to S_total, without details. Here the largest remainders are
+    rounded up, with ties to the lower layer. A layer saves at most all its experts; other layers receive its excess. If
+    no tokens are at risk, layers share equally.
 
     Args:
         unsaved: P, tokens of each expert since it was last saved.
@@ -196,15 +196,14 @@ def allocate(unsaved: Counts, total: int) -> dict[int, int]:
 
 
 def proportional(unsaved: Counts, limits: Sequence[Limit], given: Given = _NOTHING) -> Experts:
-    """Algorithm 1: the S[l] experts of each layer with the most tokens since they were last saved.
+    """Returns the S[l] experts of each layer with the most tokens since their last save (Algorithm 1).
 
-    S_total counts all bytes of the budget alike, so the chosen experts of a busy rank may exceed its own: such experts
-    are passed over.
+    S_total is for all bins together, so the experts of a busy rank may exceed its own budget: these are skipped.
 
     Args:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
-        given: what is settled before.
+        given: constraints set before.
     """
     rooms, chosen = _Rooms(limits, given), {}
     for layer, number in allocate(unsaved, min(limit.total(given) for limit in limits)).items():
@@ -216,7 +215,7 @@ def proportional(unsaved: Counts, limits: Sequence[Limit], given: Given = _NOTHI
 
 
 def places_of(experts: Experts) -> list[Place]:
-    """The chosen experts of all layers."""
+    """Returns the chosen experts of all layers."""
     return [(layer, expert) for layer, row in experts.items() for expert in row]
 
 
@@ -231,14 +230,14 @@ def per_byte(
     limits: Sequence[Limit],
     given: Given = _NOTHING,
 ) -> Experts:
-    """The experts with the highest scores that fit, of all layers together; the oldest first where they are too old.
+    """Returns the experts of all layers with the highest scores that fit; too old experts are first.
 
     Args:
-        scores: by layer and expert, per byte that saving it costs.
+        scores: score per byte of the save, by layer and expert.
         ages: iterations since each expert was last saved.
-        max_age: experts older than this come first, oldest first, on at most half of the limits.
+        max_age: experts older than this are first, the oldest before others, on at most half of the limits.
         limits: the budget.
-        given: what is settled before.
+        given: constraints set before.
     """
     rooms = _Rooms(limits, given, 0.5)
     groups, age = _flat(rooms.rows, scores), _flat(ages, scores)
@@ -259,11 +258,11 @@ def _flat[Number: (int, float)](table: Mapping[int, Sequence[Number]], layers: I
 
 
 def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:
-    """The scores of experts: tokens since they were last saved, or these times the iterations since then.
+    """Returns the scores of experts: tokens since their last save, or these times the iterations since then.
 
-    An expert with rate r saved every n iterations has r (n - 1) / 2 tokens at risk on average.  Under the constraint
-    that S are saved in each iteration, the sum over experts is least for n proportional to r to the power -1/2, which
-    is where tokens times age tends to; tokens alone, as in Algorithm 1, tend to n proportional to 1/r.
+    An expert with rate r, saved every n iterations, has r (n - 1) / 2 tokens at risk on average. With S saves in each
+    iteration, the sum over experts is least for n proportional to r to the power -1/2. Tokens times age tends to this
+    optimum. Tokens without age, as in Algorithm 1, tend to n proportional to 1/r.
 
     Args:
         unsaved: tokens of each expert since it was last saved.
@@ -279,15 +278,15 @@ def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:
 
 
 def steady_risk(rates: Iterable[float], number: float, always: float = 1.0) -> float:
-    """Tokens at risk right after a snapshot if popularity stays as it is, for the best intervals of each expert.
+    """Returns the tokens at risk right after a snapshot under constant popularity, for the best intervals.
 
-    The minimum of the sum of r (n - 1) / 2 over experts, with 1/n summing to the number saved and no n below 1: the
+    The result is the minimal sum of r (n - 1) / 2 over experts, with 1/n summing to ``number`` and no n below 1. The
     busiest experts are saved in every snapshot, and n is proportional to r to the power -1/2 for the others.
 
     Args:
         rates: tokens of each expert per snapshot.
-        number: experts in a snapshot; with gradients, as many states as have its bytes.
-        always: cost of an expert that is in every snapshot, in states: less than 1 where its gradients suffice.
+        number: experts in a snapshot; with gradients, the number of states with its bytes.
+        always: cost of an expert in every snapshot, in states: less than 1 if its gradients suffice.
 
     Returns:
         Tokens; infinite if nothing is saved and any expert receives tokens.

@@ -1,4 +1,4 @@
-"""Selective expert checkpointing: all dense operators, and the experts whose loss would cost the most tokens."""
+"""Saves all dense operators, and the experts whose loss would cost the most tokens (selective checkpointing)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ from moc.state.detail import Detail
 class Selective(Partial):
     """MoEtion's selective snapshots (sections 4.1 to 4.3), by default in every iteration.
 
-    The first snapshot of a run is full; each later one saves all dense operators, and the experts that lose the most
-    tokens otherwise, as many as two budgets allow: what a rank copies to host memory while it computes, and what nodes
-    send to each other, or ranks to storage, until the next snapshot.  Nodes that send less than ranks copy choose what
-    they send by itself (Algorithm 1, lines 16 and 17).  With ``experts`` the number of experts is fixed instead.
+    The first snapshot of a run is full. Each later one saves all dense operators, and the experts that would lose the
+    most tokens. Two budgets limit the experts:
+
+    * local: bytes that a rank copies to host memory while it computes,
+    * remote: bytes that nodes send to each other, or ranks write to storage, until the next snapshot.
+
+    If nodes send less than ranks copy, the sent experts are chosen separately (Algorithm 1, lines 16 and 17). With
+    ``experts``, the number of experts is fixed instead.
 
     Attributes:
-        experts: S, experts of each layer in the mean over layers; None to choose by budgets.
+        experts: S, experts of each layer, mean over layers; None to choose by budgets.
         local_gb: GB that the busiest rank copies; None to measure.
         remote_gb: GB that a node receives from others; None to measure.
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
@@ -48,15 +52,15 @@ class Selective(Partial):
         max_age: iterations after which an expert is saved first; None for 4 E / S.
         mlt_limit: proportion of the training's tokens that faults may lose without a warning.
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
-        hide: what copies hide behind: ``compute``, or ``bubble`` for the pipeline's bubbles.
+        hide: copies hide behind ``compute``, or ``bubble`` for the pipeline's bubbles.
         bubble_share: share of forward and backward in bubbles until they are timed; 0 to hide behind computation.
-        boost: capacity beyond their own with which experts make up lost tokens, as a fraction; 0 for none.
-        boost_iterations: that they have for it.
-        tier: where snapshots are safe.
+        boost: capacity boost of experts that lost tokens, as a fraction; 0 for none.
+        boost_iterations: maximum iterations of the boost.
+        tier: tier that makes snapshots durable.
         gradients: memory has the gradients of experts in place of their state where these suffice.
-        no_gradients: why it does not, though nobody has turned them off.
-        fold: who applies them: ``peers``, beside training, or a ``recovery``.
-        sizes: of snapshots; empty until they are known.
+        no_gradients: reason why it does not, unless a flag turns them off.
+        fold: gradients are applied by ``peers``, in the background, or by a ``recovery``.
+        sizes: sizes of snapshots; empty until known.
 
     Raises:
         ValueError: a setting is invalid, or the model has no experts.
@@ -140,7 +144,7 @@ class Selective(Partial):
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
         """As :meth:`Policy.candidates`: every number of experts whose copy hides; one if none does.
 
-        Budgets would choose the most; with fewer, snapshots may follow each other faster.
+        Budgets would choose the maximum; with fewer experts, snapshots may be more frequent.
         """
         return gradient_prices.candidates(machine)
 
@@ -189,7 +193,7 @@ class Selective(Partial):
         return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.on_sizes`: the bytes of each expert by rank, unless their number is fixed.
+        """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number and no gradients.
 
         Raises:
             ValueError: a budget leaves no room for an expert.
@@ -242,14 +246,14 @@ class Selective(Partial):
             self.told.note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Partial.for_storage`, without gradients, in whose place :meth:`plan_for_storage` chose states."""
+        """As :meth:`Partial.for_storage`, without gradients; :meth:`plan_for_storage` chose states instead."""
         return super().for_storage(plan).without(Detail.GRAD)
 
     @property
     def iterations_apart(self) -> int:
         """As :attr:`Policy.iterations_apart`.
 
-        They are more than asked for where not even the dense operators and an expert hide.
+        The result exceeds the setting if the dense operators and one expert take longer.
         """
         seen = self.interval
         if not isinstance(seen, SelectiveTuner):
@@ -270,9 +274,9 @@ class Selective(Partial):
         return self._oldest(list(self.limits().values()))
 
     def limits(self) -> dict[str, Limit]:
-        """The limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the budgets that are known.
+        """Returns the limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the known budgets.
 
-        Snapshots are further apart where a budget would leave no room for an expert.
+        If a budget has no room for an expert, snapshots are further apart.
         """
         seen = self.interval
         if self.experts is not None:
@@ -293,7 +297,7 @@ class Selective(Partial):
         return limits
 
     def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """As :meth:`Policy.at_risk`: the momentary lost tokens and those lost already, against ``mlt_limit``."""
+        """As :meth:`Policy.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
         mlt = self.told.mlt
         after = plt + mlt / train_iters
         if after <= self.mlt_limit:
@@ -313,11 +317,11 @@ class Selective(Partial):
         return self.survivors == "keep"
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
+        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
 
-        MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
-        an iteration's tokens; the paper sums over layers, this is the mean.  With peers, a node's loss costs
-        ``mlt_peers``: its experts come from copies.
+        MLT are the momentary lost tokens (eq. 6), in units of an iteration's tokens: the loss of a fault right after
+        the newest snapshot. The paper sums over layers, this is the mean. With peers, ``mlt_peers`` is the loss with a
+        node: its experts are loaded from copies.
         """
         told = self.told
         if not (number := told.share(told.in_memory)):
@@ -330,7 +334,7 @@ class Selective(Partial):
         return found
 
     def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
+        """As :meth:`Policy.chosen`: experts of each layer that fit the budgets, and the interval."""
         limits, layers = self.limits(), len(self.num_experts)
         found: dict[str, float] = {"snapshot_interval": self.iterations_apart}
         if self.tier == "peers" and "remote" in limits:
@@ -354,16 +358,16 @@ class Selective(Partial):
 
     @property
     def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`; Algorithm 1 selects only by tokens, so it promises nothing."""
+        """As :attr:`Policy.storage_cycle`; None for Algorithm 1, which selects only by tokens."""
         if self.rule == "proportional":
             return None
         limits = [limit for name, limit in self.limits().items() if name != "remote" or self.tier != "peers"]
         return STORAGE_CYCLES * cycle(len(self._places), limits, self.gradients)
 
     def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[Chosen, Chosen | None]:
-        """The experts of a snapshot, each at its detail, and those copied to other nodes; None if that is all.
+        """Returns the experts of a snapshot, each at its detail, and the experts copied to other nodes (None if equal).
 
-        Those copied come first, by what other nodes lack.
+        The copied experts are chosen first, by the tokens that copies lack.
         """
         told, limits, copied = self.told, self.limits(), None
 
@@ -389,7 +393,7 @@ class Selective(Partial):
         return saved, None if copied == saved else copied
 
     def _compared(self, chosen: Chosen, iteration: int) -> frozenset[str]:
-        """The experts saved in full although their gradients would suffice, if chains are folded beside training."""
+        """Returns the experts saved in full although gradients would suffice; empty unless a process applies chains."""
         if not self.folds_beside:
             return frozenset()
         told = self.told.in_memory
@@ -401,7 +405,7 @@ class Selective(Partial):
         return self.max_age or oldest(len(self._places), self.iterations_apart, limits)
 
     def _with(self, experts: Chosen) -> dict[str, Detail]:
-        """All dense operators and these experts."""
+        """Returns all dense operators and these experts."""
         places = self._places_of.items()
         details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
         return {name: detail for name, detail in details.items() if detail is not None}
@@ -412,7 +416,7 @@ class Selective(Partial):
 
     @property
     def _number(self) -> Limit:
-        """The limit of ``experts``, of all if they are not fixed."""
+        """The limit of ``experts``; of all experts if not fixed."""
         return self.sizes[0].number(self._most) if self.gradients and self.sizes else self._by_number
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The flags of selective checkpoints."""
+"""Defines the flags of selective checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moc.policy.selection import RULES, SCORES
 SURVIVORS = ("keep", "reload")
 
 BOOST, BOOST_ITERATIONS = 0.1, 200
-"""The fraction of section 6, where experts drop tokens; the paper has no limit of iterations."""
+"""The fraction of section 6, if experts drop tokens; the paper has no limit of iterations."""
 
 MLT_LIMIT = 0.03
 """Share of dropped tokens up to which MoEtion finds no loss of accuracy (section 4.1, Table 1)."""
@@ -173,7 +173,7 @@ def refusals(asked: Asked) -> Iterator[PolicyError]:
 
 
 def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-    """Yields what these flags ask for and the job does not have."""
+    """Yields requirements of these flags that the job does not meet."""
     if asked.selective_gradients == "on":
         yield from _obstacles(asked, job, "--selective-gradients on", "drop --selective-gradients")
     elif asked.selective_fold == "peers" and asked.selective_gradients is None:
@@ -201,7 +201,7 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
 
 
 def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
-    """Whether gradients are saved; if not, and nobody has turned them off, why."""
+    """Returns whether gradients are saved; if not, and no flag turns them off, also the reason."""
     if asked.selective_gradients == "off":
         return False, None
     why = next(_obstacles(asked, job, "--selective-gradients on"), None)

@@ -1,4 +1,4 @@
-"""State of the ``selective`` policy between snapshots."""
+"""Defines the state of the ``selective`` policy between snapshots."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moc.policy.risk import lost_by_layer
 
 @dataclass
 class SelectiveState(PartialState):
-    """What the policy was told.
+    """Saves to memory, copies and storage, and the risk of the newest snapshot.
 
     Attributes:
         copied: as ``saved``, for copies in the memory of other nodes.
         copied_at: as ``saved_at``, for copies.
-        bases: iteration at which it was last saved in full, since the run was last resumed.
+        bases: iteration of each expert's last full save since the run was last resumed.
         copied_bases: as ``bases``, for copies.
         given: tokens given to the experts of each layer until the newest snapshot.
-        iteration: of the newest snapshot.
+        iteration: iteration of the newest snapshot.
         mlt: momentary lost tokens right after it, in iterations: see :meth:`Selective.gauges`.
-        mlt_peers: the same if a node is lost, and its experts come from copies.
+        mlt_peers: momentary lost tokens if a node is lost, and its experts are loaded from copies.
     """
 
     of: ClassVar[str] = "selective checkpoints"
@@ -41,16 +41,16 @@ class SelectiveState(PartialState):
 
     @property
     def in_memory(self) -> Saves:
-        """What was saved to memory, or to the only tier."""
+        """Saves to memory, or to the only tier."""
         return Saves(self.saved, self.saved_at, self.bases)
 
     @property
     def in_peers(self) -> Saves:
-        """What other nodes have copies of."""
+        """Copies in other nodes' memory."""
         return Saves(self.copied, self.copied_at, self.copied_bases)
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`PartialState.resumed`; no chain of gradients goes on over that."""
+        """As :meth:`PartialState.resumed`; chains of gradients end."""
         super().resumed(in_memory, in_storage)
         self.bases.clear()
         self.copied_bases.clear()
@@ -66,9 +66,9 @@ class SelectiveState(PartialState):
         self.mlt, self.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
 
     def share(self, saves: Saves, chained: bool = False) -> float:
-        """Experts of each layer in the newest snapshot, in the mean; 0 without one.
+        """Returns the mean number of experts of each layer in the newest snapshot; 0 without one.
 
-        With ``chained``, only those in it by their gradients.
+        With ``chained``, only experts saved by their gradients count.
         """
         newest, layers = max(map(max, self.saved_at.values()), default=0), saves.at
         if not newest:
@@ -82,7 +82,7 @@ class SelectiveState(PartialState):
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
-        """As :meth:`PartialState.read`; in states of earlier versions, copies have the same experts as memory."""
+        """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
         known = decode.state(state, dict, cls.of)
         same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
         earlier = {name: known[other] for name, other in same.items() if other in known}
@@ -90,5 +90,5 @@ class SelectiveState(PartialState):
 
 
 def minus(now: Load, before: Load) -> Table:
-    """The tokens of each expert since an earlier count; of the layers in that."""
+    """Returns the tokens of each expert since an earlier count, for the layers of ``before``."""
     return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}

@@ -11,25 +11,26 @@ from moc.policy.interval import Interval, Observed
 from moc.policy.measurements import Measurements
 
 _STALL = 0.03
-"""Largest share of the training time that snapshots may cost where not even the smallest hides."""
+"""Maximum share of training time for stalls if even the smallest snapshot does not hide."""
 
 _CHANGED = 0.1
-"""Relative change of a measurement from which budgets follow it, so that they do not change in every iteration."""
+"""Relative change of a measurement that updates the budgets; smaller changes do not."""
 
 _KEYS = Measurements().state_dict().keys()
 
 
 class SelectiveTuner(Interval):
-    """Measures how many bytes a snapshot may copy and send unnoticed.
+    """Measures how many bytes a snapshot may copy and send without delaying training.
 
-    The first iterations are measured without a snapshot; the first snapshot is of everything, and the next one waits
-    until that one is safe.  From then on every ``every``-th iteration takes one.
+    The first iterations are measured without a snapshot. The first snapshot has everything, and the next one waits
+    until it is durable. From then on, every ``every``-th iteration takes one.
 
     Args:
         every: iterations between snapshots.
-        figures: measured before, named as in :attr:`Measurements.figures`; budgets follow them until others are known.
-        bubble_share: copies hide in the pipeline's bubbles, this share of forward and backward until they are timed; by
-            default, behind forward and backward.
+        figures: earlier measurements, named as in :attr:`Measurements.figures`; budgets use them until new ones are
+            known.
+        bubble_share: share of forward and backward in the pipeline's bubbles until they are timed, if copies hide
+            there; by default they hide behind forward and backward.
         given: all budgets are given, so no snapshot waits for a measurement.
     """
 
@@ -59,7 +60,7 @@ class SelectiveTuner(Interval):
             self._used = now
 
     def due(self, iteration: int) -> bool:
-        """True for every ``every``-th iteration once iterations, and the cost of the first snapshot, are measured."""
+        """Returns True for every ``every``-th iteration once iterations and the first snapshot's cost are measured."""
         measured = "copy_rate" in self._used or not (self._started and self._busy)
         known = self.given or ("iteration_s" in self._used and measured)
         return iteration > 0 and iteration % self.every == 0 and known
@@ -68,8 +69,8 @@ class SelectiveTuner(Interval):
     def local(self) -> float | None:
         """B_local: bytes that a rank copies to host memory while it computes; None until measured.
 
-        The paper has the whole iteration for it; training waits for the copy before the update, so here it is the time
-        of forward and backward, or of the pipeline's bubbles.
+        The paper uses the whole iteration. Here training waits for the copy before the update, so only forward and
+        backward count, or the pipeline's bubbles.
         """
         computing = self._computing
         if not self.bubble_share or computing is None:
@@ -79,13 +80,13 @@ class SelectiveTuner(Interval):
 
     @property
     def _computing(self) -> float | None:
-        """Bytes that a rank copies during forward and backward, bubbles included; None until measured."""
+        """Bytes that a rank copies during forward and backward, including bubbles; None until measured."""
         if not {"copy_rate", "iteration_s"} <= self._used.keys():
             return None
         return self._used["copy_rate"] * self._used["forward_backward_s"]
 
     def remote(self, tier: str) -> float | None:
-        """B_remote per iteration: bytes that a node receives from others, or with tier ``disk`` that a rank writes.
+        """Returns B_remote per iteration: bytes that a node receives, or with tier ``disk`` that a rank writes.
 
         None until measured, and with tier ``memory``.
         """
@@ -95,19 +96,19 @@ class SelectiveTuner(Interval):
         return self._used[rate] * self._used["iteration_s"]
 
     def stretched(self, least: float) -> int:
-        """Iterations between snapshots that do not hide, so that stalls stay below 3 % of the training time.
+        """Returns the iterations between snapshots that keep stalls below 3 % of the training time; 1 if copies hide.
 
         Args:
             least: bytes of the busiest rank's smallest snapshot.
         """
-        hidden = self._computing  # what the bubbles have no time for is copied beside the computation
+        hidden = self._computing  # the rest is copied during computation if bubbles are too short
         if hidden is None or least <= hidden:
             return 1
         stall_s = (least - hidden) / self._used["copy_rate"]
         return math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements, and those that budgets follow."""
+        """Returns all measurements, and the measurements that budgets use."""
         return self._seen.state_dict() | {"used": dict(self._used)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Sparse checkpointing: each iteration saves some operators in full, until a window holds every operator."""
+"""Saves some operators in full in each iteration, until a window has every operator (sparse checkpointing)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Current:
 
     Attributes:
         start: iteration of its first snapshot; 0 before the first window.
-        length: planned number of iterations; rounding may leave fewer.
+        length: planned number of iterations; rounding may reduce it.
         turns: operators that each iteration saves; not stored, since they follow from order and length.
         order: indices of the operators in the model, stage by stage, in the order of saving.
         shares: activation frequencies of the experts at the last reordering, by layer.
@@ -56,17 +56,17 @@ class Current:
     shares: popularity.Scores = field(default_factory=dict)
 
     def has(self, iteration: int) -> bool:
-        """Whether a snapshot of this iteration is part of the window."""
+        """Returns whether a snapshot of this iteration is part of the window."""
         return self.start <= iteration < self.start + len(self.turns)
 
 
 @dataclass
 class SparseState:
-    """What the policy was told; stored with snapshots.
+    """State of the policy; stored with snapshots.
 
     Attributes:
         current: the current window.
-        iteration: of the last snapshot.
+        iteration: iteration of the last snapshot.
         load: tokens by layer and expert at the last snapshot.
         counts: tokens per iteration up to the last snapshot.
         mean: time-decayed ``counts``.
@@ -83,7 +83,7 @@ class SparseState:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The state in a snapshot: :class:`SparseState` with the fields of :class:`Current`, of its turns the number."""
+    """State in a snapshot: :class:`SparseState` with the fields of :class:`Current`; ``turns`` is their number."""
 
     iteration: Count
     order: tuple[Count, ...]
@@ -107,11 +107,10 @@ _TABLES = ("load", "counts", "mean", "probabilities")
 class Sparse(Policy):
     """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
 
-    Every iteration takes a snapshot; the first one saves everything, so that a run can resume before a window is
-    complete.  In a window of W snapshots, each operator is saved in full once, before that as compute weights only, and
-    afterwards not at all.  A run resumes at the end of a window: it loads the first snapshot and replays the following
-    iterations with operators frozen until the snapshot that holds them in full (section 3.3); the result is
-    bit-identical.
+    Every iteration takes a snapshot; the first one saves everything, so a run can resume before a window is complete.
+    In a window of W snapshots, each operator is saved in full once, before that as compute weights only, and not
+    afterwards. A run resumes at the end of a window. It loads the first snapshot and replays the following iterations,
+    with each operator frozen until the snapshot that saves it in full (section 3.3). The result is bit-identical.
 
     Window length and order change only between windows.
 
@@ -124,7 +123,7 @@ class Sparse(Policy):
         stages: pipeline stage of each layer; empty for a single stage.
         alpha: weight of the previous value in the decayed popularity.
         capacities: capacity of each expert, by layer; empty if all are equal.
-        told: what the policy was told; stored with snapshots.
+        told: state of the policy; stored with snapshots.
         sizes: bytes that each operator adds to the snapshot of its stage's busiest rank.
 
     Raises:
@@ -242,7 +241,7 @@ class Sparse(Policy):
                 self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """The operators of this turn in full, and the compute weights of those of later turns."""
+        """Returns the operators of this turn in full, and the compute weights of later turns' operators."""
         if not self.interval.due(iteration):
             return None
         return self._planned(self._window_at(iteration, load), iteration)
@@ -312,14 +311,14 @@ class Sparse(Policy):
                 f"this is no state of {of} of this model (its operators are others). Fix: start without it",
             )
         turns = self._turns(stored.order, stored.length) if stored.order and stored.length else ()
-        turns = turns if len(turns) == stored.turns else ()  # of another layout, with other queues
+        turns = turns if len(turns) == stored.turns else ()  # another layout has other queues
         told = SparseState(
             Current(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
         )
         return lambda: vars(self.told).update(decode.values_of(told))
 
     def _window_at(self, iteration: int, load: Load | None) -> Current:
-        """The window of an iteration; a new one if the last has ended."""
+        """Returns the window of an iteration; a new one if the last has ended."""
         current = self.told.current
         if current.has(iteration):
             return current
@@ -345,12 +344,12 @@ class Sparse(Policy):
         return tuple(side_by_side([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in queues]))
 
     def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
-        """Operators by pipeline stage, in the order of saving."""
+        """Returns the operators by pipeline stage, in the order of saving."""
         ordered = [self.operators[place] for place in order]
         return [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
-        """W_sparse of the slowest stage; 1 until a copy has been measured."""
+        """Returns W_sparse of the slowest stage; 1 until a copy has been measured."""
         seen = self.interval
         if not isinstance(seen, WindowTuner) or seen.seconds is None or seen.bandwidth is None:
             return 1
@@ -372,7 +371,7 @@ class Sparse(Policy):
         return load
 
     def _counts(self, iteration: int, load: Load) -> dict[int, list[float]]:
-        """Tokens per iteration: the mean since the last snapshot."""
+        """Returns the tokens per iteration: the mean since the last snapshot."""
         before, passed = self.told.load, max(1, iteration - self.told.iteration)
         return {
             layer: [(now - then) / passed for now, then in zip(row, before.get(layer, [0] * len(row)), strict=True)]
@@ -397,7 +396,7 @@ class Sparse(Policy):
 def operators_by_stage(
     busiest: Busiest, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
 ) -> list[list[OperatorBytes]]:
-    """Bytes that each operator adds to a snapshot, by pipeline stage, in an order in which they are saved."""
+    """Returns the bytes that each operator adds to a snapshot, by pipeline stage, in an order of saving."""
     policy = Sparse(operators, Every(1), ep=ep, stages=stages)
     policy.on_sizes(busiest)
     queues = (order_operators(stage, None, ep) for stage in policy._stages.values())

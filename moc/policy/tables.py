@@ -1,4 +1,4 @@
-"""Values by layer and expert, as policies save them."""
+"""Checks values by layer and expert in the state of policies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moc.state.operators import Operator
 
 
 def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
-    """Number of experts by layer, ascending, of layers with experts."""
+    """Returns the number of experts by layer, ascending; only layers with experts."""
     return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
 
 
 def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
-    """Checks saved values by layer, and by layer and expert: they are of every layer and expert, or of none.
+    """Checks that saved values by layer, or by layer and expert, include all layers and experts, or none.
 
     Raises:
         ValueError: a layer or an expert is missing, or there are too many.

@@ -1,8 +1,8 @@
-"""Gradients in place of state: MoEtion's asynchronous optimizer recomputation (section 5.2, Algorithm 3).
+"""Chooses between gradients and state: MoEtion's asynchronous optimizer recomputation (section 5.2, Algorithm 3).
 
-An expert that every snapshot since a full save of it holds is in a *chain*: its next state follows from the last one
-by an update with its reduced gradients, which take a third of the bytes.  So a snapshot may hold these instead, and a
-recovery repeats the updates.  Pure functions, as :mod:`moc.policy.selection`.
+An expert is in a *chain* if every snapshot since its last full save has it. Its next state follows from the previous
+one by an update with its reduced gradients, a third of the bytes. So a snapshot may have gradients instead, and a
+recovery repeats the updates. Pure functions, as :mod:`moc.policy.selection`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from moc.policy.selection import Counts, Experts, Given, Limit, Place, per_byte,
 from moc.state.detail import Detail
 
 Chains = Mapping[Place, tuple[int, int]]
-"""By expert, the iteration of its base, the last full save, and of the last save, both inclusive."""
+"""By expert, the iterations of its base (the last full save) and of its last save, both inclusive."""
 
 Chosen = Mapping[Place, Detail]
-"""By chosen expert, its detail."""
+"""Details of the chosen experts."""
 
 
 def chains_of(bases: Counts, saved_at: Counts) -> dict[Place, tuple[int, int]]:
-    """The chains of all experts that were ever saved in full.
+    """Returns the chains of all experts with a full save.
 
     Args:
         bases: by layer and expert, the iteration of the last full save; 0 if there is none.
-        saved_at: the same of the last save at any detail.
+        saved_at: by layer and expert, the iteration of the last save at any detail.
     """
     return {
         (layer, expert): (base, saved_at[layer][expert])
@@ -37,16 +37,16 @@ def chains_of(bases: Counts, saved_at: Counts) -> dict[Place, tuple[int, int]]:
 
 
 def continuing(chains: Chains, iteration: int) -> frozenset[Place]:
-    """The experts whose gradients of an iteration suffice: their chains reach the iteration before it."""
+    """Returns the experts whose gradients of an iteration suffice: their chains reach the previous iteration."""
     return frozenset(place for place, (_, last) in chains.items() if last == iteration - 1)
 
 
 def renewed(
     bases: Counts, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit], given: Given
 ) -> frozenset[Place]:
-    """The chained experts that are saved in full again, since a longer chain takes more memory and time to fold.
+    """Returns the chained experts that need a full save, since longer chains take more memory and recovery time.
 
-    Those are the ones with a base older than ``max_age`` iterations, the oldest first, within what is ``given``.
+    Their bases are older than ``max_age`` iterations. The oldest are first, within the limits left by ``given``.
     """
     old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
     old = old.difference(given.taken)
@@ -64,14 +64,14 @@ def choose(
     chained: Collection[Place],
     compares: bool = False,
 ) -> Chosen:
-    """The experts of a snapshot, each at its detail.
+    """Returns the experts of a snapshot, each at its detail.
 
     Args:
         select: chooses experts within limits.
         before: experts that are chosen already.
-        full: experts that are saved in full before any is chosen.
+        full: experts that are saved in full before others are chosen.
         chained: experts whose gradients suffice.
-        compares: of those saved in full nevertheless, they are saved beside.
+        compares: chained experts that are saved in full also cost their gradients, which are saved for comparison.
     """
     whole = {place: Detail.FULL for place in full} | dict(before)
     cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
@@ -83,12 +83,12 @@ def choose(
 def by_cost(
     scores: Mapping[int, Sequence[float]], cheaper: Collection[Place], sizes: Sizes | None = None
 ) -> dict[int, list[float]]:
-    """Scores by the byte that saving an expert costs, relative to a full save.
+    """Returns scores per byte of the save, relative to a full save.
 
     Args:
-        scores: by layer and expert.
-        cheaper: experts that cost their gradients only.
-        sizes: of these; None if unknown, and then all cost the same.
+        scores: scores by layer and expert.
+        cheaper: experts that cost only their gradients.
+        sizes: sizes of states and gradients; None if unknown, and then costs are equal.
     """
     ratios = {} if sizes is None else {place: sizes.ratio(place) for place in cheaper}
     return {

@@ -1,4 +1,4 @@
-"""Windows of sparse snapshots: their length, and the operators that each iteration saves in full.
+"""Chooses the length of sparse snapshots' windows, and the operators that each iteration saves in full.
 
 The functions of MoEvement's Algorithm 1 (section 3.5), and its profiler.
 """
@@ -25,7 +25,7 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class OperatorBytes:
-    """Bytes that one operator adds to a snapshot: of its master weights and moments, or of its compute weights."""
+    """Bytes that one operator adds to a snapshot: as master weights and moments, or as compute weights."""
 
     full: float
     compute: float
@@ -33,7 +33,7 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """W_sparse in iterations, and O_active, operators that each saves in full; the last one may save fewer."""
+    """W_sparse in iterations, and O_active, operators in full per iteration; the last one may save fewer."""
 
     length: int
     active: int
@@ -41,17 +41,17 @@ class Window:
 
 @dataclass(frozen=True)
 class Turn:
-    """The operators that one iteration of a window saves: some in full, those of later turns as compute weights."""
+    """Operators that one iteration of a window saves: its own in full, and later turns' as compute weights."""
 
     full: tuple[str, ...]
     compute: tuple[str, ...]
 
 
 def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwidth: float) -> Window:
-    """The shortest window whose snapshots can be copied within an iteration (``FindWindowSize``).
+    """Returns the shortest window whose snapshots can be copied within an iteration (``FindWindowSize``).
 
-    Algorithm 1 assumes operators of one size, where the first snapshot of a window is the largest.  Here sizes differ,
-    so the largest snapshot of the window has to fit; with equal sizes the two agree.
+    Algorithm 1 assumes equal operators, so the first snapshot of a window is the largest. Here sizes differ, so the
+    largest snapshot has to fit; with equal sizes the two agree.
 
     Args:
         sizes: sizes of the operators, in the order of saving.
@@ -74,19 +74,19 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
 
 
 def largest_snapshot(sizes: Sequence[OperatorBytes], active: int) -> float:
-    """Bytes of the largest snapshot of a window of which each iteration saves ``active`` operators in full."""
+    """Returns the bytes of a window's largest snapshot, with ``active`` operators in full per iteration."""
     return max(snapshot_bytes(sizes, active))
 
 
 def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
-    """Bytes of each snapshot of a window: operators in full, and the compute weights of those of later turns."""
+    """Returns the bytes of each snapshot of a window: operators in full, and compute weights for later turns."""
     full, compute = ([0, *accumulate(getattr(size, kind) for size in sizes)] for kind in ("full", "compute"))
     ends = ((start, min(start + active, len(sizes))) for start in range(0, len(sizes), active))
     return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
 
 
 def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:
-    """The turns of a window (``GenerateSchedule``): each operator is in full exactly once, and absent afterwards."""
+    """Returns the turns of a window (``GenerateSchedule``): each operator is in full exactly once, then absent."""
     ends = ((start, start + active) for start in range(0, len(ordered), active))
     return [Turn(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
 
@@ -101,18 +101,18 @@ def side_by_side(schedules: Sequence[Sequence[Turn]]) -> list[Turn]:
 
 
 def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: int = 1) -> list[Operator]:
-    """The order in which the operators of a pipeline stage are saved (``OrderOperators``).
+    """Returns the operators of a pipeline stage in the order of saving (``OrderOperators``).
 
-    Experts come first, the least popular ones leading: an operator saved late stays frozen for most of the replay,
-    which saves more work the busier the operator is.  Operators that every token passes follow in model order, as in
-    Figure 6.  Without experts, operators are saved back to front (Appendix E): input gradients are needed only behind
-    the first operator that is not frozen.
+    Experts are first, the least popular before the others. An operator saved late stays frozen for most of the replay,
+    which saves more work if it is busy. Operators that process every token follow in model order, as in Figure 6.
+    Without experts, operators are saved back to front (Appendix E): input gradients are needed only behind the first
+    operator that is not frozen.
 
     Expert-parallel ranks take turns, each with its own next expert, which balances every snapshot over ranks; the paper
     does not specify this.
 
     Args:
-        operators: in model order.
+        operators: operators in model order.
         scores: popularity by layer and expert; None to order by expert number.
         ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
     """
@@ -137,7 +137,7 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
 
 
 def stage_of(operator: Operator, stages: Sequence[int]) -> int:
-    """The pipeline stage of an operator; ``stages`` are those of the layers, empty for a single stage."""
+    """Returns the pipeline stage of an operator; ``stages`` has the stage of each layer, empty for a single stage."""
     if not stages:
         return 0
     if operator.layer is not None:
@@ -147,18 +147,18 @@ def stage_of(operator: Operator, stages: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The state of a window tuner: seconds, and bytes per second."""
+    """State of a window tuner: seconds, and bytes per second."""
 
     forward_backward_s: tuple[decode.Positive, ...] = ()
     bandwidths: tuple[decode.Positive, ...] = ()
 
 
 class WindowTuner(Interval):
-    """Measures while training runs (the profiler of MoEvement's Algorithm 1, line 8).
+    """Measures copies and computation during training (the profiler of MoEvement's Algorithm 1, line 8).
 
-    The first ``WARM_UP`` iterations are skipped and ``BLOCK`` are measured without a snapshot; from then on every
-    iteration takes one.  The window follows from medians of recent values: the time from the start of an iteration to
-    its vote, which a copy can overlap, and copy bandwidth.  The paper uses the whole iteration for the former, though
+    The first ``WARM_UP`` iterations are skipped and ``BLOCK`` are measured without a snapshot. From then on every
+    iteration takes one. The window follows from medians of recent values: copy bandwidth, and the time from the start
+    of an iteration to its commit all-reduce, which a copy can overlap. The paper uses the whole iteration, though
     training waits for a copy before the update.
     """
 
@@ -186,7 +186,7 @@ class WindowTuner(Interval):
             self._seconds.append(seen.forward_backward_s)
 
     def due(self, iteration: int) -> bool:
-        """True for every iteration once enough of them are measured."""
+        """Returns True for every iteration once enough of them are measured."""
         return iteration > 0 and len(self._seconds) == BLOCK
 
     @property
@@ -200,7 +200,7 @@ class WindowTuner(Interval):
         return median(self._bandwidths) if self._bandwidths else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements."""
+        """Returns the measurements."""
         return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:

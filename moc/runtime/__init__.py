@@ -1,1 +1,1 @@
-"""Processes that keep a job alive: launcher, controller, agents, zygotes, replica servers, and their wire protocol."""
+"""Fault-tolerant job processes: launcher, controller, agents, forkservers, replica servers, and their wire protocol."""

@@ -1,4 +1,4 @@
-"""How long a worker may stay in a section before it counts as hung."""
+"""Limits the time that a worker may stay in a section before it counts as hung."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class HangCapError(UserError, ValueError):
 
 
 CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
-"""By section, the seconds after which a worker counts as hung in any case."""
+"""Upper limits of the time in a section, in seconds, by section."""
 
 LEARNED = ("step", "evaluation")
-"""Sections of steady duration; that of the others depends on how much there is to build or write."""
+"""Sections of steady duration; the duration of others depends on the amount to build or write."""
 
 FACTOR, FLOOR_S = 10.0, 60.0
 """A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
 
 
 def parse_caps(text: str) -> dict[str, float]:
-    """The default caps, updated from text such as ``step=600,save=1800``.
+    """Returns the default caps, updated from text such as ``step=600,save=1800``.
 
     Raises:
         ValueError: a section is unknown, or a value is not a positive number of seconds.
@@ -53,10 +53,10 @@ def parse_caps(text: str) -> dict[str, float]:
 
 @dataclass
 class HangLimits:
-    """Limits of all sections, learned from workers' reports; in seconds, by section."""
+    """Time limits in seconds, by section, learned from workers' reports."""
 
     caps: dict[str, float]
-    longest: dict[str, float] = field(default_factory=dict)  # that any worker of this node has measured
+    longest: dict[str, float] = field(default_factory=dict)  # measured by any worker of this node
 
     def learn(self, longest: dict[str, float]) -> None:
         """Merges a worker's measured durations."""
@@ -65,7 +65,7 @@ class HangLimits:
                 self.longest[section] = max(self.longest.get(section, 0.0), longest[section])
 
     def of(self, section: str, waits: bool) -> float:
-        """Seconds that a worker may be in a section; one that waits for others gets the largest cap."""
+        """Returns the seconds that a worker may stay in a section; a waiting worker gets the largest cap."""
         if waits or section not in self.caps:
             return max(self.caps.values())
         cap, longest = self.caps[section], self.longest.get(section)

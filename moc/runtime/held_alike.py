@@ -1,7 +1,7 @@
-"""What this node's own snapshot holds as another node's does, so that a copy of that need not be sent.
+"""Finds data of another node's snapshot in this node's own snapshot, so that it need not be sent.
 
-Replicas of the optimizer's state on several nodes are saved by each (:mod:`moc.recovery.redundancy`), box by box.  A
-copy takes a box from here if its hash is the one in the header of the original, and its bytes match that hash.
+With replicated optimizer state, several nodes save the same tensor chunks (:mod:`moc.recovery.redundancy`).  A copy
+reads a chunk locally if its hash equals the hash in the original's header, and its bytes match that hash.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moc.store.manifest import Manifest
 from moc.store.store import Store, directory_of
 
 _CHUNK = 4 << 20
-"""Bytes copied between two turns of the event loop: as many as are read from another node at once."""
+"""Bytes copied per turn of the event loop, as in a remote read (:data:`moc.runtime.pull.CHUNK`)."""
 
 
 class Missing(NamedTuple):
-    """Bytes [start, stop) of an original that must be sent, and their place in the copy."""
+    """Bytes [start, stop) of an original that must be sent, and their offset in the copy."""
 
     start: int
     stop: int
@@ -43,13 +43,13 @@ class _Own(NamedTuple):
 
 @dataclass
 class HeldAlike:
-    """The boxes of this node's own part of a snapshot that other nodes may hold alike.
+    """Tensor chunks of this node's own snapshot that may be identical on other nodes.
 
     Attributes:
-        boxes: by name, slot and region.
-        nbytes: copied from here so far.
-        differs: operators that the other node holds with other bits.
-        damaged: operators whose bytes here do not match their hash.
+        boxes: chunks by name, slot and region.
+        nbytes: bytes copied locally so far.
+        differs: operators whose hash or dtype differs on the other node.
+        damaged: operators whose bytes on this node do not match their hash.
     """
 
     boxes: dict[tuple[str, str, Region], _Own] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class HeldAlike:
         return bool(self.boxes)
 
     async def fill(self, descriptor: int, header: bytes, size: int, spans: Sequence[tuple[int, int]]) -> list[Missing]:
-        """Copies into a file what is here; returns what is not, in order.
+        """Copies the data of this node into a file; returns the missing ranges, in order.
 
         Args:
-            descriptor: of the file.
-            header: its bytes before the data.
-            size: of the file.
-            spans: bytes [start, stop) of the original that follow the header, each of whole boxes.
+            descriptor: descriptor of the file.
+            header: bytes of the file before its data.
+            size: size of the file, in bytes.
+            spans: byte ranges [start, stop) of the original that follow the header, each with complete chunks.
 
         Raises:
             ValueError: the header is malformed.
@@ -102,7 +102,7 @@ class HeldAlike:
 
 
 def held_alike(store: Store, theirs: Manifest) -> HeldAlike:
-    """Returns what a node's own part of a snapshot may hold as another node's part does; nothing if it has none."""
+    """Returns the chunks of a node's own part of a snapshot that another node's part may share; possibly none."""
     if not (alike := theirs.alike):
         return HeldAlike()
     try:
@@ -121,7 +121,7 @@ def held_alike(store: Store, theirs: Manifest) -> HeldAlike:
 
 
 def _boxes(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
-    """Reads the header of a file; a damaged one has no boxes of use."""
+    """Returns the chunks in a file's header; none if it is damaged or unreadable."""
     try:
         with open(Tree(path.parent).open(path.name), "rb") as file:
             header, size = file.read(header_bytes), os.fstat(file.fileno()).st_size
@@ -133,7 +133,7 @@ def _boxes(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
 
 
 def _with_sources(boxes: Sequence[StoredBox], spans: Sequence[tuple[int, int]]) -> Iterator[tuple[StoredBox, int]]:
-    """Yields the boxes of a copy, in order, each with its first byte in the original."""
+    """Yields the chunks of a copy in order, each with its offset in the original."""
     rest = list(reversed(spans))
     for box in boxes:
         if not box.nbytes:
@@ -148,7 +148,7 @@ async def _read(own: _Own) -> AsyncIterator[bytes]:
     try:
         descriptor = os.open(own.path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        return  # given up meanwhile: no bytes match no hash
+        return  # removed meanwhile: the hash check fails without bytes
     try:
         for start in range(own.box.start, own.box.start + own.box.nbytes, _CHUNK):
             yield os.pread(descriptor, min(_CHUNK, own.box.start + own.box.nbytes - start), start)

@@ -1,4 +1,4 @@
-"""A process that works for a worker: it is asked over a pipe, one line of JSON for each call and one for its answer."""
+"""Runs a helper process of a worker and calls it over pipes: one line of JSON per call and per answer."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from moc.files.decode import parse
 from moc.runtime import children
 
 PATIENCE_S = 600.0
-"""Seconds after which a process counts as hanging: what is asked of one may be to read or copy a node's memory."""
+"""Seconds without an answer after which a process counts as hung; a call may read or copy a node's memory."""
 
-_AT_ONCE = select.PIPE_BUF  # bytes that a pipe takes without waiting, if it takes any
+_AT_ONCE = select.PIPE_BUF  # bytes that a writable pipe accepts without blocking
 _READ = 1 << 16  # bytes
 
 
 class HelperError(Exception):
-    """The process does not work; the message is a predicate, as in "has died"."""
+    """The process failed; the message is a predicate, as in "has died"."""
 
 
 class Helper:
-    """The process, as the worker sees it; it dies with the thread that starts it.
+    """A worker's handle of the process, which dies with the thread that starts it.
 
-    One thread asks at a time; others may start it and end it meanwhile.
+    One thread makes calls at a time; others may start and end the process meanwhile.
 
     Args:
-        module: what it runs: it calls :func:`~moc.runtime.children.belong_beside`, and then :func:`serve`.
-        env: variables of its environment, beside this process's.
-        patience_s: seconds after which it is killed if it has not answered.
+        module: module to run; it calls :func:`~moc.runtime.children.belong_beside`, and then :func:`serve`.
+        env: environment variables in addition to this process's.
+        patience_s: seconds without an answer after which the process is killed.
     """
 
     def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), patience_s: float = PATIENCE_S):
         self._module, self._env, self.patience_s = module, env, patience_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.Lock()  # which process it is
+        self._changing = threading.Lock()  # guards starting and closing
         self._started = self._closed = False
 
     @property
@@ -52,12 +52,12 @@ class Helper:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the process, once it has started; until then it is in nobody's way for long."""
+        """Id of the process, once it has started; empty otherwise."""
         process = self._process
         return [process.pid] if process is not None and self._started and self.runs else []
 
     def start(self) -> bool:
-        """Starts the process, unless it runs; returns whether it is a new one.  It may not answer for seconds.
+        """Starts the process unless it runs; returns whether it is new.  Its first answer may take seconds.
 
         Raises:
             HelperError: it cannot be started, or was closed.
@@ -87,7 +87,7 @@ class Helper:
             return True
 
     def has_started(self) -> bool:
-        """Whether the process, which was started before, would answer now.
+        """Returns whether the process, on which start() was called, would answer now.
 
         Raises:
             HelperError: it has died.
@@ -98,10 +98,10 @@ class Helper:
         return self._started
 
     def ask(self, call: Any) -> Any:
-        """Returns the answer of the process, which was started before, to a call; both are what JSON has.
+        """Calls the process, which must have been started, and returns its answer; both are JSON values.
 
         Raises:
-            HelperError: it has died, or has been killed since it did not answer.
+            HelperError: it has died, or was killed because it did not answer.
         """
         until = time.monotonic() + self.patience_s
         if not self._started:
@@ -111,14 +111,14 @@ class Helper:
         return parse(self._receive(until))
 
     def close(self) -> None:
-        """Ends the process at once; whoever waits for its answer is told so."""
+        """Ends the process immediately; a thread that waits for its answer gets an error."""
         with self._changing:
             self._closed = True
         self._kill()
 
     @property
     def _pipes(self) -> tuple[int, int]:
-        """Of the process: what it reads, and what it writes."""
+        """Descriptors for writing to the process and for reading from it."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None  # it was started
         return process.stdin.fileno(), process.stdout.fileno()
@@ -158,15 +158,15 @@ class Helper:
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answers calls, in the process, until the worker ends, also if it ends before an answer."""
+    """Answers calls, in the process, until the worker ends, possibly before an answer."""
     with contextlib.suppress(BrokenPipeError), open(children.reports(), "w") as worker:
-        print("null", file=worker, flush=True)  # it has started
+        print("null", file=worker, flush=True)  # reports the start
         for line in sys.stdin:
             print(json.dumps(answer(parse(line))), file=worker, flush=True)
 
 
 def _ready(pipe: int, event: int, until: float) -> bool:
-    """Waits until a pipe can be read or written, or is broken; returns whether it is."""
+    """Waits until a pipe is readable, writable or broken; returns False on timeout."""
     poll = select.poll()
     poll.register(pipe, event)
     return bool(poll.poll(max(0.0, until - time.monotonic()) * 1e3))

@@ -1,6 +1,6 @@
-"""Lets a worker's first import of ``megatron.training`` bring this project's loop with it.
+"""Installs this project's training loop when a worker first imports ``megatron.training``.
 
-Without CUDA, megatron-core has to be adapted before it is imported, so that its first import counts as well.
+Without CUDA, megatron-core must be adapted before its import, so an import of ``megatron.core`` has the same effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLE = "MOC_NO_MEGATRON"
 ENTRY = "moc.megatron"
 WATCHED = ("megatron.core", "megatron.training")
 _ADAPTER = "megatron.pretraining.process.cpu"
-"""Module of programs with an adapter of their own for megatron-core."""
+"""Module of programs that adapt megatron-core themselves."""
 
 _used = False
 
@@ -37,14 +37,14 @@ class _Finder(MetaPathFinder):
 
 
 class _Loaded(Loader):
-    """Gives the import system a module that was loaded while it was looking for it."""
+    """Loader of a module that was imported during the search for it."""
 
     def __init__(self, module: ModuleType):
         self._module, self._spec = module, module.__spec__
 
     @classmethod
     def spec(cls, module: ModuleType) -> ModuleSpec:
-        """A specification that lets an import find the unchanged module."""
+        """Returns a specification with which an import returns the unchanged module."""
         spec = ModuleSpec(module.__name__, cls(module), is_package=True)
         spec.submodule_search_locations = list(module.__path__)
         return spec
@@ -57,32 +57,32 @@ class _Loaded(Loader):
 
 
 def _needs_adapter() -> bool:
-    """Whether ``megatron.core`` must not be imported before it is adapted."""
+    """Returns whether ``megatron.core`` must be adapted before its import."""
     import torch
 
     return _ADAPTER not in sys.modules and not torch.cuda.is_available()
 
 
 def install() -> None:
-    """Watches imports from now on, unless :data:`VARIABLE` is set."""
+    """Starts watching imports, unless :data:`VARIABLE` is set."""
     if os.environ.get(VARIABLE) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def warm_up() -> None:
-    """Imports what training by :mod:`moc.megatron` imports late; does nothing if that is not imported."""
+    """Imports the modules that training would import late, if :mod:`moc.megatron` is imported."""
     if (entry := sys.modules.get(ENTRY)) is not None:
         entry.warm_up()
 
 
 def note_use() -> None:
-    """Notes that the entry point was called."""
+    """Records that the entry point was called."""
     global _used
     _used = True
 
 
 def reminder() -> str | None:
-    """The sentence about a script that imports ``megatron.training`` and never calls ``pretrain``; None for others."""
+    """Returns a warning if the script imported ``megatron.training`` and never called ``pretrain``; otherwise None."""
     if _used or ENTRY not in sys.modules or "megatron.training" not in sys.modules:
         return None
     return (

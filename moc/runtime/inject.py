@@ -1,7 +1,7 @@
 """Fault injection: planned or random faults, and the injector that executes them in a worker.
 
-All workers know the same plan in advance.  A fault strikes a worker at most ``times`` times in the whole job, even
-across recoveries and restarts: the worker creates a marker file before each strike, and skips those whose file exists.
+All workers know the same plan in advance.  A fault strikes a worker at most ``times`` times per job, even across
+recoveries and restarts.  The worker creates a marker file before each strike, and skips strikes whose file exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACTIONS = {
 """Fault actions, by name."""
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-MOST_AT_ONCE = 3  # most workers that one random fault kills
+MOST_AT_ONCE = 3  # maximum number of workers that one random fault kills
 
 
 class FaultError(UserError, ValueError):
@@ -43,16 +43,16 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of some workers: it strikes each when that worker first reaches a point, from an iteration on.
+    """A fault that strikes each selected worker when it first reaches a point, starting at an iteration.
 
     Attributes:
         action: one of :data:`ACTIONS`.
-        iteration: the first in which it may strike, counted from 1; 0 includes the start of the job.
-        ranks: of the workers; empty for all of the node.
+        iteration: first iteration in which it may strike, counted from 1; 0 includes the start of the job.
+        ranks: ranks of the workers; empty for all workers of the node.
         node: number of the node; None for any.
         point: one of :data:`moc.faults.POINTS`.
         seconds: duration of ``slow``.
-        times: how often it strikes each worker.
+        times: number of strikes per worker.
     """
 
     action: str
@@ -74,7 +74,7 @@ class Fault:
         return " ".join(words)
 
     def concerns(self, rank: int, node: int) -> bool:
-        """Whether it strikes this worker."""
+        """Returns whether it strikes this worker."""
         return (not self.ranks or rank in self.ranks) and self.node in (None, node)
 
 
@@ -82,7 +82,7 @@ def faults_of(text: str) -> tuple[Fault, ...]:
     """Parses faults separated by semicolons, such as ``kill rank=2 iteration=40``.
 
     Raises:
-        ValueError: a fault is malformed; the message says what to change.
+        ValueError: a fault is malformed; the message has the remedy.
     """
     return tuple(_fault_of(part.split()) for part in text.split(";") if part.strip())
 
@@ -176,16 +176,16 @@ def _read(name: str, value: str):
 
 
 def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[Fault, ...]:
-    """Kills a few of ``size`` workers at random points of a job's iterations; deterministic in its arguments.
+    """Returns faults that kill a few of ``size`` workers at random points; deterministic in its arguments.
 
-    Gaps between faults are exponentially distributed, ``mean`` iterations on average.  A fault within recovery comes
-    with another that triggers a recovery.
+    Gaps between faults are exponentially distributed, with a mean of ``mean`` iterations.  A fault within recovery
+    follows another that triggers a recovery.
     """
     chance, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
     while (at := at + chance.expovariate(1 / mean)) < iterations:
         point, ranks = chance.choice([name for name in POINTS if name not in ELASTIC | AFTER]), _some(chance, size)
         if point == "published":
-            ranks = (0,)  # only rank 0 publishes in storage
+            ranks = (0,)  # only rank 0 commits in storage
         if point in RECOVERY:
             first = ranks if point == "rebuilding" else _some(chance, size)
             faults.append(Fault("kill", int(at) + 1, first, point=chance.choice(list(STEP))))
@@ -199,14 +199,14 @@ def _some(chance: random.Random, size: int) -> tuple[int, ...]:
 
 
 class Injector:
-    """Executes this worker's faults, and records in files which ones struck and the iteration reached.
+    """Executes this worker's faults, and records the strikes and the current iteration in files.
 
     Args:
-        faults: of the whole plan.
-        rank: of this worker.
+        faults: all faults of the plan.
+        rank: rank of this worker.
         node: number of its node.
-        directory: for the files; replacements of this worker must see it.
-        tell: called right before a fault, with ``action``, ``rank``, ``iteration`` and ``point``.
+        directory: directory of the files; replacements of this worker need access.
+        tell: callback before each strike, with ``action``, ``rank``, ``iteration`` and ``point``.
     """
 
     def __init__(self, faults: tuple[Fault, ...], rank: int, node: int, directory: Path, tell: Callable[[dict], None]):
@@ -230,7 +230,7 @@ class Injector:
                 self._do(fault, at)
 
     def _claim(self, fault: Fault) -> bool:
-        """Whether the fault is to strike now; if so, it counts as executed on return."""
+        """Returns whether the fault strikes now; if so, the strike is already recorded."""
         name = f"{fault.iteration}.{fault.point}.{hashlib.sha256(str(fault).encode()).hexdigest()[:8]}"
         for number in range(fault.times):
             with contextlib.suppress(FileExistsError):

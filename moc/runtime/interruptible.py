@@ -1,4 +1,4 @@
-"""A deputy thread that blocks in a caller's place, so that the caller can be interrupted."""
+"""Runs blocking calls in a deputy thread, so that the caller can be interrupted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class CalledAway(Exception):
-    """The deputy was left behind; its task, if it has begun, continues."""
+    """The caller was interrupted; the deputy's task, if it has begun, continues."""
 
 
 class InterruptibleThread:
-    """Runs calls that may block where no exception reaches them; once left behind, it ends after its current task."""
+    """A thread for calls that block and cannot receive exceptions; after :meth:`leave`, it ends with its last task."""
 
     def __init__(self):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -20,7 +20,7 @@ class InterruptibleThread:
         self._started = self._left = False
 
     def do(self, task: Callable):
-        """Runs a task in the deputy thread, and returns its result, or raises its exception.
+        """Runs a task in the deputy thread, and returns its result or raises its exception.
 
         Raises:
             CalledAway: :meth:`leave` was called; the task continues, and its result is lost.

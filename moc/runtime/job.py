@@ -1,4 +1,4 @@
-"""A worker's view of its job: its rank, the connection to the other workers, and recovery from lost ones."""
+"""A worker's view of its job: its rank, its connections to other workers, and recovery from lost workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _JOB = "moc/job"
 
 @dataclass(frozen=True)
 class Interruption:
-    """An interruption of training by a lost worker, as one worker has seen it.
+    """An interruption of training by a lost worker, as observed by one worker.
 
     Attributes:
-        generation: that began with it.
-        cause: a word of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
-        reason: what was lost, and how.
-        noticed_s: seconds from the news until this worker had unwound.
+        generation: generation that began with it.
+        cause: a value of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
+        reason: a sentence about the loss.
+        noticed_s: seconds from the abort message until this worker had unwound.
         met_s: seconds from then until all workers were reconnected.
     """
 
@@ -45,17 +45,17 @@ class Job:
     """A job that ends when a worker is lost, as under torchrun: the launcher restarts all workers.
 
     Attributes:
-        rank: of this worker.
+        rank: rank of this worker.
         size: number of workers.
-        id: of the launch, set by :meth:`connect`; equal on all its workers, unique to the launch.
-        term: controller epoch and generation; it only grows within a launch, and no two worlds of a launch share one.
-        regroup: creates the program's process groups anew, in the same order as the first time, when the number of
-            workers has changed; None if this process then cannot go on.
-        parts: nodes that a copy of the program's model takes; to be set before :meth:`connect`.  The number of workers
-            is a multiple of theirs once that has returned, those of helpers not counted.
-        collectives_only: as of :class:`moc.runtime.groups.Groups`; to be set before :meth:`connect`.
-        unbatched: as of :class:`moc.runtime.groups.Groups`; to be set before :meth:`connect`.
-        helpers: of the last nodes in the order of ranks, which have no whole copy: the part of the model that each has
+        id: unique id of the launch, equal on all its workers; set by :meth:`connect`.
+        term: controller epoch and generation; only grows within a launch, and differs between its worlds.
+        regroup: callback that creates the program's process groups again, in the original order, when the number of
+            workers has changed; None if this process then cannot continue.
+        parts: nodes per copy of the program's model; must be set before :meth:`connect`.  When that returns, the
+            workers outside partial-model nodes form complete copies.
+        collectives_only: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
+        unbatched: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
+        helpers: model part of each partial-model node; these are the last nodes in rank order
             (:mod:`moc.runtime.seats`).
     """
 
@@ -85,51 +85,51 @@ class Job:
         )
         if backend != "gloo":
             host_group.use(dist.new_group(backend="gloo", timeout=timeout))
-        if not self.id:  # no store outlives these workers: the launch is just them
+        if not self.id:  # no store outlives these workers, so they are the only ones of the launch
             self.id = from_rank0(mine)
 
     @property
     def others_wait(self) -> bool:
-        """Whether this worker is to join others who train: it replaces a lost one, or its node has come."""
+        """Whether this worker joins others that already train: as a replacement, or on a new node."""
         return False
 
     @property
     def has_begun_before(self) -> bool:
-        """Whether workers of this launch may have trained before this one was started."""
+        """Whether earlier workers of this launch may have trained."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     def built(self) -> Interruption | None:
-        """Reports that this worker is ready to train, and waits until all are; returns at once if they are.
+        """Reports that this worker is ready to train, and waits until all workers are.
 
         Returns:
-            The interruption, if this worker has just replaced a lost one.
+            The interruption, if this worker joins others that already train; otherwise None.
         """
         return None
 
     def go_on_after(self, error: Exception) -> Interruption:
-        """Waits until the job is whole again, if a lost worker caused the error; otherwise raises the error."""
+        """Waits until the job is complete again, if a lost worker caused the error; otherwise raises the error."""
         raise error
 
     @property
     def guests_wait(self) -> bool:
-        """Whether this worker has heard of nodes that have come, whose workers are ready to train with the others."""
+        """Whether this worker has received a notice that joining workers are ready."""
         return False
 
     def meet_guests(self) -> Interruption:
-        """Leaves this generation between two iterations, and waits until all have, and have met those that have come.
+        """Leaves this generation between two iterations, and waits until all old and joining workers are connected.
 
-        To be called by all workers after the same iteration: what one of them has heard, all agree on in a vote.
+        All workers call it after the same iteration, on which they agree in a commit all-reduce.
         """
         raise RuntimeError("only a job that goes on in the same processes has guests")
 
     def start_over(self) -> NoReturn:
-        """Ends this process, for another one to replace it; raises RuntimeError if the launcher replaces none."""
+        """Ends this process to be replaced; raises RuntimeError if the launcher replaces no workers."""
         raise RuntimeError("only a worker of a job that replaces workers can start over")
 
     def gives_back(self, memory: Path) -> None:
-        """Allows nodes to free the run's memory when the job ends, since all of it is in storage.
+        """Allows nodes to free the run's memory when the job ends, since storage has all of it.
 
-        All nodes name it alike: :func:`moc.store.tiers.memory_of_run`.
+        The path is equal on all nodes: :func:`moc.store.tiers.memory_of_run`.
         """
 
     def leave(self) -> None:

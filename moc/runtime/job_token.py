@@ -1,4 +1,4 @@
-"""The secret that a job's processes share, and by which they authenticate each other."""
+"""Creates and reads the job token, a shared secret with which a job's processes authenticate each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN_BYTES = 32
 FILE_VARIABLE, VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
 
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * TOKEN_BYTES}}}")
-_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # most bytes read from a file
+_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # maximum bytes read from a file
 
 
 class TokenError(UserError, RuntimeError):
@@ -23,7 +23,7 @@ class TokenError(UserError, RuntimeError):
 
 
 def make_token() -> bytes:
-    """32 random bytes from the operating system."""
+    """Returns 32 random bytes from the operating system."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -47,7 +47,7 @@ def make_token_file(path: Path | str) -> bytes:
 
 
 def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token, from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
+    """Returns the job's token from the file in ``MOC_TOKEN_FILE``, or from ``MOC_TOKEN``; both have 64 hex digits.
 
     Raises:
         TokenError: neither variable is set, the file is unreadable, accessible to others or another user's, or the

@@ -1,8 +1,8 @@
-"""Keeps strangers out of gloo, whose sockets take whoever connects and names a small number.
+"""Disconnects unauthenticated peers from gloo, whose sockets accept any client that sends a small number.
 
-Workers tell one another over the store, which knows who they are, what their connections are: each is at both of its
-ends, seen from either side.  One that no worker has at its other end is a stranger's, and is cut.  Once all are
-connected, the listening sockets take nobody else.
+Workers list their connections in the rendezvous store, which authenticates them.  A connection between two workers is
+listed from both ends.  A connection without the other end belongs to an unauthenticated peer, and is cut.  Once all
+workers are connected, the listening sockets accept no more.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # linux/filter.h: BPF_RET | BPF_
 
 
 def meet(store: Any, key: str, inodes: Iterable[int], wait_for_all: Callable[[], None]) -> int:
-    """Cuts connections that no worker of the job has the other end of.  All workers of the rendezvous call it.
+    """Cuts connections whose other end is no worker of the job.  All workers of the rendezvous call it.
 
     Args:
-        store: ``torch.distributed.Store`` of the rendezvous, which strangers cannot reach.
+        store: ``torch.distributed.Store`` of the rendezvous, not accessible to unauthenticated peers.
         key: prefix of this rendezvous.
-        inodes: sockets that were made for it, from :func:`~moc.runtime.abort.open_sockets`.
-        wait_for_all: returns when all workers have called it.
+        inodes: sockets created for it, from :func:`~moc.runtime.abort.open_sockets`.
+        wait_for_all: function that returns when all workers have called it.
 
     Returns:
         The number of connections with workers.
@@ -39,7 +39,7 @@ def meet(store: Any, key: str, inodes: Iterable[int], wait_for_all: Callable[[],
                 continue
             try:
                 here, there = (f"{host}:{port}" for host, port, *_ in (sock.getsockname(), sock.getpeername()))
-            except OSError:  # it is gone again
+            except OSError:  # already disconnected
                 continue
             ends[inode] = here, there
     store.multi_set([f"{key}/{here}-{there}" for here, there in ends.values()], [""] * len(ends))
@@ -53,6 +53,6 @@ def meet(store: Any, key: str, inodes: Iterable[int], wait_for_all: Callable[[],
 
 
 def _take_nobody(listener: socket.socket) -> None:
-    """Has the kernel drop what comes to a listening socket, which must stay: gloo ends the process if it fails."""
+    """Lets the kernel drop packets to a listening socket.  It stays open, because gloo ends the process if it fails."""
     program = ctypes.create_string_buffer(_DROP_ALL)
     listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))

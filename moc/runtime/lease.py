@@ -1,7 +1,7 @@
-"""The time until which a node's workers may run, in memory shared with their agent.
+"""Keeps the time until which a node's workers may run, in memory shared with their agent.
 
-The agent renews the lease whenever the controller answers.  While the agent is stopped or cut off, the lease expires,
-and others may take the workers' places: these workers must publish nothing from then on.
+The agent renews the lease whenever the controller answers.  If the agent is stopped or disconnected, the lease expires.
+Others may then take over the workers' ranks, so these workers must commit nothing from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTES = 8
 
 
 class Lease:
-    """Expiry time, in seconds of the machine's monotonic clock; infinite if no other worker can take the places.
+    """Expiry time, in seconds of the machine's monotonic clock; infinite if no other worker can take over the ranks.
 
     The descriptor of the shared memory stays open.
     """
@@ -40,7 +40,7 @@ class Lease:
 
     @classmethod
     def of_this_worker(cls) -> Lease | None:
-        """The lease of this process; None outside of a job of our launcher."""
+        """Returns the lease of this process; None outside a job of our launcher."""
         text = os.environ.get(environment.LEASE)
         return None if text is None else cls(int(text))
 
@@ -59,7 +59,7 @@ class Lease:
         return self.end - time.monotonic()
 
     def enforce(self) -> None:
-        """Kills this process if the lease has expired: another worker may have its place."""
+        """Kills this process if the lease has expired, since another worker may have its rank."""
         if self.left <= 0:
             who = f"worker {os.environ.get('RANK')}"
             why = "has heard of no controller for too long, and ends itself: another one may have its place"

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "MOC_MODULE"
-"""Environment variable with the name of the module that a job runs; not set for a program that is a file."""
+"""Environment variable with the name of the module that a job runs; not set if the program is a file."""
 
 
 def located(name: str, is_module: bool) -> str | None:
-    """The file of a program; sets :data:`MODULE` for a module or a command, which the processes of the job inherit.
+    """Returns the file of a program; for a module or command, also sets :data:`MODULE`, which job processes inherit.
 
     Args:
         name: path, module, or installed command.
-        is_module: ``name`` is a module, or the file of one that this process has inherited.
+        is_module: ``name`` is a module, or the file of the module in the inherited :data:`MODULE`.
 
     Returns:
         The path; None if there is no such program.
@@ -37,7 +37,7 @@ def located(name: str, is_module: bool) -> str | None:
 
 
 def _origin(module: str) -> str | None:
-    """The file that ``python -m MODULE`` runs."""
+    """Returns the file that ``python -m MODULE`` runs."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -55,7 +55,7 @@ def place_of(script: str) -> str:
 
 
 def load(script: str, name: str) -> dict[str, Any]:
-    """Runs a program under this name of its module; returns its globals."""
+    """Runs a program with this module name; returns its globals."""
     if module := os.environ.get(MODULE):
         return runpy.run_module(module, run_name=name, alter_sys=name == "__main__")
     return runpy.run_path(script, run_name=name)

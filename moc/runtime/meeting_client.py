@@ -1,4 +1,4 @@
-"""A worker's side of :mod:`moc.runtime.meeting_store`, as the ``Store`` that gloo and NCCL take."""
+"""A worker's client of the rendezvous store (:mod:`moc.runtime.meeting_store`), as a ``Store`` for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
 
 _GRACE_S = 30.0
-"""Seconds that the store may take to answer, beyond those for which it is asked to wait."""
+"""Seconds that the store may take to answer, in addition to a requested wait."""
 
 
 class LateError(RuntimeError):
-    """A value has not come in time."""
+    """A value was not set in time."""
 
 
 class MeetingClient(Store):
-    """The store of one generation.
+    """The rendezvous store of one generation.
 
-    torch calls the methods from any thread; who made this object must keep it for as long as torch uses it.  After an
-    error other than :class:`LateError` the connection is closed, and every method raises.
+    torch calls the methods from any thread; the creator must keep this object while torch uses it.  After an error
+    other than :class:`LateError` the connection is closed, and every method raises.
 
     Args:
-        address: of the controller.
+        address: address of the controller.
         token: the job's secret.
-        generation: its number.
-        timeout: of a wait that has none of its own.
+        generation: number of the generation.
+        timeout: default timeout of a wait.
 
     Raises:
         WireError: the controller cannot be reached.
@@ -42,7 +42,7 @@ class MeetingClient(Store):
         self.set_timeout(timeout)
         self._timeout = timeout
         self._one_at_a_time = threading.Lock()
-        self._known: dict[str, bytes] = {}  # set here or waited for, and not read yet: most waits precede a get
+        self._known: dict[str, bytes] = {}  # set or awaited here, and not read yet: most waits precede a get
         self._connection = _connected(address, token)
         self._connection.send(Message({"kind": "meets", "generation": generation}))
 
@@ -51,11 +51,11 @@ class MeetingClient(Store):
         self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Returns a value once it is set."""
         return self._values([key], self._timeout, keep=False)[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Several values, once all are there."""
+        """Returns several values once all are set."""
         return self._values(keys, self._timeout, keep=False)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -66,11 +66,11 @@ class MeetingClient(Store):
             self._connection.send(pack("set", data))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: two overloads
-        """Waits until all keys are there."""
+        """Waits until all keys are set."""
         self._values(keys, self._timeout if timeout is None else timeout, keep=True)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Returns whether all keys are set."""
         return self._ask(Message({"kind": "check", "keys": list(keys)})).header["all"]
 
     def add(self, key: str, amount: int) -> int:
@@ -78,20 +78,20 @@ class MeetingClient(Store):
         return self._ask(Message({"kind": "add", "key": key, "amount": amount})).header["sum"]
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Removes a key; returns whether it was set."""
         self._known.pop(key, None)
         return self._ask(Message({"kind": "delete", "key": key})).header["was"]
 
     def has_extended_api(self) -> bool:
-        """Whether several values can be read at once."""
+        """Returns whether one call can read several values."""
         return True
 
     def clone(self) -> Store:
-        """Itself: a connection serves all threads."""
+        """Returns itself, since a connection serves all threads."""
         return self
 
     def close(self) -> None:
-        """Ends the connection; threads that wait get a :class:`PeerGoneError`."""
+        """Closes the connection; waiting threads get a :class:`PeerGoneError`."""
         self._connection.close()
 
     def _values(self, keys: Sequence[str], timeout: timedelta, keep: bool) -> list[bytes]:
@@ -110,10 +110,10 @@ class MeetingClient(Store):
             try:
                 return self._connection.recv(seconds)
             except TimeoutError:
-                self._connection.close()  # the answer may still come, and would be taken for that to another question
+                self._connection.close()  # a late answer would be taken for the answer to the next request
                 raise PeerGoneError(f"the store has not answered within {seconds:g} s") from None
 
 
 def _connected(address: str, token: bytes) -> Connection:
-    """Connects, again if all workers of a large job came at once and some had to make room for others."""
+    """Connects, with retries: in a large job, the server drops connections if too many are in the handshake."""
     return patiently(lambda: connect(address, token), HANDSHAKE_SECONDS, unless=ConnectionRefusedError)

@@ -1,6 +1,6 @@
-"""The store over which the workers of a generation find each other, served by the controller over the wire.
+"""Rendezvous store of a generation's workers, served by the controller over the wire protocol.
 
-Torch's own store answers whoever connects; this one is reached by processes that know the job's token.
+Torch's own store answers any client; this one requires the job's token.
 :class:`~moc.runtime.meeting_client.MeetingClient` is the worker's side.
 """
 
@@ -15,27 +15,27 @@ from moc.runtime.message import Message, WireError
 
 
 class MeetingStore:
-    """Values by key, of one generation at a time: the first worker of a newer one empties it.
+    """Values by key, of one generation at a time; the first worker of a newer generation empties the store.
 
-    A connection begins with ``meets`` and its ``generation``, and belongs to it: it ends with the generation.  Then
+    A connection begins with ``meets`` and its ``generation``, and ends with that generation.  Its requests:
 
-    * ``set`` stores values under ``keys``, without an answer: their ``sizes``, and the values in a row as body;
-    * ``get`` waits until all ``keys`` are there, and answers ``values`` in the same way.  It adds those of other keys
-      with the same beginning, up to the last slash, that this connection has not had: gloo wants them next.  If some
-      of ``keys`` are not there ``within`` some seconds, it answers ``late`` and names these ``keys``;
-    * ``check`` answers ``there``: whether ``all`` of the ``keys`` are;
-    * ``add`` adds ``amount`` to the number at ``key``, and answers its ``sum``;
-    * ``delete`` answers whether there was a ``key``: ``was``.
+    * ``set`` stores values under ``keys``, with their ``sizes``, and the concatenated values as body.  No answer.
+    * ``get`` waits until all ``keys`` are set, and answers ``values`` in the same format.  It adds values with the same
+      key prefix, up to the last slash, that this connection has not received: gloo requests them next.  If ``keys``
+      are missing after ``within`` seconds, it answers ``late`` with these ``keys``.
+    * ``check`` answers ``there``, with ``all``: whether all ``keys`` are set.
+    * ``add`` adds ``amount`` to the number at ``key``, and answers ``sum``.
+    * ``delete`` removes ``key`` and answers ``deleted``, with ``was``: whether it was set.
     """
 
     def __init__(self):
         self._generation = -1
         self._values: dict[str, bytes] = {}
-        self._alike: dict[str, set[str]] = defaultdict(set)  # keys with the same beginning
+        self._alike: dict[str, set[str]] = defaultdict(set)  # keys by prefix
         self._awaited: dict[str, list[asyncio.Future]] = {}
 
     async def serve(self, connection: AsyncConnection, generation: int) -> None:
-        """Answers a worker until it disconnects or its generation is over."""
+        """Serves a worker until it disconnects or its generation is over."""
         if not isinstance(generation, int):
             raise WireError(f"it meets in generation {generation!r}, which is no number")
         if generation > self._generation:
@@ -105,13 +105,13 @@ class MeetingStore:
 
 
 def pack(kind: str, values: Mapping[str, bytes]) -> Message:
-    """A message that carries values by key."""
+    """Returns a message that carries values by key."""
     sizes = [len(value) for value in values.values()]
     return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
 
 
 def unpack(said: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
-    """The values by key that a message carries; raises WireError if it does not."""
+    """Returns the values by key that a message carries; raises WireError if it is malformed."""
     keys, sizes, data, ends = _texts(said["keys"]), said["sizes"], bytes(body), [0]
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise WireError(f"the sizes of values are numbers, not {sizes!r}")

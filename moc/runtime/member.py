@@ -1,4 +1,4 @@
-"""A worker's side of a job that outlives its workers: hears of losses, and rejoins the others."""
+"""A worker's side of a job that survives lost workers: receives notices of losses, and reconnects."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from moc.runtime.progress import PROGRESS
 from moc.runtime.wire import PeerGoneError, WireError
 
 NEWS_S = 5.0
-"""Seconds to wait after an error for news of a lost worker, before the error counts as this worker's own.
+"""Seconds to wait after an error for a notice of a lost worker, before the error counts as this worker's own.
 
-Messages are repeated at the same interval: their receiver may have died.
+Messages are repeated at the same interval, because their receiver may have died.
 """
 
 _ALIVE_S = 1.0
@@ -58,9 +58,9 @@ _ALONE = {
     "all_gather_object": _gather_alone,
     "all_gather_into_tensor": _gather_tensors_alone,
 }
-"""Stand-ins, for a replacement that builds alone, for the collectives by which workers compare what they build.
+"""Local substitutes for collectives that compare workers' setup, for a replacement that initializes separately.
 
-megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank lacks is an empty group there.
+megatron-core's optimizer gathers the kinds of parameters, and creates an empty group for a kind that a rank lacks.
 """
 
 
@@ -82,9 +82,9 @@ class JobMember(Job):
         self._heard_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.helpers = tuple(map(int, filter(None, os.environ.get(environment.HELPERS, "").split(","))))
-        self._seat = self.rank, self.size, self.helpers  # of the generation that the store is of
-        self._generation = -1  # of the groups; -1 before the first
-        self._welcomes = -1  # the newest generation that was told of guests
+        self._seat = self.rank, self.size, self.helpers  # in the generation of the store
+        self._generation = -1  # generation of the groups; -1 before the first
+        self._welcomes = -1  # newest generation with a scale-up notice
         self._epoch = 0
         self._lease = Lease.of_this_worker()
         PROGRESS.forget("setup")
@@ -96,8 +96,8 @@ class JobMember(Job):
     def join(cls) -> JobMember:
         """Joins the job that the environment describes.
 
-        A worker that its agent does not admit for :data:`~moc.runtime.connections.PATIENCE_S` ends itself, to be
-        replaced as a lost one: the job is not at fault, and ``--max-restarts`` limits how often this happens.
+        A worker that its agent does not admit within :data:`~moc.runtime.connections.PATIENCE_S` kills itself, and is
+        replaced as a lost one.  This is no error of the job, and ``--max-restarts`` limits how often it happens.
         """
         token = token_from_environment()
         try:
@@ -139,13 +139,13 @@ class JobMember(Job):
             self._say("built", stays=self.regroup is not None)
         if self._generation >= 0:
             return None
-        dist.__dict__.update(self._real)  # a replacement, built alone
+        dist.__dict__.update(self._real)  # a replacement, initialized separately
         begun = time.monotonic()
         self._meet()
         return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
 
     def go_on_after(self, error: Exception) -> Interruption:
-        """As :meth:`Job.go_on_after`.  A worker whose device does not work any more ends here, as one that is lost."""
+        """As :meth:`Job.go_on_after`.  A worker with a broken device ends here, and counts as lost."""
         PROGRESS.forget()
         self._end_if_device_is_broken(error)
         if self._generation < 0:  # not yet connected to the others
@@ -157,9 +157,9 @@ class JobMember(Job):
                 raise error
             self._suspect()
         if not self._built:
-            threading.Event().wait()  # it was building in step with a lost worker: the agent is about to kill it
+            threading.Event().wait()  # it was initializing in step with a lost worker: the agent is about to kill it
         begun, heard = time.monotonic(), self._heard_at
-        error.__traceback__ = None  # it keeps the interrupted iteration's activations alive
+        error.__traceback__ = None  # the traceback keeps the interrupted iteration's activations alive
         self._settle()
         self._meet()
         return Interruption(self._generation, self._cause, self._reason, begun - heard, time.monotonic() - begun)
@@ -170,7 +170,7 @@ class JobMember(Job):
         return 0 <= self._generation == self._welcomes
 
     def meet_guests(self) -> Interruption:
-        """As :meth:`Job.meet_guests`.  What is lost meanwhile begins a generation, too."""
+        """As :meth:`Job.meet_guests`.  A loss meanwhile begins a generation, too."""
         PROGRESS.forget()
         begun = time.monotonic()
         self._say("parted", generation=self._generation)
@@ -185,11 +185,11 @@ class JobMember(Job):
         os._exit(START_OVER)
 
     def gives_back(self, memory: Path) -> None:
-        """As :meth:`Job.gives_back`; includes nodes that are spares by now."""
+        """As :meth:`Job.gives_back`; includes nodes that have become spares."""
         self._say("gives_back", memory=str(memory))
 
     def leave(self) -> None:
-        """As :meth:`Job.leave`.  What cannot be aborted any more ends with this process, whose work is done."""
+        """As :meth:`Job.leave`.  Groups that cannot be aborted end with this process, since its work is done."""
         assert self._groups is not None  # it is connected
         with contextlib.suppress(WireError):  # the agent is gone, so the node is lost
             self._say("alive", **PROGRESS.report())  # with the last iteration
@@ -201,14 +201,14 @@ class JobMember(Job):
     def _settle(self) -> None:
         """Waits until the last generation is aborted and the device is idle, or ends this worker."""
         assert self._groups is not None and self._device is not None  # it is connected
-        self._abort(self._groups, self._wanted - 1)  # the listening thread may be at it: then this waits for that
+        self._abort(self._groups, self._wanted - 1)  # waits if the listening thread is aborting
         try:
             compute_device.check_patiently(self._device)
         except compute_device.BrokenDeviceError as error:
             self._end(str(error), error, code="device-broken")
 
     def _abort(self, groups: Groups, generation: int) -> None:
-        """Ends generations up to this one, or this worker; other threads wait, so that none goes on in between."""
+        """Aborts generations up to this one, or ends this worker; other threads wait until it is done."""
         with self._aborting:
             try:
                 groups.abort(generation)
@@ -223,23 +223,23 @@ class JobMember(Job):
                 self._end(str(broken), error, code="device-broken")
 
     def _end(self, why: str, error: BaseException, code: str | None = None) -> NoReturn:
-        """Ends this process as a lost one, for another to take its place.
+        """Ends this process as a lost worker, to be replaced.
 
         Args:
-            why: continues a sentence about the worker.
-            error: whose traceback is printed.
-            code: of the error; None for its own.
+            why: predicate of a sentence about the worker.
+            error: error whose traceback is printed.
+            code: code of the error; None for its own.
         """
         print_traceback(error)
         print_lines(f"mocrun: worker {self.rank} {why}: it ends itself, to be replaced", error=True, flush=True)
         with contextlib.suppress(WireError):
             self._say("broken", why=why, code=code or code_of(error))
-        time.sleep(NEWS_S)  # for the agent, which kills this process, and so knows why it has ended
+        time.sleep(NEWS_S)  # the agent kills this process meanwhile, and so knows the reason
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("killed")
 
     def _guard(self, body: Callable[[], None]) -> None:
-        """Runs one of the threads without which this worker would be deaf, silent or on its own for ever."""
+        """Runs the body of an essential thread, and ends this worker if it fails."""
         try:
             body()
         except Exception as error:
@@ -255,12 +255,12 @@ class JobMember(Job):
             return self._news.wait_for(lambda: self._wanted > self._generation, NEWS_S)
 
     def _meet(self) -> None:
-        """Waits until all workers are connected, in whichever generation that succeeds."""
+        """Waits until all workers are connected, in this or a later generation."""
         while not self._meets_in(self._wanted):
             pass
 
     def _meets_in(self, generation: int) -> bool:
-        """Whether all workers connected in this generation; false if one was lost meanwhile."""
+        """Returns whether all workers connected in this generation; False if one was lost meanwhile."""
         reached = False
         with self._news:
             while self._store[0] < generation and self._wanted <= generation:
@@ -289,8 +289,8 @@ class JobMember(Job):
             return False
 
     def _move(self, rank: int, size: int, helpers: tuple[int, ...]) -> None:
-        """Goes on as another rank in a world of another size, or with other helpers."""
-        assert self._groups is not None and self.regroup is not None  # or it would not be told to
+        """Continues as another rank, in a world of another size or with other partial-model nodes."""
+        assert self._groups is not None and self.regroup is not None  # only such workers get another rank
         self.rank, self.size, self.helpers = rank, size, helpers
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         self._groups.move(rank, size)
@@ -308,7 +308,7 @@ class JobMember(Job):
                 os._exit(1)  # the agent is gone, so the node is lost
 
     def _watch_lease(self) -> None:
-        """Ends this process when the lease expires, even if the agent is stopped and cannot."""
+        """Ends this process when the lease expires, even if the agent is stopped."""
         while self._lease is not None:
             self._lease.enforce()
             left = self._lease.left
@@ -327,7 +327,7 @@ class JobMember(Job):
                     self._seat = said["rank"], said["size"], tuple(said["helpers"])
                 elif said["kind"] == "welcome":
                     self._welcomes = said["generation"]
-                elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too
+                elif said["generation"] >= self._wanted:  # a new worker also gets the reason of its current generation
                     self._wanted, self._cause, self._reason = said["generation"], said["cause"], said["reason"]
                     self._heard_at = time.monotonic()
                 self._news.notify_all()
@@ -336,7 +336,7 @@ class JobMember(Job):
 
 
 def join_job() -> Job:
-    """The job that this process was started for.  Exits with one sentence if torch lacks a private interface."""
+    """Returns the job of this process.  Exits with an error message if torch lacks a private interface."""
     if environment.AGENT in os.environ:  # the launcher has checked torch
         return JobMember.join()
     try:

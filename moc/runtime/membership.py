@@ -1,17 +1,22 @@
-"""The membership of a job: a state machine without sockets, clocks or processes.  Events go in, orders come out.
+"""The membership of a job: a state machine that turns events into orders, without sockets, clocks or processes.
 
-A *generation* is a membership with a number.  A lost worker starts the next one: survivors are told to *abort* what
-they are doing, replacements of the lost workers are started, and when all report that they are *here*, all are told to
-*go* on.  A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.  Workers belong to
-places, and the node that fills a place may change: see :mod:`moc.runtime.assignment`.
+A *generation* is a numbered membership.  A lost worker starts the next one:
 
-A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  A
-program whose workers *stay* goes on in the same processes, which get other ranks.  When nodes come, their workers build
-as *guests*.  Once these are ready, the others are told to *welcome* them: they *part* at the end of the same iteration,
-and guests are seated among them when all have.  Where a copy of its model takes several nodes, each has a part of it;
-the job trains with whole copies, and other nodes that have a part help (:mod:`moc.runtime.seats`).  A worker keeps its
-part as long as it lives.  Workers of any other program are all started anew, since their number is another one; when
-nodes come, they are asked to save and to leave first.
+* Survivors are ordered to *abort* their work, and replacements of the lost workers are started.
+* When all workers have reported that they are *here*, all are ordered to *go*.
+* A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.
+
+Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.assignment`.
+
+A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces a lost one.  The program decides how:
+
+* A program whose workers *stay* continues in the same processes, with other ranks.  Workers of new nodes initialize
+  meanwhile, as *guests*.  When they are ready, the others get a scale-up notice (*welcome*) and drain (*part*) after
+  the same iteration.  Then the guests get ranks.
+* If a copy of the model takes several nodes, each node has a part of it.  Complete copies train, and other nodes with a
+  part are *helpers* (:mod:`moc.runtime.seats`).  A worker keeps its part while it lives.
+* All workers of any other program are restarted, since their number changes.  Before new nodes are added, they are
+  asked to save and exit.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -47,28 +52,28 @@ from moc.runtime.seating import Seating
 from moc.runtime.stop_report import STOPS
 
 MAX_SUSPICIONS = 10
-"""Most consecutive generations that begin without a loss; one more ends the job."""
+"""Maximum number of consecutive generations that begin without a loss; one more ends the job."""
 
 
 @dataclass
 class Membership:
-    """The state machine: every method takes an event and returns the orders that follow.
+    """The state machine: methods that take an event return the resulting orders.
 
     Attributes:
-        most: workers of the job when all its places are filled.
+        most: number of workers when all rank blocks are filled.
         per_node: workers per node.
         max_restarts: workers lost by signals that are replaced before the job gives up.
-        least_nodes: with which it continues; 0 if it waits for all.
-        generation: its number.
-        running: all workers of the generation have reported, and were told to go on.
+        least_nodes: minimum number of nodes; 0 to wait for all.
+        generation: number of the current generation.
+        running: all workers of the generation have reported, and were ordered to go.
         restarts: workers lost by signals until now.
-        suspicions: generations in a row that began without a loss.
-        end: of the job; None while it lasts.
-        asked: the signal by which the job was asked to stop; None if it was not.
-        crew: the live workers.
-        places: assignment of nodes to places.
-        seating: which nodes train, which help, and with which part of the model.
-        growth: how nodes that have come are taken in.
+        suspicions: consecutive generations that began without a loss.
+        end: end of the job; None while it runs.
+        asked: signal that requested a stop; None without one.
+        crew: live workers.
+        places: assignment of nodes to rank blocks.
+        seating: nodes that train or help, and their parts of the model.
+        growth: progress of adding nodes.
     """
 
     most: int
@@ -84,9 +89,9 @@ class Membership:
     crew: Crew = field(default_factory=Crew)
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
-    _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
-    _anew: int = 0  # the generation with which the members last changed
-    _stayed: set[str] = field(default_factory=set)  # workers that the last change of members has seated
+    _told: dict[int, int] = field(default_factory=dict)  # newest generation known to each present node
+    _anew: int = 0  # generation in which the members last changed
+    _stayed: set[str] = field(default_factory=set)  # workers that kept running at the last change of members
 
     def __post_init__(self):
         self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
@@ -101,7 +106,7 @@ class Membership:
 
     @property
     def guests(self) -> dict[str, Worker]:
-        """Workers that build for nodes that are about to be taken in, by name."""
+        """Joining workers, which initialize on new nodes, by name."""
         return self.crew.guests
 
     @property
@@ -110,7 +115,7 @@ class Membership:
         return len(self.places.members) * self.per_node
 
     def state_dict(self) -> dict:
-        """State that a restarted controller cannot learn from the nodes; JSON-serializable."""
+        """Returns the state that a restarted controller cannot learn from the nodes; JSON-serializable."""
         return {
             "generation": self.generation,
             "restarts": self.restarts,
@@ -149,13 +154,13 @@ class Membership:
     def joined(
         self, node: int, workers: Iterable[Worker] = (), generation: int = 0, asked: int | None = None
     ) -> list[Order]:
-        """A node has joined.
+        """Handles a node that has joined.
 
         Args:
-            node: its number.
+            node: number of the node.
             workers: its live workers, if an earlier controller started some or the node was declared lost.
-            generation: the newest known to the node.
-            asked: the signal by which it was asked to stop; None if it was not.
+            generation: newest generation known to the node.
+            asked: signal that asked the node to stop; None without one.
         """
         if self.end:
             return [self.end]
@@ -183,13 +188,13 @@ class Membership:
             self.running = False
             return orders + self._fill()
         if not self.running and any(worker.met < self.generation for worker in self.workers.values()):
-            # their store may be gone with the controller that ordered them to connect, or died before it could
+            # the controller with their store may have died before or after it ordered them to connect
             return orders + self._next_generation(Why(Cause.STORE_LOST, "the rendezvous store of the workers is gone"))
         self.running = True
         return orders
 
     def left(self, node: int, gives_up: bool = False) -> list[Order]:
-        """A node is lost with all its workers; it may return."""
+        """Handles a node that is lost with all its workers; it may return."""
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
         self.crew.forget(node)
@@ -210,7 +215,7 @@ class Membership:
 
     @property
     def can_grow(self) -> bool:
-        """Whether more nodes are there than train, and all of the others train undisturbed, or nothing has begun."""
+        """Whether more nodes can train than now, and the job is running without a loss or has not begun."""
         if self.end or self.asked is not None or self._finished or not self.places.varies:
             return False
         if self.has_begun and not self.running:
@@ -219,15 +224,15 @@ class Membership:
 
     @property
     def welcomes_guests(self) -> bool:
-        """Whether workers of this generation were told that guests are ready, and some are yet to part."""
+        """Whether workers of this generation got a scale-up notice, and some have yet to drain."""
         return self.growth.welcomed == self.generation
 
     def grow(self) -> list[Order]:
-        """Begins with the nodes that are there, or takes in those that have come.
+        """Begins with the connected nodes, or adds new ones.
 
-        If workers stay, those of the nodes that have come are started as guests, again if they have died; when these
-        are ready, or a node that helps is to move, the others are told so, again if they are yet to part.  Otherwise
-        workers are asked to save and to leave; if they have not when this is called again, they are killed.
+        * If workers stay, missing joining workers are started.  When these are ready, or a partial-model node is to
+          move, the others get a scale-up notice.  Later calls repeat it until they drain.
+        * Otherwise workers are asked to save and exit.  If they have not at the next call, they are killed.
         """
         if not self.can_grow:
             return []
@@ -249,13 +254,13 @@ class Membership:
     def ended(
         self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: str = ""
     ) -> list[Order]:
-        """A worker has exited.
+        """Handles the exit of a worker.
 
         Args:
-            name: of the worker; ignored if it was already ordered to be killed.
+            name: name of the worker; ignored if it was already ordered to be killed.
             code: its exit code; minus the signal number if a signal killed it.
-            why: the reason, if its node killed it.
-            gives_back: the run's memory, if the worker has released it.
+            why: reason, if its node killed it.
+            gives_back: path of the run's memory, if the worker has released it.
             broken: code of the error that ended it, such as device-broken.
         """
         if name in self.guests:
@@ -299,10 +304,10 @@ class Membership:
         return self._next_generation(Why(broken or Cause.WORKER_LOST, how))
 
     def _ends_with(self, worker: Worker, number: int) -> int | None:
-        """The exit code of the job, if a worker that a signal has killed is not replaced; None if it is.
+        """Returns the job's exit code if a worker killed by a signal is not replaced; otherwise None.
 
-        A job that was asked to stop replaces workers only while others have state to save, and not if the program ends
-        by the very signal that asks.
+        A job that was asked to stop replaces workers only while others have state to save, and not if a stop signal
+        ended the program.
         """
         if self.asked is None:
             return None
@@ -317,9 +322,9 @@ class Membership:
         return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="state-partly-lost")
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
-        """Takes a node out of the job; its launcher ends, so it does not return by itself."""
+        """Removes a node from the job; its launcher ends, so it does not return unless it is started again."""
         node, number = worker.node, self._broken.number_of(worker)
-        self._broken.is_well(worker)  # whoever starts the node again has looked at it
+        self._broken.is_well(worker)  # a node that is started again counts as repaired
         kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
         often = f"as were {MAX_BROKEN - 1} before it with device {number} of node {node}"
         why = UserError(
@@ -329,13 +334,13 @@ class Membership:
         return [*kills, GiveUp(node, with_code(why)), *self.left(node, gives_up=True)]
 
     def built(self, name: str, stays: bool = False) -> list[Order]:
-        """A worker is ready to train; ``stays`` tells whether it could go on if the number of workers changed."""
+        """Marks a worker as ready to train; ``stays`` if it can continue with another number of workers."""
         for worker in filter(None, (self.workers.get(name), self.guests.get(name))):
             worker.built, worker.stays = True, stays
         return []
 
     def here(self, name: str, generation: int, parts: int = 1) -> list[Order]:
-        """A worker reports in a generation, and waits for the others; a copy of its model takes ``parts`` nodes."""
+        """Handles a worker that waits for the others in a generation; a copy of its model takes ``parts`` nodes."""
         if name not in self.workers or self.end:
             return []
         if parts != self.seating.parts:
@@ -354,15 +359,15 @@ class Membership:
         return [Go(self.generation)]  # repeated for a worker that reports again: it missed the order
 
     def met(self, name: str, generation: int) -> list[Order]:
-        """A worker has connected with all others."""
+        """Records that a worker has connected with all others."""
         if name in self.workers:
             self.workers[name].met = generation
         return []
 
     def parted(self, name: str, generation: int) -> list[Order]:
-        """A worker has left a generation at the end of an iteration, and waits for guests; all have, when this ends.
+        """Handles a worker that has drained after an iteration; the last one starts the next generation.
 
-        No iteration is under way then.  If guests were lost meanwhile, the others meet again without them.
+        No iteration is in progress then.  If joining workers were lost meanwhile, the others reconnect without them.
         """
         if name not in self.workers or self.end:
             return []
@@ -371,13 +376,13 @@ class Membership:
             return []
         if self.can_grow and (why := self.growth.who_has_come or self.growth.who_moves):
             return self._change_members(why)
-        self.growth.under_way = bool(self.guests)  # whoever is gone may come again at once
+        self.growth.under_way = bool(self.guests)  # lost nodes may return immediately
         if self.asked is None:
             return self._next_generation(Why(Cause.GUESTS_LOST, "nodes that were ready are gone again"))
         return self._next_generation(Why(Cause.JOB_STOPS, "the job is to stop, and meets no more"))
 
     def suspected(self, name: str, generation: int, hangs: str | None = None) -> list[Order]:
-        """A worker of a generation cannot continue although no loss is known: connections are lost, or it hangs."""
+        """Handles a worker that cannot continue although no loss is known: its connections failed, or it hangs."""
         if name not in self.workers or generation != self.generation or self.end:
             return []
         what = f"worker {self.workers[name].rank} {hangs or 'has lost connections'}"
@@ -391,18 +396,18 @@ class Membership:
         return self._next_generation(Why(Cause.WORKER_HANGS if hangs else Cause.CONNECTIONS_LOST, what))
 
     def calm(self) -> None:
-        """Forgets earlier suspicions and broken devices after a long time without trouble."""
+        """Forgets connection failures and broken devices after a long time without failures."""
         self.suspicions = 0
         self._broken.ended.clear()
 
     def stopping(self, number: int) -> list[Order]:
-        """A signal asks the job to stop: workers save and end once all are there, and no node is taken in any more."""
+        """Handles a stop signal: workers save and exit once all are connected, and no more nodes are added."""
         self.asked = number
         why = f"the job was asked to stop (signal {number})"
         return [] if self.has_begun else self._over(128 + number, f"{why}: nothing has begun", as_asked=True)
 
     def waits_for(self) -> list[int]:
-        """Nodes that are lost or have never joined, and that no spare replaces."""
+        """Returns the nodes that are lost or have never joined, and that no spare replaces."""
         return [] if self.end else self.places.missing()
 
     def gives_up(self, why: str) -> list[Order]:
@@ -420,22 +425,22 @@ class Membership:
         return self.crew.started > 0 or bool(self.workers)
 
     def _place(self, worker: Worker) -> int | None:
-        """The place of a worker; None if it was started for other members."""
+        """Returns the rank block of a worker; None if it was started for other members."""
         seated = worker.born >= self._anew and not worker.guest
         return self.places.members[worker.rank // self.per_node] if seated and self.size else None
 
     @property
     def _can_change(self) -> bool:
-        """Whether the job can run on the nodes that are there, be they others than the members."""
+        """Whether the job can run on the connected nodes, even if the members change."""
         return self.places.varies and self.places.settled and bool(self.seating.fits(self.places.filled))
 
     def _may_be_too_many(self, worker: Worker) -> bool:
-        """Whether the program may refuse this number of nodes, which is not that of the job, and accept a smaller."""
+        """Returns whether the program may refuse this reduced number of nodes, and accept a smaller one."""
         members = self.places.members[: self.seating.whole]
         return len(members) < self.places.count and not worker.built and bool(self.seating.fits(members[:-1]))
 
     def _change_members(self, why: Why) -> list[Order]:
-        """Goes on with the nodes that are there: workers that stay get other ranks, and all others are started anew."""
+        """Continues on the connected nodes: workers that stay get other ranks, and all others are restarted."""
         stay, there = self.crew.stays, self.workers | self.guests
         self.seating.seat_anew(stay)
         self._anew, self.growth.under_way = self.generation + 1, False
@@ -458,13 +463,13 @@ class Membership:
         return self.places.of(worker.node) in self.places.members
 
     def _missed_its_seat(self, worker: Worker) -> bool:
-        """Whether the controller that has seated a worker was lost before it could say so."""
+        """Returns whether a controller assigned a rank to a worker, and was lost before it could send it."""
         return worker.name in self._stayed and worker.born < self._anew and self._is_member(worker)
 
     def _seat(self, worker: Worker) -> Seat:
-        """Gives a worker that stays the rank that it has among the members."""
+        """Assigns a rank among the members to a worker that stays."""
         place = self.places.of(worker.node)
-        assert place is not None  # it is a member's
+        assert place is not None  # its node is a member
         worker.rank = self.places.members.index(place) * self.per_node + worker.rank % self.per_node
         worker.born, worker.guest = self._anew, False
         worker.size, worker.helpers = self.size, self.seating.helpers
@@ -481,10 +486,10 @@ class Membership:
         return [Abort(self.generation, why.cause, why.sentence), *self._fill()]
 
     def _fill(self) -> list[Order]:
-        """Starts missing workers, and kills those that can no longer build in step with all others."""
+        """Starts missing workers, and kills those that can no longer initialize in step with the others."""
         orders: list[Order] = []
         anybody = any(worker.built for worker in self.workers.values())
-        if self.seating.helpers and not anybody:  # all build together, and whole copies alone can
+        if self.seating.helpers and not anybody:  # all initialize together, which only complete copies can
             self.seating.dismiss_helpers()
             self._anew = self.generation
         for worker in list(self.workers.values()):
@@ -507,7 +512,7 @@ class Membership:
     def _over(
         self, exit_code: int, reason: str, leaving: bool = False, as_asked: bool = False, code: str | None = None
     ) -> list[Order]:
-        """Ends the job; ``code`` is that of an error, unless a worker has printed its own."""
+        """Ends the job; ``code`` is an error code, None without an error or if a worker has printed its own."""
         asked, gives_back = self.asked if as_asked else None, self._gives_back if exit_code in (0, SAVED) else None
         reason = reason if code is None else with_code(UserError(reason, code=code))
         self.end = End(exit_code, reason, leaving, gives_back, asked)
@@ -515,10 +520,10 @@ class Membership:
 
 
 def nodes_counted(count: int) -> str:
-    """A number of nodes, as ``1 node``."""
+    """Returns a number of nodes, such as ``1 node``."""
     return f"{count} node{'' if count == 1 else 's'}"
 
 
 def nodes(numbers: list[int]) -> str:
-    """Nodes, with a verb: ``node 1 is``."""
+    """Returns node numbers with a verb, such as ``node 1 is``."""
     return f"node {numbers[0]} is" if len(numbers) == 1 else f"nodes {', '.join(map(str, numbers))} are"

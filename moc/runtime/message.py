@@ -1,4 +1,4 @@
-"""A message: a JSON header and raw bytes. Never a pickle."""
+"""Defines messages: a JSON header and raw bytes, never a pickle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moc.errors import UserError
 from moc.files.decode import parse
 
 HEADER_LIMIT = 1 << 20
-"""Most bytes of a message's JSON header."""
+"""Maximum bytes of a message's JSON header."""
 
 
 class WireError(UserError, RuntimeError):
-    """The peer violated the protocol, or does not speak it; the connection is unusable."""
+    """The peer violated the protocol, or does not use it; the connection is unusable."""
 
     code = "wire-protocol-violated"
     remedy = "install the same release on all nodes; report the message as an issue if they have the same"
@@ -49,7 +49,7 @@ def encode(header: dict) -> bytes:
     """Encodes a header as JSON.
 
     Raises:
-        ValueError, TypeError: it is no header, is too large, or has values that JSON cannot represent.
+        ValueError, TypeError: it is no valid header, is too large, or has values that JSON cannot represent.
     """
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
         raise ValueError("the header of a message is a dict with a string named kind")
@@ -77,7 +77,7 @@ def decode(data: bytes) -> dict:
 
 
 def flat(body) -> memoryview:
-    """A byte view of any contiguous buffer, without a copy.
+    """Returns a byte view of any contiguous buffer, without a copy.
 
     Raises:
         TypeError: it is not a buffer, or not contiguous.

@@ -1,4 +1,4 @@
-"""Workers as a job's membership knows them, and its orders to their nodes."""
+"""Defines the worker records of a job's membership, and its orders to nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why a generation begins."""
+    """Cause of a new generation."""
 
     WORKER_LOST = "worker-lost"
     WORKER_HANGS = "worker-hangs"
@@ -29,7 +29,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Why:
-    """Why a generation begins, for programs (also the code of an error) and as a sentence."""
+    """Cause of a new generation, as a code (also of an error) and as a sentence."""
 
     cause: str
     sentence: str
@@ -37,46 +37,46 @@ class Why:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """To a node: start a worker for a generation."""
+    """Order to a node to start a worker for a generation."""
 
     node: int
     worker: str  # unique name
     rank: int
     generation: int
-    together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
-    place: int  # of the node
+    together: bool  # all workers start now; otherwise it initializes separately
+    place: int  # rank block of the node
     size: int  # number of workers
-    guest: bool = False  # it builds beside those that train, and is seated when it is ready
-    helpers: tuple[int, ...] = ()  # of the last nodes, which help: the part of the model that each has
+    guest: bool = False  # it initializes while others train, and gets a rank when it is ready
+    helpers: tuple[int, ...] = ()  # model part of each partial-model node; these are the last nodes
 
 
 @dataclass(frozen=True)
 class Seat:
-    """To a node: a worker goes on, with another rank from a generation on."""
+    """Order to a node to continue a worker under another rank, starting with a generation."""
 
     node: int
     worker: str
     rank: int
     generation: int
     size: int  # number of workers
-    helpers: tuple[int, ...] = ()  # as of StartWorker
+    helpers: tuple[int, ...] = ()  # as in StartWorker
 
 
 @dataclass(frozen=True)
 class Leave:
-    """To all nodes: ask the workers to save and to leave, since more are about to start."""
+    """Order to all nodes to ask the workers to save and exit, since more are about to start."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """To all workers: guests are ready; leave this generation at the end of an iteration, to meet them in the next."""
+    """Order to all workers to leave this generation after an iteration, since joining workers are ready."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Kill:
-    """To a node: kill a worker that is no longer needed."""
+    """Order to a node to kill a worker that is no longer needed."""
 
     node: int
     worker: str
@@ -84,7 +84,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """To a node: leave the job, since one of its devices does not work."""
+    """Order to a node to leave the job, since one of its devices is broken."""
 
     node: int
     why: str  # one sentence, and the code of the error
@@ -92,7 +92,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Abort:
-    """To all workers: abort all waits, and report in this generation."""
+    """Order to all workers to abort all waits, and report in this generation."""
 
     generation: int
     cause: str
@@ -101,20 +101,20 @@ class Abort:
 
 @dataclass(frozen=True)
 class Go:
-    """To all workers: all are here; connect."""
+    """Order to all workers to connect, since all have reported."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class End:
-    """To all nodes: the job is over."""
+    """Order to all nodes to end, since the job is over."""
 
     code: int  # exit code of the job
     reason: str  # one sentence, with the code of an error of the job itself; empty on success
-    leaving: bool  # workers are about to exit by themselves, and get time to do so
+    leaving: bool  # workers are about to exit on their own, and get time to do so
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
-    asked: int | None = None  # number of the signal that asked for this end; launchers report it
+    asked: int | None = None  # number of the signal that requested this end; launchers report it
 
 
 Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End
@@ -124,21 +124,21 @@ Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End
 class Worker:
     """A live worker."""
 
-    name: str  # of the process
+    name: str  # name of the process
     node: int
     rank: int
-    together: bool  # it was started with all others
-    built: bool = False  # it is ready to train, and so can survive the loss of others
-    here: int = -1  # the generation in which it last reported
-    met: int = -1  # the generation in which it last connected with the others
-    parted: int = -1  # the generation that it last left at the end of an iteration, to meet guests
-    born: int = 0  # the generation that it got its rank in
-    stays: bool = False  # the program goes on in the same processes when their number changes
-    guest: bool = False  # it builds for a node that is to be taken in, and has no part in generations yet
-    size: int = 0  # workers of the generations that it has its rank in
-    helpers: Sequence[int] = ()  # the same of StartWorker.helpers
+    together: bool  # started with all others
+    built: bool = False  # ready to train, and so able to survive the loss of others
+    here: int = -1  # generation in which it last reported
+    met: int = -1  # generation in which it last connected with the others
+    parted: int = -1  # generation that it last left after an iteration, for joining workers
+    born: int = 0  # generation in which it got its rank
+    stays: bool = False  # the program continues in the same processes when their number changes
+    guest: bool = False  # initializes on a new node, and belongs to no generation yet
+    size: int = 0  # number of workers in the generations of its rank
+    helpers: Sequence[int] = ()  # as StartWorker.helpers, in these generations
 
     @property
     def told(self) -> dict:
-        """The description that an agent sends to its controller."""
+        """Description that an agent sends to its controller."""
         return {each.name: getattr(self, each.name) for each in fields(Worker)}

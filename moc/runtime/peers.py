@@ -1,4 +1,4 @@
-"""Agents as seen by the controller."""
+"""Represents agents at the controller."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Peer:
     node: int
     connection: wire.AsyncConnection
     hello: dict  # header of its first message
-    workers: list[Worker]  # as of that message
-    state: ControlState | None  # its copy of an earlier controller's
-    heard: float  # when it last sent anything, by the controller's clock
-    epoch: int  # that it has promised
-    asked: tuple[int, bool] | None = None  # the epoch in which its promise was last requested, and whether for sure
-    admitted: bool = False  # it belongs to the job; its earlier messages are held
+    workers: list[Worker]  # listed in that message
+    state: ControlState | None  # its copy of an earlier controller's state
+    heard: float  # time of its last message, by the controller's clock
+    epoch: int  # epoch that it has promised
+    asked: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
+    admitted: bool = False  # it belongs to the job; earlier messages are held
     held: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
     knows_end: bool = False  # it has acknowledged the end of the job
     lost: bool = False  # it has itself reported its workers dead
@@ -47,7 +47,7 @@ class Peer:
 
     @property
     def instance(self) -> str:
-        """Id of its process; a restarted one has another."""
+        """Id of its process, which a restart changes."""
         return self.hello["instance"]
 
     @property
@@ -62,7 +62,7 @@ class Peer:
 
 
 async def process_has_died(door: str) -> bool:
-    """Whether the machine refuses connections to a door; without an answer, the process may still live."""
+    """Returns whether a machine refuses connections to a process's address; without an answer, it may still live."""
     host, _, port = door.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)

@@ -1,6 +1,6 @@
-"""Values that workers tell one another, as JSON: reading them runs no code, as reading a pickle would.
+"""Encodes values that workers exchange as JSON; unlike with a pickle, decoding runs no code.
 
-JSON has neither tuples nor sets nor our own records, so these are objects with one tag:
+JSON has no tuples, sets or records of ours, so these are objects with one tag:
 
     {"tuple": [...]}   {"set": [...]}   {"frozenset": [...]}   {"dict": [[key, value], ...]}   {"bytes": "base64"}
     {"enum": ["module:name", member]}   {"record": ["module:name", value, ...]}, a dataclass or named tuple of ours
@@ -18,29 +18,29 @@ from collections.abc import Mapping
 from moc.files.decode import parse
 
 OURS = ("moc.", "megatron.pretraining.")
-"""Modules whose records are read."""
+"""Prefixes of modules whose records are decoded."""
 
 _GROUPS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 
 
 class PlainError(ValueError):
-    """It is no value that a worker of this job sends."""
+    """The data is no value that a worker of this job sends."""
 
 
 def encode(value: object) -> bytes:
     """Encodes None, numbers, text, bytes, lists, tuples, sets, dicts, enums, and records of them.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the value contains something else.
     """
     return json.dumps(_packed(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> object:
-    """Decodes what :func:`encode` made; equal to it, except that mappings are dicts.
+    """Decodes data from :func:`encode` to an equal value, except that mappings become dicts.
 
     Raises:
-        PlainError: it did not make that.
+        PlainError: the data is not from :func:`encode`.
     """
     try:
         return _unpacked(parse(data))
@@ -95,7 +95,7 @@ def _unpacked(value):
 
 
 def _record(kind: type, values: list):
-    """Fills a record without calling its class: nothing of it runs."""
+    """Fills a record without calling its class, so that none of its code runs."""
     if not dataclasses.is_dataclass(kind):
         if not (issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(values)):
             raise PlainError(f"{kind.__qualname__} is no record, or another version's")

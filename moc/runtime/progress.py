@@ -1,4 +1,4 @@
-"""Progress of the compute thread: its section, since when, and whether it waits for others.
+"""Records progress of the compute thread: its section, the time in it, and whether it waits for other workers.
 
 progress("step")        # enters this section, and completes the previous one
 """
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Written by the compute thread, read by another."""
+    """Progress of the compute thread, which writes it; another thread reads it."""
 
     def __init__(self):
         self._at: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
         self._waits, self._waited_s = False, 0.0
-        self.iteration: int | None = None  # completed by this process, or that it resumed from
+        self.iteration: int | None = None  # last one completed by this process, or resumed from
         self._on_stream: StreamSpans | None = None
         self._lock = threading.Lock()
 
     def use(self, device: torch.device) -> None:
-        """Counts waits of this device's stream, too."""
+        """Also counts waits of this device's stream."""
         mark = stream.marker_of(device)
         self._on_stream = None if mark is None else StreamSpans(mark)
 
     def enter(self, section: str) -> None:
-        """Enters a section, possibly the same again; the previous one is complete, and its duration is recorded."""
+        """Enters a section, possibly the same one; completes the previous one and records its duration."""
         before, since = self._at
         self._begin(section)
         if before is not None:
             self._longest[before] = max(self._longest.get(before, 0.0), self._at[1] - since)
 
     def forget(self, section: str | None = None) -> None:
-        """Discards an interrupted section's duration, and enters the given section or none."""
+        """Discards an interrupted section's duration, and enters the given section, if any."""
         if self._on_stream is not None:
             self._on_stream.clear()
         self._begin(section)
@@ -57,7 +57,7 @@ class Progress:
         """Marks the thread as waiting for other workers within the block.
 
         Args:
-            on_stream: the block enqueues an operation, and the device's stream waits in it.
+            on_stream: the block enqueues an operation in which the device's stream waits.
         """
         begun = time.monotonic()
         self._waits = True
@@ -70,7 +70,7 @@ class Progress:
                 self._waited_s += time.monotonic() - begun
 
     def report(self) -> dict:
-        """The state of the thread.
+        """Returns the state of the thread.
 
         Returns:
             ``section`` (None for none); ``since``, seconds in it without completed waits; ``waits``, whether it or the

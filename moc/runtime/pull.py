@@ -1,13 +1,17 @@
-"""Copies a snapshot from another node's memory: files first, the manifest last, so that it is whole or absent.
+"""Copies a snapshot from another node's memory: files first, the manifest last, so that it is complete or absent.
 
-Of some operators alone, a copy has files of its own: the header of each is made of the boxes, and hashes, that the
-header of the original has, and its data are read from there, each byte once.
+A copy of only some operators has its own files.  Their headers have the tensor chunks and hashes of the original
+headers; each byte of data is read once.
 
-What this node's own snapshot holds alike is copied from there (:mod:`moc.runtime.held_alike`).
+Data that is identical in this node's own snapshot is copied locally (:mod:`moc.runtime.held_alike`).
 
-Protocol: a *read* names the node that has offered its memory to the other replica server, the node whose snapshot is
-wanted (the same, or one that it keeps a copy for), the iteration, a file and a range of bytes.  The answer is *data*,
-with the size of the file; *absent*, if there is no such file; or *refused*.
+Protocol: a *read* names
+
+* the node that has offered its memory to the other replica server;
+* the node whose snapshot is requested: the same, or one that it keeps a copy for;
+* the iteration, a file, and a byte range.
+
+The answer is *data*, with the size of the file; *absent*, if there is no such file; or *refused*.
 """
 
 from __future__ import annotations
@@ -43,19 +47,19 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, is_by_rank, part_of_file, rank_of
 
 CHUNK = 4 << 20
-"""Bytes per request, and at most those requested ahead of it."""
+"""Bytes per request, and maximum bytes requested ahead of it."""
 
-_REQUESTS = 16  # pending at most: both ends wait until the other has read, so they must fit into the sockets' buffers
+_REQUESTS = 16  # maximum pending: they must fit into the sockets' buffers, since both ends wait for reads
 
 SILENCE_S = 30.0
-"""Seconds without a byte after which a node counts as gone; a slow one does not."""
+"""Seconds without a received byte after which a node counts as lost."""
 
 _NODE = re.compile(r"[0-9A-Za-z]+")
-_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # of a rank, or of one expert
+_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # file of a rank or an expert
 
 
 class AbsentError(UserError, RuntimeError):
-    """The other node has not yet published the snapshot, or no longer has it."""
+    """The other node has not yet committed the snapshot, or no longer has it."""
 
     code = "copy-refused"
 
@@ -65,21 +69,21 @@ class Wanted:
     """A snapshot of one node, to be copied here."""
 
     iteration: int  # iterations completed when it was taken
-    of: str  # the node whose part of the snapshot it is
-    held_by: str  # the node that has it in memory
+    of: str  # node whose part of the snapshot it is
+    held_by: str  # node that has it in memory
     address: str  # ``host:port`` of that node's replica server
-    rate: float | None = None  # most bytes per second; None for no limit
+    rate: float | None = None  # maximum bytes per second; None for no limit
     patient: bool = False  # retry while the snapshot is absent or its holder does not answer
-    operators: Mapping[str, str] | None = None  # those to copy, with the detail of each; None for everything
+    operators: Mapping[str, str] | None = None  # operators to copy, each with its state subset; None for all
 
 
 class Pulled(NamedTuple):
-    """What a copy has cost, and what was wrong with what this node holds alike.
+    """Result of a copy, and faults found in this node's identical data.
 
     Attributes:
-        bytes: sent by the other node.
-        alike: bytes that were not sent, since this node holds them alike.
-        differs: operators that should be alike, and are not.
+        bytes: bytes sent by the other node.
+        alike: bytes not sent, since this node has identical ones.
+        differs: operators that should be identical, and are not.
         damaged: operators whose bytes in this node's own snapshot do not match their hash.
     """
 
@@ -90,7 +94,7 @@ class Pulled(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A file of a copy: its name and manifest entry, the header if it has one of its own, and spans of the original."""
+    """A file of a copy: its name and manifest entry, bytes to write as header, and byte ranges of the original."""
 
     name: str
     entry: FileEntry
@@ -99,7 +103,7 @@ class _Piece(NamedTuple):
 
 
 def part_of(root: Path, node: str, of: str) -> Path:
-    """Directory in a node's memory with a node's snapshots: its own, or copies kept for another node.
+    """Returns the directory in a node's memory with a node's snapshots: its own, or copies kept for another node.
 
     Raises:
         ValueError: a node name is invalid.
@@ -110,7 +114,7 @@ def part_of(root: Path, node: str, of: str) -> Path:
 
 
 def file_in(root: Path, node: str, of: str, iteration: int, file: str) -> Path:
-    """Path of a snapshot file in a node's memory; raises ValueError for the name of any other file."""
+    """Returns the path of a snapshot file in a node's memory; raises ValueError for the name of any other file."""
     if type(iteration) is not int or iteration < 0 or not _FILE.fullmatch(file):
         raise ValueError(f"{file!r} of iteration {iteration!r} is no file of a snapshot")
     return part_of(root, node, of) / directory_of(iteration) / file
@@ -123,7 +127,7 @@ async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None
         wanted: the snapshot.
         token: the job's secret.
         into: directory of that node's snapshots in this node's memory.
-        own: directory of this node's own snapshots, if they may hold some of it alike.
+        own: directory of this node's own snapshots, if they may have identical data.
 
     Raises:
         AbsentError: the holder does not have it.
@@ -160,13 +164,13 @@ async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None
 async def _pull_some(
     remote: _Remote, manifest: Manifest, operators: Mapping[str, str], store: Store, into: Path
 ) -> int:
-    """Copies those of some operators that the copy of the snapshot lacks; returns the bytes copied."""
+    """Copies the requested operators that the local copy lacks; returns the bytes copied."""
     here = _here(store, manifest)
     details = {name: Detail(operators[name]) for name in manifest.operators.keys() & operators - here.operators.keys()}
     if not details:
         return 0
     if not here.files:
-        store.remove(manifest.iteration)  # of another snapshot, or unfinished
+        store.remove(manifest.iteration)  # another snapshot's, or unfinished
     files, amount = dict(here.files), 0
     for file, entry in manifest.files.items():
         header = await remote.header(file, entry)
@@ -183,7 +187,7 @@ async def _pull_some(
 
 
 def _here(store: Store, manifest: Manifest) -> Manifest:
-    """Returns the manifest of the copy of the same snapshot; it names nothing if there is none."""
+    """Returns the manifest of the local copy of the same snapshot; empty if there is none."""
     nothing = dataclasses.replace(manifest, files={}, operators={})
     try:
         here = store.manifest(manifest.iteration)
@@ -210,7 +214,7 @@ def _some(
 
 
 async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> None:
-    name = file_of(rank_of(piece.name)) if is_by_rank(piece.name) else piece.name  # parts use the slots of their rank
+    name = file_of(rank_of(piece.name)) if is_by_rank(piece.name) else piece.name  # parts use their rank's buffers
     slot, entry = _slot(into, name, piece.entry, remote.wanted), piece.entry
     descriptor = open_single(slot, os.O_RDWR)
     try:
@@ -223,12 +227,12 @@ async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> N
             raise _damaged(remote, file, "its header does not match its hash")
     finally:
         os.close(descriptor)
-    name = f"{directory_of(remote.wanted.iteration)}/{piece.name}"  # it may be of a copy that was not finished
+    name = f"{directory_of(remote.wanted.iteration)}/{piece.name}"  # replaces a file of an unfinished copy
     Tree(into, ours=True).link(slot.relative_to(into).as_posix(), name)
 
 
 async def _missing(remote: _Remote, file: str, piece: _Piece, descriptor: int) -> list[Missing]:
-    """Copies what this node holds alike into a file; returns what must be sent."""
+    """Copies this node's identical data into a file; returns the ranges that must be sent."""
     if remote.alike:
         try:
             return await remote.alike.fill(descriptor, piece.header, piece.entry.bytes, piece.spans)
@@ -269,29 +273,29 @@ class _Remote:
         self._connection.abort()
 
     def pulled(self, amount: int) -> Pulled:
-        """What was copied: so many bytes, of which some are held alike."""
+        """Returns the result of a copy: bytes received, and bytes skipped because this node already had them."""
         alike = self.alike
         return Pulled(amount - alike.nbytes, alike.nbytes, sorted(alike.differs), sorted(alike.damaged))
 
     def name(self, file: str) -> str:
-        """Name of a file, for messages."""
+        """Returns the name of a file, for messages."""
         wanted = self.wanted
         return f"{file} of iteration {wanted.iteration} of node {wanted.of}, in the memory of node {wanted.held_by},"
 
     async def size(self, file: str) -> int:
-        """Size of a file, in bytes."""
+        """Returns the size of a file, in bytes."""
         await self._ask(file, 0, 0)
         return (await self._answer()).header["size"]
 
     async def header(self, file: str, entry: FileEntry) -> bytes:
-        """Reads what precedes the data of a file; raises DamagedRegionError if that does not match its hash."""
+        """Reads the bytes before a file's data; raises DamagedRegionError if they do not match their hash."""
         header = b"".join([bytes(data) async for data in self.read(file, [(0, entry.header_bytes)])])
         if digest_of(header) != entry.header_xxh3_128:
             raise _damaged(self, file, "its header does not match its hash")
         return header
 
     async def read(self, file: str, spans: list[tuple[int, int]]) -> AsyncIterator[bytes | bytearray | memoryview]:
-        """Reads spans of a file, in pieces; up to two chunks are requested at once."""
+        """Reads ranges of a file, in pieces; up to two chunks are requested at a time."""
         waiting = collections.deque(
             (start, min(CHUNK, stop - start)) for begin, stop in spans for start in range(begin, stop, CHUNK)
         )

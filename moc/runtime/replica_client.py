@@ -1,4 +1,4 @@
-"""A worker's client of its node's replica server."""
+"""Connects a worker to its node's replica server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ReplicaClient:
     """Sends orders for the node that this worker leads, from one thread at a time; closing it cancels pending ones.
 
     Args:
-        connection: to the replica server.
+        connection: connection to the replica server.
         node: name of the node.
-        root: its memory.
+        root: directory of its memory.
 
     Attributes:
-        address: where other nodes' replica servers read.
+        address: address for reads by other nodes' replica servers.
     """
 
     def __init__(self, connection: Connection, node: str, root: Path):
@@ -42,12 +42,12 @@ class ReplicaClient:
         return patiently(lambda: cls(connect(address, token), node, root))
 
     def pull(self, wanted: Wanted) -> tuple[Pulled, float]:
-        """Has a snapshot copied here; returns what that has cost, and the seconds it took.
+        """Copies a snapshot to this node; returns the result and the duration in seconds.
 
         Raises:
             NoRoomError: this node lacks memory for the copy.
             CheckpointError: the copy failed.
-            PeerGoneError: the replica server is gone, or this client was closed.
+            PeerGoneError: the replica server has disconnected, or this client was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(wanted)}))
         answer = self._connection.recv().header

@@ -2,9 +2,9 @@
 
 Each node has one, started by its agent, so that copies take no time of the workers' interpreters.  It listens on:
 
-* a Unix socket, for workers of this node: an *offer* of a directory in memory, which cancels pending orders for that
-  node, and orders to *pull* a snapshot into it; and for its agent's health check, *ask*;
-* a port, for the replica servers of other nodes: reads of snapshot files in the offered directories, and nothing else.
+* a Unix socket, for workers of this node: *offer* registers a directory in memory and cancels pending orders for that
+  node, and *pull* copies a snapshot into it.  The agent's health check is *ask*;
+* a port, for the replica servers of other nodes: only reads of snapshot files in the offered directories.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReplicaServer:
         try:
             while True:
                 order = (await connection.recv()).header
-                if order["kind"] == "ask":  # answered at once, also while copies are in progress
+                if order["kind"] == "ask":  # answered immediately, even while copies are in progress
                     connection.post(Message({"kind": "well"}))
                 elif order["kind"] == "offer":
                     node = order["node"]
@@ -105,7 +105,7 @@ class ReplicaServer:
         while True:
             try:
                 return await pull(wanted, self._token, part_of(root, node, wanted.of), own)
-            except (AbsentError, WireError) as error:  # the holder may yet publish, or be restarted
+            except (AbsentError, WireError) as error:  # the holder may still commit, or be restarted
                 if not wanted.patient:
                     raise
                 if time.monotonic() > tell_at:
@@ -145,8 +145,8 @@ async def keep(
         controllers: addresses; reads are served on the interface that routes to the first one that resolves.
         orders: ``unix:/path`` for the workers of this node.
         token: the job's secret.
-        hangs_s: seconds that it may take to answer before it is killed.
-        interface: name of another network interface to serve reads on, instead.
+        hangs_s: seconds without an answer after which it is killed.
+        interface: name of another network interface for reads.
 
     Raises:
         OSError: it cannot be started, or there is no such interface.
@@ -186,7 +186,7 @@ async def _interface_towards(controllers: list[str]) -> str:
 
 async def _serve(listen: str, orders: str, token: bytes) -> None:
     replica_server = ReplicaServer(token)
-    # the interface is the one towards the controller: loopback only if the job's is
+    # reads use the interface towards the controller, which is loopback only if the controller's is
     async with (
         await wire.serve(listen, token, replica_server.serve_reads, beyond_loopback=True) as reads,
         await wire.serve(orders, token, replica_server.serve_orders),
@@ -198,7 +198,7 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
 
 
 def main() -> None:
-    """Runs a replica server as a process of its own."""
+    """Runs a replica server as a separate process."""
     children.belong()
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
@@ -207,7 +207,7 @@ def main() -> None:
     log_to_stderr()
     try:
         asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
-    except FileNotFoundError:  # the launcher has ended meanwhile, and removed the directory of its sockets
+    except FileNotFoundError:  # the launcher has exited meanwhile, and removed its socket directory
         sys.exit(FAILED)
 
 

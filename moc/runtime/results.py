@@ -1,7 +1,7 @@
-"""Values that collectives have computed on a device, with a check that they are valid: :mod:`moc.runtime.groups`.
+"""Checks that values computed by collectives on a device are valid (:mod:`moc.runtime.groups`).
 
-Code that uses such values on the host, or installs them in state that outlives the generation, gets them by these
-functions: nothing else notices that the generation ended meanwhile, and the values are undefined.
+Code that uses such values on the host, or installs them in state that outlives the generation, calls these functions.
+Nothing else detects that the generation ended meanwhile and the values are undefined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def settled(device: torch.device) -> None:
 def on_host(values: torch.Tensor) -> torch.Tensor:
     """Copies values to host memory, which waits for the device; checks that this process has not aborted them.
 
-    That peers have not aborted it either is known only once all have agreed on the values, such as in a vote.
+    Peers may have aborted them, unless all workers agree on the values later, as in a commit all-reduce.
 
     Raises:
         Aborted: the generation of our groups is over, so the values are undefined.
@@ -37,7 +37,7 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_generation() -> None:
-    """Raises Aborted if this generation is over: on a GPU, what a collective has left may then be garbage."""
+    """Raises Aborted if this generation is over; on a GPU, results of collectives may then be undefined."""
     world = dist.group.WORLD
     if isinstance(world, Group):
         world.live()

@@ -1,4 +1,4 @@
-"""The clock by which a process judges the silence of its peers."""
+"""Measures the silence of peers with a clock that excludes this process's own pauses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class RunningClock:
     """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
 
     Args:
-        most_s: most seconds between two ticks; anything beyond was a pause.
+        most_s: maximum seconds between two ticks; any excess counts as a pause.
 
     Attributes:
         now: seconds that the process ran since construction.

@@ -23,13 +23,13 @@ REFUSED = 2
 """Exit code of a program that refuses its flags."""
 
 _SECONDS = 60.0
-"""Limit for a script's way to its parsed flags."""
+"""Time limit for a script to parse its flags."""
 
 _checking = False
 
 
 def is_of_megatron(source: str) -> bool:
-    """Whether a script imports ``megatron.training`` or the entry point itself, and the launcher allows that."""
+    """Returns whether a script imports ``megatron.training`` or the entry point, and the launcher allows that."""
     modules = "|".join(re.escape(name) for name in (hook.WATCHED[-1], hook.ENTRY))
     imports = re.compile(rf"^\s*(?:from|import)\s+(?:{modules})\b", re.MULTILINE)
     return os.environ.get(hook.VARIABLE) != "1" and imports.search(source) is not None
@@ -38,7 +38,7 @@ def is_of_megatron(source: str) -> bool:
 def check_words(script: str, arguments: list[str], size: int) -> None:
     """Exits if the script lacks an option, or after printing the help or the configuration; for a launcher.
 
-    Arguments are those of :func:`refusal`.
+    It has the arguments of :func:`refusal`.
     """
     importlib.import_module(_WORDS).check_arguments(script, arguments, size)
 
@@ -78,7 +78,7 @@ def refusal(script: str, arguments: list[str], size: int) -> str | None:
 
 
 def _check(script: str, arguments: list[str], size: int, result: int) -> NoReturn:
-    """Runs the script until :func:`checked` is called; if it exits with code 2, its errors go to a descriptor."""
+    """Runs the script until :func:`checked` is called; writes its errors to a descriptor if it exits with 2."""
     global _checking
     _checking = True
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -102,11 +102,11 @@ def _check(script: str, arguments: list[str], size: int, result: int) -> NoRetur
 
 
 def is_checking() -> bool:
-    """Whether this process only has to find out whether the script accepts its flags."""
+    """Returns whether this process only checks whether the script accepts its flags."""
     return _checking
 
 
 def checked() -> None:
-    """The script has checked its flags: ends a process that only had to find that out."""
+    """Ends this process if it only checks the script's flags; called when the script has accepted them."""
     if _checking:
         raise SystemExit

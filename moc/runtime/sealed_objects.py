@@ -1,7 +1,7 @@
-"""Objects that torch.distributed pickles, sealed: unpickled only if a process with the job's token has pickled them.
+"""Authenticates the objects that torch.distributed pickles, so that only objects of this job are unpickled.
 
-megatron-core gathers objects, and unpickling runs whatever their sender likes.  So each carries an HMAC-SHA256 of the
-pickle, the job, the generation and the group, with a key of the token; it is compared before the pickle is read.
+megatron-core gathers objects, and unpickling can run any code of the sender.  So each object has an HMAC-SHA256 of the
+pickle, the job, the generation and the group, with a key of the token; it is verified before unpickling.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SealError(RuntimeError):
 
 
 def functions(token: bytes, where: Callable[[Any], tuple[str, int, str]]) -> dict[str, Callable]:
-    """The two functions of ``torch.distributed.distributed_c10d`` through which all objects go, with a seal.
+    """Returns authenticating versions of the two functions of ``distributed_c10d`` that convert all objects.
 
     Args:
         token: the job's secret.
-        where: id of the job, generation and name of a group, or of the world for None.
+        where: returns the job's id, the generation and the name of a group; its argument is None for the world.
     """
     key = hmac.digest(token, b"objects of groups", "sha256")
     to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
@@ -40,7 +40,7 @@ def functions(token: bytes, where: Callable[[Any], tuple[str, int, str]]) -> dic
         pickled, _ = to_tensor(obj, torch.device("cpu"), group, *more)
         data = pickled.numpy().tobytes()
         whole = torch.frombuffer(bytearray(data + seal_of(data, group)), dtype=torch.uint8)
-        whole = whole.to(device, copy=True)  # torch resizes it to the largest of all workers, which a buffer cannot be
+        whole = whole.to(device, copy=True)  # torch resizes it to the largest object, which a buffer does not allow
         return whole, torch.tensor([whole.numel()], dtype=torch.int64, device=device)
 
     def unsealed(tensor, tensor_size, group, *more):

@@ -1,4 +1,4 @@
-"""The seats of a job's nodes: which of those that are there train, which help, and with which part of the model."""
+"""Assigns ranks to a job's nodes: selects the nodes that train or help, and their parts of the model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moc.runtime.seats import Candidate, copies_at_once, helpers, part_of, seats
 
 @dataclass
 class Seating:
-    """Seats in the order of ranks, those of whole copies of the model first.
+    """Rank assignment of nodes (*seats*), in rank order; the seats of complete model copies are first.
 
     Attributes:
-        places: whose members have the seats.
+        places: assignment of nodes to rank blocks; its members have the seats.
         per_node: workers per node.
-        crew: the live workers.
-        parts: nodes that a copy of the program's model takes.
-        helpers: of the last members, which help: the part of the model that each has.
-        refused: numbers of nodes with copies that the program does not run on.
+        crew: live workers.
+        parts: nodes per copy of the program's model.
+        helpers: model part of each partial-model node; these are the last members.
+        refused: numbers of nodes in complete copies that the program refuses.
     """
 
     places: NodeAssignment
@@ -34,26 +34,26 @@ class Seating:
 
     @property
     def whole(self) -> int:
-        """Members that make whole copies; the others help."""
+        """Number of members in complete copies; the others are partial-model nodes."""
         return len(self.places.members) - len(self.helpers)
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Places with a present node: of the members, and of guests that are all ready to train."""
+        """Rank blocks of connected nodes that are members, or whose joining workers are all ready to train."""
         built = Counter(self.places.of(guest.node) for guest in self.crew.guests.values() if guest.built)
         members = self.places.members
         return tuple(place for place in self.places.filled if place in members or built[place] == self.per_node)
 
     def fits(self, places: Sequence[int]) -> tuple[int, ...]:
-        """The seats of as many copies as these places make and the program runs on; none if they are too few.
+        """Returns seats for the maximum number of copies that these places form and the program accepts, or none.
 
-        Workers are yet to be built where a node has none, or has another part of the model.
+        Nodes without workers, or with another part of the model, must initialize workers first.
         """
         there = self._candidates(places)
         return self._seats(there, len(there) // self.parts) if len(there) >= self.places.least else ()
 
     def fits_at_once(self, places: Sequence[int]) -> tuple[int, ...]:
-        """The seats of as many copies as these places make without building; none if they are too few."""
+        """Returns seats for the maximum number of copies that these places form without initialization, or none."""
         there = self._candidates(places)
         return self._seats(there, copies_at_once(there, self.parts))
 
@@ -63,11 +63,11 @@ class Seating:
         return seats(there, self.parts, copies)
 
     def seat_anew(self, stay: bool) -> None:
-        """Gives the seats to the nodes that are there.
+        """Assigns the seats to the connected nodes.
 
         Args:
-            stay: workers that have built keep their part of the model; as many copies as they make train at once, and
-                others of them help.  Otherwise all are to be built anew.
+            stay: ready workers keep their part of the model.  The copies that they form train immediately, and surplus
+                nodes help.  Otherwise all workers are initialized again.
         """
         later = self.fits(self.places.filled)
         copies = (self.fits_at_once(self.ready) if stay else ()) or later
@@ -77,16 +77,16 @@ class Seating:
         self.helpers = tuple(one.part for one in extra if one.part is not None)
 
     def dismiss_helpers(self) -> None:
-        """Takes their seats from those that help."""
+        """Removes the partial-model nodes from the members."""
         self.places.members, self.helpers = self.places.members[: self.whole], ()
 
     def moves(self, later: Sequence[int]) -> bool:
-        """Whether a member has another part in the seats that nodes are to have later."""
+        """Returns whether a member has another part of the model in these later seats."""
         parts = {place: self._part_of_seat(seat) for seat, place in enumerate(self.places.members)}
         return any(parts.get(place, seat % self.parts) != seat % self.parts for seat, place in enumerate(later))
 
     def _candidates(self, places: Iterable[int]) -> list[Candidate]:
-        """Places as candidates for seats, with what the workers of their nodes are built for."""
+        """Returns places as candidates for seats, with the model parts of their nodes' workers."""
         return [self._candidate(place) for place in places]
 
     def _candidate(self, place: int) -> Candidate:
@@ -98,12 +98,12 @@ class Seating:
         return Candidate(place, guest and self.part(guest))
 
     def part(self, worker: Worker) -> int:
-        """The part of the model that a worker has by its rank."""
+        """Returns a worker's part of the model, by its rank."""
         seat, seats = worker.rank // self.per_node, worker.size // self.per_node
         return part_of(seat, seats, self.parts, worker.helpers)
 
     def keeps_its_part(self, worker: Worker) -> bool:
-        """Whether a worker's node has a seat, with the part of the model that the worker has."""
+        """Returns whether a worker's node has a seat with the worker's part of the model."""
         place = self.places.of(worker.node)
         if place is None or place not in self.places.members:
             return False

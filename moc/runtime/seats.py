@@ -1,8 +1,8 @@
-"""Which nodes train, and which part of the model each has, where a copy of the model takes several nodes; pure.
+"""Assigns nodes to parts of the model, if a copy of the model takes several nodes; pure functions.
 
-A copy is cut into *parts* of one node each, such as pipeline stages.  A job trains with the whole copies that its nodes
-make.  Seats are numbered copy by copy: seat i has part i % parts.  Behind the last whole copy come the seats of
-*helpers*: nodes that have a part of which there are more than copies, and its state.
+A copy is cut into *parts* of one node each, such as pipeline stages.  A job trains with the complete copies that its
+nodes form.  *Seats* (rank assignments) are numbered copy by copy: seat i has part i % parts.  The last seats belong to
+*helpers* (partial-model nodes): surplus nodes of a part, with its state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Candidate:
     """A node that could train.
 
     Attributes:
-        place: in the job.
-        part: of the model that its workers are built for; None if it has no workers.
+        place: rank block of the node.
+        part: part of the model for which its workers are initialized; None if it has no workers.
         trains: its workers have the state of that part.
     """
 
@@ -27,34 +27,34 @@ class Candidate:
 
 
 def part_of(seat: int, seats: int, parts: int, helpers: Sequence[int]) -> int:
-    """The part of the model that a seat has.
+    """Returns the part of the model of a seat.
 
     Args:
-        seat: its number.
-        seats: of whole copies and helpers.
+        seat: number of the seat.
+        seats: number of seats, with helpers.
         parts: nodes of a copy.
-        helpers: the part of each of the last seats.
+        helpers: parts of the last seats.
     """
     behind = seat - (seats - len(helpers))
     return helpers[behind] if helpers and behind >= 0 else seat % parts
 
 
 def copies_at_once(candidates: Iterable[Candidate], parts: int) -> int:
-    """Copies of the model that nodes make without any worker that must be built first."""
+    """Returns the number of model copies that nodes form without initializing workers."""
     built = [candidate.part for candidate in candidates]
     return min(built.count(part) for part in range(parts))
 
 
 def seats(candidates: Iterable[Candidate], parts: int, copies: int) -> tuple[int, ...]:
-    """Seats nodes: each stays at its part, where that has no more nodes than there are copies.
+    """Assigns seats: each node keeps its part, unless the part has more nodes than there are copies.
 
-    Of those that are too many for a part, nodes without its state make way first, so that as many as can be keep what
-    they hold.  Seats that are left over go to nodes without workers, then to those that are built for another part.
+    Among surplus nodes of a part, those with its state have priority.  Remaining seats go to nodes without workers,
+    then to nodes initialized for another part.
 
     Args:
         candidates: nodes, at least ``parts * copies``.
         parts: nodes of a copy.
-        copies: to be seated.
+        copies: number of copies.
 
     Returns:
         The place in each seat.
@@ -75,19 +75,19 @@ def seats(candidates: Iterable[Candidate], parts: int, copies: int) -> tuple[int
 def helpers(
     candidates: Iterable[Candidate], parts: int, seated: Sequence[int], later: Sequence[int]
 ) -> tuple[Candidate, ...]:
-    """The nodes that help: they have state of a part, and neither a seat of a copy nor another part to go to.
+    """Returns the partial-model nodes: they have state of a part, no seat in a copy, and no other part later.
 
-    Where two parts differ by two nodes or more, one makes a further copy if it goes over to the other part: it does not
-    help, and is free to be built for that.
+    If two parts differ by two nodes or more, a node that changes its part forms another copy.  It does not help, and is
+    free for initialization with the other part.
 
     Args:
         candidates: nodes.
         parts: nodes of a copy.
-        seated: places in the seats of copies, now.
-        later: the same once all nodes are built that make as many copies as can be.
+        seated: places in the current seats of copies.
+        later: places in these seats when workers are initialized for the maximum number of copies.
 
     Returns:
-        Helpers, by part and place.
+        Helpers, sorted by part and place.
     """
     goes_to = {place: seat % parts for seat, place in enumerate(later)}
     free = (one for one in candidates if one.trains and one.part is not None and one.place not in seated)

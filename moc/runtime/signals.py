@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop, as launchers receive them."""
+"""Delivers the signals that ask a job to stop, for launchers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """The job was asked to stop, by the signal ``number``, before anything had begun."""
+    """The signal ``number`` asked the job to stop before it had begun."""
 
     def __init__(self, number: int):
         super().__init__(stop_sentence(number, 128 + number, None))
@@ -45,7 +45,7 @@ class Signals:
             self._listeners.remove(listener)
 
     async def unless_stopped(self, beginning: Coroutine[Any, Any, T]) -> T:
-        """Awaits a coroutine; if the job is asked to stop, cancels it and raises StoppedError."""
+        """Awaits a coroutine; a stop signal cancels it and raises StoppedError."""
         task = asyncio.create_task(beginning)
         with self.heard_by(lambda _: task.cancel()):
             try:

@@ -1,9 +1,9 @@
-"""The directory of a node's Unix sockets, which other users cannot enter.
+"""Creates the directory of a node's Unix sockets, which other users cannot enter.
 
-It has mode 0700 and lies in the directory that this user's jobs have in a memory file system
-(:func:`moc.store.tiers.memory_home`), as ``/dev/shm/moc-UID/.sockets/NAME``.  Where that cannot be used, it is a
-temporary directory.  The process that makes it holds a lock on it, which the kernel releases when the process dies.  A
-directory without a lock is a leftover of a killed job, and the next job of the user removes it.
+It has mode 0700.  Its path is ``/dev/shm/moc-UID/.sockets/NAME``, in the user's directory of a memory file system
+(:func:`moc.store.tiers.memory_home`).  If that is impossible, it is a temporary directory.  The creating process holds
+a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a killed
+job, and the next job of the user removes it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _ATTEMPTS = 100  # another job may remove a new directory before it is locked
 
 
 def memory_of_program(command: list[str]) -> str:
-    """The memory file system that the command line of a program names by ``--ckpt-memory-dir``, or ``/dev/shm``."""
+    """Returns the memory file system in ``--ckpt-memory-dir`` of a program's command line, or ``/dev/shm``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ckpt-memory-dir", nargs="?")
     return parser.parse_known_args(command[1:])[0].ckpt_memory_dir or _MEMORY
 
 
 class SocketDirectoryError(UserError, OSError):
-    """No directory can be made for the sockets of this node."""
+    """No directory can be created for the sockets of this node."""
 
 
 @contextlib.contextmanager
 def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
-    """Makes a directory for sockets, and removes it with its content in the end; also removes leftovers of killed jobs.
+    """Creates a directory for sockets, and removes it at the end; also removes the directories of killed jobs.
 
     Args:
-        memory_dir: the memory file system to use, if that is possible.
+        memory_dir: memory file system to use, if possible.
 
     Raises:
-        OSError: no directory can be made, not even a temporary one.
+        OSError: no directory can be created, not even a temporary one.
     """
     path, lock = _make(memory_dir)
     try:
@@ -59,7 +59,7 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
 
 
 def _make(memory_dir: str) -> tuple[Path, int]:
-    """Makes a directory in the first place where that is possible; returns it and the descriptor of its lock."""
+    """Creates a directory in the first possible location; returns it and the descriptor of its lock."""
     for memory in dict.fromkeys((memory_dir, _MEMORY)):
         with contextlib.suppress(CheckpointError, OSError):
             return _make_in(memory_home(memory).absolute() / SOCKETS, "")
@@ -97,7 +97,7 @@ def _sweep(parent: Path, prefix: str) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor of a directory that this process has locked; None if another holds it, user or process.
+    """Returns the descriptor of a directory that this process has locked; None if another process or user owns it.
 
     Raises:
         OSError: there is no such directory, or it was removed meanwhile.

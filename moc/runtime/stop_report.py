@@ -1,4 +1,4 @@
-"""Reports of programs that a signal stops: one line with the iteration, the exit code and how to continue."""
+"""Reports that a signal stops a program: one line with the iteration, the exit code and how to continue."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def received_stops() -> list[signal.Signals]:
-    """The signals of :data:`STOPS` that this process is to receive: ``nohup`` has it ignore SIGHUP."""
+    """Returns the signals of :data:`STOPS` that this process receives; with ``nohup`` it ignores SIGHUP."""
     return [one for one in STOPS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def stop_sentence(number: int, code: int, iteration: int | None) -> str:
-    """The line of a job that a signal has stopped.
+    """Returns the line of a job that a signal has stopped.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
         code: exit code of the job.
-        iteration: the last completed one, whose state is saved if the code is 75; None if there is none.
+        iteration: last completed iteration, whose state is saved if the code is 75; None if there is none.
     """
     where = f"after iteration {iteration}" if iteration else "before the first iteration"
     what = f"stopped by {signal.Signals(number).name} {where} (exit code {code})"
@@ -36,11 +36,11 @@ def stop_sentence(number: int, code: int, iteration: int | None) -> str:
 
 
 def end_at_signals(report: Callable[[int], str | None], end: Callable[[int], object]) -> None:
-    """From now on, a signal of :func:`received_stops` ends this process immediately, with a line on standard error.
+    """Makes signals of :func:`received_stops` end this process immediately, with a line on standard error.
 
     Args:
-        report: gives the line for the number of the signal; None for no line.
-        end: ends the process, which may be importing or waiting for other workers: it runs no ``finally`` block.
+        report: returns the line for the number of the signal; None for no line.
+        end: ends the process, which may be importing or waiting for other workers, without ``finally`` blocks.
     """
 
     def stop(number: int, _frame: object) -> None:
@@ -58,6 +58,6 @@ def exit_by(number: int) -> NoReturn:
 
 
 def die_by(number: int) -> None:
-    """Dies of the signal itself, as a worker does: so its launcher learns which signal it was."""
+    """Ends this process by the signal itself, as for a worker, so that its launcher receives the signal's number."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

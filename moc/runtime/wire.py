@@ -1,4 +1,4 @@
-"""Messages between the processes of a job, authenticated with its token; pure protocol, without I/O.
+"""Authenticates messages between the processes of a job with its token; pure protocol, without I/O.
 
 ``docs/reference/wire.md`` has the layout. :class:`Channel` turns bytes into messages and back, and never blocks;
 sockets are in ``connections.py`` (threads) and ``async_connections.py`` (asyncio).
@@ -49,8 +49,8 @@ class Channel:
     """One end of a connection: hello, then proof, then messages.
 
     Both ends send a hello with a nonce, and prove that they know the token by HMAC-SHA256 over their role and both
-    hellos. Token and nonces yield a key for each direction (HKDF, RFC 5869), and every message carries an HMAC-SHA256
-    over its number and all its bytes. So changed, replayed, reordered or missing messages are refused.
+    hellos. Token and nonces yield a key for each direction (HKDF, RFC 5869). Every message carries an HMAC-SHA256 over
+    its number and all its bytes. Changed, replayed, reordered or missing messages are therefore refused.
 
     Not thread-safe, except for one thread in :meth:`send` while another is in :meth:`receive` or :meth:`end`.
 
@@ -80,18 +80,18 @@ class Channel:
 
     @property
     def wants(self) -> int:
-        """Most bytes to read next: before the peer is authenticated, no more than its hello and proof."""
+        """Maximum bytes to read next; before authentication, no more than the peer's hello and proof."""
         if self._state is _State.HELLO:
             return _HELLO.size - len(self._buffer)
         return _MAC_BYTES - len(self._buffer) if self._state is _State.PROOF else READ_BYTES
 
     def handshake_bytes(self) -> bytes:
-        """Handshake bytes to send now, possibly empty. Call it first and after each :meth:`receive`."""
+        """Returns handshake bytes to send now, possibly none. Call it first and after each :meth:`receive`."""
         due, self._handshake = self._handshake, b""
         return due
 
     def send(self, message: Message) -> list[bytes | memoryview]:
-        """Buffers that carry a message, to be sent in this order and at once; the body is not copied.
+        """Returns the buffers of a message, to be sent in this order and without others between; copies no body.
 
         Raises:
             WireError: the handshake is incomplete, or the channel is dead.
@@ -113,7 +113,7 @@ class Channel:
     def receive(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Takes bytes in any fragmentation, and returns the messages that are now complete.
 
-        Only received bytes are buffered, whatever lengths they claim.
+        Only received bytes are buffered, whatever length is announced.
 
         Raises:
             WireError: the peer violated the protocol. The channel is dead from now on; messages received with the bad

@@ -1,4 +1,4 @@
-"""The position of one worker in the layout of its job, in one generation."""
+"""Describes the position of a worker in its job's layout, in one generation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moc.runtime.job import Job
 
 @dataclass(frozen=True)
 class World:
-    """This worker's position in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core.
+    """This worker's position in ``job``.  Ranks and sizes are as in torch.distributed and megatron-core.
 
     ``data_size`` counts the copies of the model that compute samples.  Other workers of a pipeline stage *help*: they
-    have higher data-parallel ranks, and none of the samples.
+    have higher data-parallel ranks, and no samples.
     """
 
     rank: int
@@ -31,5 +31,5 @@ class World:
 
     @property
     def helps(self) -> bool:
-        """Whether this worker belongs to no whole copy of the model."""
+        """Whether this worker belongs to no complete copy of the model."""
         return self.data_rank >= self.data_size

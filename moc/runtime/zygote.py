@@ -1,4 +1,4 @@
-"""The zygote of a node: it has imported what workers need, and forks them in milliseconds.
+"""Runs the forkserver of a node: it has imported all modules that workers need, and forks them in milliseconds.
 
 It reads orders from standard input and reports events to the agent, one JSON object per line:
 
@@ -7,10 +7,11 @@ It reads orders from standard input and reports events to the agent, one JSON ob
                                                                              {"refuses": lines, "exit": exit code}
     {"ask": true}                                                    -->    {"ready": true}
 
-It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  Should what a
-program imports have touched CUDA, as Transformer Engine does with flash-attn, workers are new processes that import
-everything themselves.  It dies with the agent that started it, and its workers die with it.  Signals that ask the job
-to stop are blocked here; a worker receives those that arrived before it was ready.
+It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  If a program's
+imports touch CUDA, as Transformer Engine does with flash-attn, workers are new processes with their own imports.
+
+It dies with the agent that started it, and its workers die with it.  Signals that ask the job to stop are blocked here;
+a worker receives the signals that arrived before it was ready.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
 
 
 def main(script: str, arguments: list[str]) -> None:
-    """Imports what workers need, then forks one per order, until its input ends."""
+    """Imports the modules that workers need, then forks a worker per order until its input ends."""
     belong()
     orders, tell = os.dup(0), reports()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs print to stderr
-    sys.argv = [script, *arguments]  # what a program imports may depend on its flags
+    sys.argv = [script, *arguments]  # a program's imports may depend on its flags
     refusal, code = warm_up(script), FAILED
     if refusal is None:
         refusal, code = (
@@ -69,7 +70,7 @@ def main(script: str, arguments: list[str]) -> None:
 
 
 def has_touched_cuda() -> bool:
-    """Whether this process has a CUDA context, in which no child could compute: torch's, or a library's own."""
+    """Returns whether this process has a CUDA context, of torch or a library; forked children could not compute."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -82,7 +83,7 @@ def warm_up(script: str) -> str | None:
     """Imports torch, and calls the script's ``warm_up()`` if a ``__main__`` guard makes loading it safe.
 
     Returns:
-        The sentence why no worker can run, from torch's check or ``warm_up()``; None if workers can run.
+        The reason why no worker can run, from torch's check or ``warm_up()``; None if workers can run.
     """
     import torch
 
@@ -118,7 +119,7 @@ def warm_up(script: str) -> str | None:
 
 
 class Zygote:
-    """Forks workers, and reaps them; reads orders from one descriptor, and tells events to another."""
+    """Forks and reaps workers; reads orders from one descriptor, and writes events to another."""
 
     def __init__(self, script: str, arguments: list[str], orders: int, tell: int, forks: bool = True):
         self._script, self._arguments, self._orders, self._tell = script, arguments, orders, tell
@@ -195,7 +196,7 @@ class Zygote:
 
 
 def _allow_descriptors() -> None:
-    """Raises this process's own limit of open files: with the usual 1024, a crowd of connections would end gloo."""
+    """Raises this process's limit of open files; with the usual 1024, too many connections would end gloo."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -215,7 +216,7 @@ def _write_to(path: str) -> None:
 
 
 def work(script: str, arguments: list[str]) -> NoReturn:
-    """Is a worker: runs the program, and exits with its code."""
+    """Runs the program as a worker, and exits with its code."""
     code = 1
     try:
         code = run(script, arguments)
@@ -244,7 +245,7 @@ def run(script: str, arguments: list[str]) -> int:
             return leaving.code or 0
         print_lines(*str(leaving.code).split("\n"), error=True)
         return 1
-    except UserError as error:  # that the program does not handle itself
+    except UserError as error:  # not handled by the program
         print_lines(f"{Path(script).name}: error (worker {os.environ.get('RANK')}): {with_code(error)}", error=True)
         return 1
     if (sentence := hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
