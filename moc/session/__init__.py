@@ -1,1 +1,1 @@
-"""Fault tolerance of a run: snapshots beside training, resume, recovery and replay."""
+"""Provides the fault tolerance of a run: background snapshots, resume, recovery and replay."""

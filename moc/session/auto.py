@@ -1,13 +1,13 @@
-"""``--ckpt-policy auto``: chooses the policy in force, and replaces it when another one becomes better.
+"""Implements ``--ckpt-policy auto``: chooses the policy in force, and replaces it when another one becomes better.
 
     measure    a run starts with full snapshots, to measure bandwidths
     choose     the planner (:mod:`moc.simulate.planner`) compares the costs of policies (:mod:`moc.simulate.live_costs`)
-    switch     between two iterations: the whole state goes to storage, as at the end of a run, and workers start again
+    switch     between two iterations: all state is saved to storage, as at the end of a run, and the workers restart
                with the chosen flags, as survivors do after the loss of a worker
-    watch      a choice holds until one of the figures behind it has changed by a factor of :data:`DRIFT`
+    watch      a choice holds until one of its input figures has changed by a factor of :data:`DRIFT`
 
-Measurements come out of votes, so all workers choose alike without further communication.  Measurements and choice are
-stored with every snapshot, and a resumed run restores both.
+Measurements are part of the commit all-reduces, so all workers make the same choice without further communication.
+Measurements and choice are stored with every snapshot, and a resumed run restores both.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from moc.store.store import Store
 from moc.trouble import Harmless
 
 DRIFT = 2.0
-"""Factor by which a figure behind a choice must grow or shrink for the choice to be reconsidered."""
+"""Factor of change, up or down, of an input figure that triggers a new choice."""
 
 HOLDS = BLOCK * BLOCKS
-"""Iterations, at least, between two choices: by then all earlier measurements are forgotten."""
+"""Minimum number of iterations between two choices: by then all earlier measurements are forgotten."""
 
 WORTH = 0.005
-"""ETTR that a better policy must gain, since a switch costs time too."""
+"""Minimum ETTR gain of a better policy, because a switch costs time too."""
 
 _MEASURED = ("iteration_s", "forward_backward_s", "copy_rate", "write_rate")
 
 
 class PolicySwitched(Exception):
-    """Another policy is in force from here on, on all workers: start again with it."""
+    """Signal on all workers that another policy is in force; they start again with it."""
 
 
 @dataclass(frozen=True)
 class AutoLimits:
-    """Limits of a choice, and the job that it is made for.
+    """Limits of a choice, and the job that it applies to.
 
     Attributes:
-        tier: where snapshots are safe.
+        tier: where snapshots are durable.
         replicas: other nodes that keep copies; None to choose.
         exact_only: a recovered run must be bit-identical.
-        host_memory_gb: of a node's memory for snapshots and logs; None for no limit.
-        plt: by policy, the upper limit of the expected proportion of lost tokens.
+        host_memory_gb: maximum memory of a node for snapshots and logs; None for no limit.
+        plt: by policy, the maximum expected proportion of lost tokens.
         mtbf_hours: mean hours between failures; None to use the measured one.
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
-        gradients: snapshots may have gradients in place of state.
-        lasting: of a job whose workers go on in the same processes when nodes are lost or come; else None.
+        gradients: snapshots may contain gradients instead of state.
+        lasting: loss model of an elastic job, whose workers continue when nodes leave or join; otherwise None.
     """
 
     tier: str
@@ -91,7 +91,7 @@ class AutoLimits:
 
 @dataclass(frozen=True)
 class AutoState:
-    """State of :class:`AutoPolicy` in a snapshot; see its attributes of the same names."""
+    """State of :class:`AutoPolicy` in a snapshot, with the keys of :meth:`AutoPolicy.state_dict`."""
 
     measured: dict[str, Any]
     flags: dict[str, bool | int | float | str | None]
@@ -103,20 +103,20 @@ class AutoState:
 
     @classmethod
     def read(cls, state: Any) -> AutoState:
-        """Decodes a state; raises ValueError for anything else."""
+        """Decodes a state; raises ValueError if it is invalid."""
         stored = decode.state(state, cls, "--ckpt-policy auto")
         Measurements.from_state(stored.measured)
         return stored
 
 
 class Choices(Protocol):
-    """The flags that may be chosen."""
+    """The flags that ``auto`` may choose."""
 
     def check(self, flags: Mapping[str, object]) -> None:
         """Refuses flags that contradict the user's other flags.
 
         Raises:
-            ValueError: they do.
+            ValueError: the flags contradict each other.
         """
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
@@ -125,7 +125,7 @@ class Choices(Protocol):
 
 
 class AutoPolicy:
-    """Measures and chooses; every worker calls every method."""
+    """Measurement of costs and choice of the policy; every worker calls every method."""
 
     def __init__(self, limits: AutoLimits, choices: Choices, log: Listener):
         self._asked, self._choices, self._log = limits, choices, log
@@ -139,7 +139,7 @@ class AutoPolicy:
         """Restores measurements and choice from live workers or the newest snapshot; a collective call.
 
         Returns:
-            The chosen settings; before the first choice, those of the measurement.
+            The chosen settings; before the first choice, the settings for measuring.
         """
         return self._choices.settings(self._chosen(tiers, mine, first=engine.world.rank == 0), engine)
 
@@ -157,7 +157,7 @@ class AutoPolicy:
         return self._measuring()
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """As :meth:`moc.session.elsewhere.Chooser.on_sizes`; most are called when a choice first needs them.
+        """Receives functions for sizes (:meth:`moc.session.elsewhere.Chooser.on_sizes`); most are called on first use.
 
         Raises:
             SettingsError: every choice needs more memory for snapshots than ``--host-memory-gb``.
@@ -170,7 +170,7 @@ class AutoPolicy:
             by_k = busiest_by_experts(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
             gradient = None
-            if self._asked.gradients:  # fp32, as masters are
+            if self._asked.gradients:  # gradients are fp32, like master weights
                 masters, states = (
                     busiest({one.name: detail for one in operators if one.place is not None})
                     for detail in (Detail.MASTER, Detail.FULL)
@@ -194,10 +194,10 @@ class AutoPolicy:
             self._measured.observe(seen)
 
     def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
-        """Whether another policy is in force from here on, asked between two iterations; reports the reason.
+        """Returns whether another policy is in force from this iteration on; reports the reason.
 
-        ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.  After a choice that failed there is none any more: all
-        workers choose by the same figures, so that it fails on all of them.
+        It is called between two iterations.  ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.  After a failed
+        choice, no other one is made.  All workers choose by the same figures, so a choice fails on all of them.
         """
         if not self._fails:
             self._fails = True
@@ -220,11 +220,11 @@ class AutoPolicy:
         return self._choose(iteration, self._running(figures, load), cause)
 
     def ends(self) -> None:
-        """The whole state is about to be saved in good order: a resume from it counts as no failure."""
+        """Records that the run ends in good order once its state is saved: a resume from it counts as no failure."""
         self._orderly = True
 
     def goes_on(self) -> None:
-        """The state could not be saved: the run does not end."""
+        """Records that the state could not be saved, so the run does not end."""
         self._orderly = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,14 +241,14 @@ class AutoPolicy:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether tokens are counted under every policy: the ledger continues across switches."""
+        """Whether tokens are counted under every policy, so that the ledger continues across switches."""
         return self._asked.has_experts
 
     def _forget(self) -> None:
         self._measured, self._flags, self._basis, self._looked = Measurements(), {}, {}, 0
 
     def _take_up(self, state: Mapping[str, Any] | None, more: bool) -> None:
-        """Restores a state; if there are more workers than before, nodes have come, which is no failure."""
+        """Restores a state; if there are more workers than before, nodes have joined, which is no failure."""
         self._forget()
         if state is not None:
             stored = AutoState.read(state)
@@ -262,22 +262,22 @@ class AutoPolicy:
 
     @property
     def _machine(self) -> list:
-        """Identifies parallel layout and workers per node; a change voids all measurements but failures.
+        """Parallel layout and workers per node; a change invalidates all measurements except failures.
 
-        Where workers go on when nodes are lost or come, a choice is made for all numbers of nodes.
+        In an elastic job, one choice applies to all numbers of nodes.
         """
         return [*self._asked.parallel, *(self._ranks if self._asked.lasting is None else self._ranks[:1])]
 
     @property
     def _limits_given(self) -> list:
-        """Identifies the limits; a choice made under others is void."""
+        """Limits as a list; a choice made under other limits is void."""
         asked = self._asked
         limits = [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt)]
         return [*limits, asked.mtbf_hours, asked.gradients]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
-        """Numbers of replica nodes that may be chosen."""
+        """Permitted numbers of replica nodes."""
         if self._asked.tier != "peers" or len(self._ranks) == 1:
             return (0,)
         if self._asked.replicas is not None:
@@ -318,7 +318,7 @@ class AutoPolicy:
         )
 
     def _may_be(self, policy: str) -> bool:
-        """Whether the other flags allow a policy."""
+        """Whether the model and the other flags permit a policy."""
         if POLICIES[policy].replays and not self._may_replay():
             return False
         try:
@@ -328,7 +328,7 @@ class AutoPolicy:
         return True
 
     def _choose(self, iteration: int, run: Running, cause: str) -> bool:
-        """Chooses; asks for sizes, so all workers call it together."""
+        """Chooses a policy, and returns whether it is a new one; a collective call, because it gathers sizes."""
         limits = self._limits(run.loads)
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
         now = self._in_force(run, limits) if self._flags else None
@@ -354,7 +354,7 @@ class AutoPolicy:
 
 
 def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    """Names a figure that has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if none has."""
+    """Returns a clause with a figure that changed by a factor of :data:`DRIFT` or more; None if there is none."""
     for name, figure in now.items():
         then = before.get(name)
         if then is None or max(then / figure, figure / then) >= DRIFT:
@@ -363,7 +363,7 @@ def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None
 
 
 def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
-    """Returns the newest iteration that this worker has or can read, and the state of auto stored with it."""
+    """Returns the newest iteration that this worker has or can read, and the ``auto`` state stored with it."""
     if mine is not None and mine.live is not None:
         return mine.live.position.iteration, mine.live.state.get("auto")
     found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []

@@ -1,9 +1,9 @@
-"""The carrier of a node: carries experts out of older snapshots in its memory, as a process of its own.
+"""Runs a node's process that carries experts from older snapshots in its memory.
 
-For each snapshot it reads and writes some ten headers and manifests.  A thread of the worker would hold Python's
-interpreter meanwhile, and training would wait for it.  The worker that leads the node starts this process, and sends it
-calls of :class:`~moc.recovery.carrying.Carrier` (:mod:`moc.runtime.helper`).  It imports no torch, runs at a low
-priority, and dies with the worker: what it leaves then is what a worker leaves that is killed while it carries.
+For each snapshot, it reads and writes about ten headers and manifests.  A thread of the worker would hold the GIL
+meanwhile, and training would wait.  The node's leading worker starts this process, and sends it calls of
+:class:`~moc.recovery.carrying.Carrier` (:mod:`moc.runtime.helper`).  The process imports no torch, runs at low priority
+and dies with the worker.  It then leaves the same files as a worker killed while carrying.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 _LOW = 10
-"""Its niceness: it takes no core from training, and is not starved, since snapshots wait for it in the end."""
+"""Niceness: the process takes no core from training, but does not starve, because snapshots may wait for it."""
 
 
 def main() -> None:
-    """Carries out calls until the worker ends."""
+    """Executes calls until the worker ends."""
     children.belong_beside()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
@@ -59,7 +59,7 @@ def _open(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[st
     place = LocalPlace(memory, in_memory=True)
     if claim is not None:
         place = LocalPlace(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
-        place.taken = True  # by the worker, in whose name this process writes
+        place.taken = True  # the worker has taken it, and this process writes on its behalf
     return Carrier(Store(place, slack=True), [Operator(**one) for one in experts])
 
 

@@ -1,4 +1,4 @@
-"""Carriers in a process of their own (:mod:`moc.session.carrier`), and what stands for them in the worker."""
+"""Starts the process that carries experts (:mod:`moc.session.carrier`), and calls it from the worker."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from moc.store.store import Store
 
 
 class Carriers:
-    """The process of this worker that carries experts; started when it is first needed, and again if it has died."""
+    """Client of this worker's process that carries experts; starts it on demand, and again if it has died."""
 
     def __init__(self):
         self._helper, self._calling = Helper("moc.session.carrier"), threading.Lock()
         self._opened: set[str] = set()
 
     def start(self) -> None:
-        """Starts the process, unless it runs: best by a thread that lives as long, since it dies with that thread.
+        """Starts the process unless it runs.
 
-        It does not wait for a call that another thread has under way: training calls it for each snapshot.
+        The process dies with the thread that starts it, so a long-lived thread should call this method.  The method
+        does not wait for another thread's call, because training uses it for each snapshot.
 
         Raises:
-            CheckpointError: it cannot be started.
+            CheckpointError: the process cannot be started.
         """
         if not self._helper.runs:
             with self._calling:
                 self._start()
 
     def call(self, carrier: RemoteCarrier, does: str, **given: Any) -> Any:
-        """Has a method of a carrier called; returns its result as JSON has it.
+        """Calls a method of a carrier in the process; returns its result as JSON values.
 
         Raises:
-            CheckpointError: it has failed, or the process has died or does not answer.
+            CheckpointError: the call failed, or the process died or does not answer.
         """
         with self._calling:
             self._start()
@@ -50,12 +51,12 @@ class Carriers:
             return self._ask(carrier, does, given)
 
     def close(self) -> None:
-        """Ends the process at once."""
+        """Kills the process."""
         self._helper.close()
 
     @property
     def processes(self) -> list[int]:
-        """Id of the process, once it has started."""
+        """Process id, once the process has started."""
         return self._helper.processes
 
     def _start(self) -> None:
@@ -74,9 +75,9 @@ class Carriers:
 
 
 class RemoteCarrier(Carrier):
-    """A carrier whose work beside training another process does; what is quick it does itself.
+    """Carrier that delegates background work to another process, and executes fast operations itself.
 
-    Methods raise CheckpointError as those of :class:`~moc.recovery.carrying.Carrier`, and where the process has died.
+    Methods raise CheckpointError like :class:`~moc.recovery.carrying.Carrier`, and also if the process has died.
     """
 
     def __init__(self, carriers: Carriers, store: Store, experts: Iterable[Operator]):

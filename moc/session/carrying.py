@@ -1,4 +1,4 @@
-"""Carries experts out of older snapshots in memory, beside training: see :mod:`moc.recovery.carrying`."""
+"""Carries experts from older snapshots in memory, in the background: see :mod:`moc.recovery.carrying`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 
 Coming = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
-"""A snapshot, the operators of it that other nodes receive copies of, and those with gradients beside their state."""
+"""A snapshot, its operators that other nodes receive copies of, and its operators with both state and gradients."""
 
 
 def experts_of(policy: Policy) -> list[Operator]:
@@ -29,9 +29,9 @@ def experts_of(policy: Policy) -> list[Operator]:
 
 
 class Carrying:
-    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node.
+    """Background carrying of experts of this node's snapshots; inactive on workers that do not lead the node.
 
-    With ``folds``, their chains of gradients are folded beside training.
+    With ``folds``, the gradients of their chains are applied in the background.
     """
 
     def __init__(self, tiers: Tiers, policy: Policy, carriers: Carriers, folds: Folds | None = None):
@@ -47,18 +47,18 @@ class Carrying:
 
     @property
     def processes(self) -> list[int]:
-        """Ids of the processes that carry and fold."""
+        """Ids of the processes that carry experts and apply gradients."""
         return self._carriers.processes + (self._folds.processes if self._folds is not None else [])
 
     def begin(self, plan: SnapshotPlan) -> Future | None:
-        """Starts to carry the experts that a snapshot lacks out of earlier ones, once these are published.
+        """Starts to carry the experts that a snapshot lacks from earlier snapshots, once these are committed.
 
         Returns:
-            Done when the snapshot may supersede the earlier ones; None if there is nothing to carry.
+            A future, done when the snapshot may supersede the earlier ones; None if there is nothing to carry.
         """
         if self._carrier is None or not self._experts:
             return None
-        with contextlib.suppress(CheckpointError):  # carry() tells, and tries again
+        with contextlib.suppress(CheckpointError):  # carry() warns, and retries
             self._carriers.start()
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
@@ -66,13 +66,13 @@ class Carrying:
         return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators, plan.compared), before)
 
     def published(self, iteration: int) -> None:
-        """This node's part of a snapshot has been published in its memory."""
+        """Records that this node's part of a snapshot is committed in its memory."""
         with self._published:
             self._newest = iteration
             self._published.notify_all()
 
     def abandoned(self, iteration: int) -> None:
-        """A snapshot will not be published: the experts carried for it may not suffice for the next one.
+        """Deletes the experts carried for a snapshot that will not be committed: they may not suffice for the next one.
 
         Raises:
             CheckpointError, OSError: a manifest cannot be written.
@@ -82,10 +82,10 @@ class Carrying:
         self.published(iteration)
 
     def give_up_before(self, iteration: int) -> None:
-        """A snapshot is safe: older ones are needed only for the experts carried out of them.
+        """Reduces snapshots before a durable one to their carried experts, and clears superseded memory.
 
         Raises:
-            CheckpointError, OSError: an older snapshot cannot be given up.
+            CheckpointError, OSError: an older snapshot cannot be reduced.
         """
         self._safe = iteration
         if self._carrier is not None:
@@ -117,10 +117,10 @@ def carry(
     copied: Collection[str] | None = None,
     compared: frozenset[str] = frozenset(),
 ) -> None:
-    """Drops carried experts that a newer snapshot holds, and carries those that the coming one lacks.
+    """Drops carried experts that a newer snapshot has, and carries the experts that the coming snapshot lacks.
 
-    The coming snapshot, described as for :meth:`Carrier.carry`, is by default the newest one stored; ``safe`` is the
-    iteration of the newest safe one, and ``folds`` folds chains of gradients, if wanted.
+    ``coming`` is described as for :meth:`Carrier.carry`; by default, it is the newest stored snapshot.  ``safe`` is the
+    iteration of the newest durable one.  ``folds`` applies the gradients of chains, if wanted.
     """
     try:
         if folds is not None:

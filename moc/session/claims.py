@@ -1,4 +1,4 @@
-"""The run that a job's snapshots belong to, and the claim by which it publishes them."""
+"""Determines the run of a job's snapshots, and the claim under which the job commits them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moc.store.tiers import memory_of_other_runs
 
 
 def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:
-    """Returns the claim by which this generation publishes; a collective call.
+    """Returns the claim under which this generation commits snapshots; a collective call.
 
-    Storage is asked for the run when a job starts.  Later the survivors know it, and nobody waits for storage.
+    A job reads the run from storage when it starts.  Later the survivors know it, and storage is not accessed.
 
     Raises:
         CheckpointError: on all workers: storage cannot be used.
@@ -46,7 +46,7 @@ _FILES = 1 << 15
 
 
 def make_room_for_files(place: Storage) -> None:
-    """Gives up spare memory of an earlier generation for the files that show the owner, if the file system is full."""
+    """Releases spare memory of an earlier generation for the ownership files, if the file system is full."""
     if isinstance(place, LocalPlace) and place.free_bytes() < _FILES:
         place.spare.spend(_FILES)
 
@@ -54,12 +54,11 @@ def make_room_for_files(place: Storage) -> None:
 def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
     """Takes ownership of the tiers for the term of this generation; a collective call.
 
-    A job takes storage when it starts, so that it ends before training if it cannot.  Later the first one to look there
-    or to publish takes it (:meth:`moc.store.store.Store.take`): a job that can resume from memory does not wait for
-    storage.
+    A job takes storage when it starts, so that it ends before training if it cannot.  Later, the first read or commit
+    there takes it (:meth:`moc.store.store.Store.take`): a job that can resume from memory does not wait for storage.
 
     Returns:
-        Whether storage must still be taken and cleaned up, beside training, before anything goes there.
+        Whether storage must still be taken and cleaned up, in the background, before anything is written there.
 
     Raises:
         CheckpointError: on all workers: another job, or a newer generation of this one, owns a tier.
@@ -86,7 +85,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
 
 
 def _take_storage(tiers: Tiers, address: str) -> str | None:
-    """Returns why storage cannot be used, if the job can run on memory alone."""
+    """Takes storage; if it cannot be used, returns the reason, or raises it if there is no memory tier."""
     try:
         tiers.storage.take()
         record_run(tiers.storage.place, Run(tiers.storage.place.run, address, 0.0))

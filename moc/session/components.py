@@ -1,4 +1,4 @@
-"""The components by which one generation takes snapshots and recovers."""
+"""Builds one generation's components for snapshots and recovery."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from moc.store.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Components:
-    """The components of one generation on one worker.
+    """Components of one generation on one worker.
 
     Attributes:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
-        tokens: the token ledger; None if no policy needs it.
-        carriers: carries experts out of older snapshots in memory, if any may be older than the rest.
-        folds: folds chains of gradients beside training; None if no policy wants it.
+        tokens: token ledger; None if no policy needs it.
+        carriers: carries experts from older snapshots in memory, if any may be older than the rest.
+        folds: applies the gradients of chains in the background; None if the policy does not.
         hasher: hashes snapshots in memory.
     """
 
@@ -73,15 +73,15 @@ def build(
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
-    Without ``counts`` there is no token ledger; ``again`` tells that this worker was in a generation before, from which
-    ``kept`` has buffers.
+    Without ``counts``, there is no token ledger.  ``again`` means that this worker was in an earlier generation, whose
+    buffers are in ``kept``.
 
     Raises:
-        CheckpointError: on all workers: such snapshots cannot restore this state, or memory is short.
+        CheckpointError: on all workers: such snapshots cannot restore this state, or memory is insufficient.
         SettingsError: the settings do not fit the job.
     """
     world, tap = engine.world, engine.tap
-    with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all build again
+    with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all workers build again
         holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
         carriers = Carriers()
@@ -111,7 +111,7 @@ def build(
         undo.callback(saver.close)
         folds = Folds() if policy.folds_beside else None
         if peers is not None and peers.replicas == 1:
-            # bases of several holders of a node's copies would differ, and not complete each other
+            # with several copies of a node's snapshots, each copy would have a different base
             peers.folds = folds
         undo.pop_all()
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
@@ -127,7 +127,7 @@ def close(parts: Components, patience_s: float) -> None:
     if parts.peers is not None:
         parts.peers.close()
     parts.carriers.close()
-    parts.hasher.close()  # if it hangs, what is left is not waited for
+    parts.hasher.close()  # before the saver, which would wait for a hanging hasher
     parts.saver.close(patience_s)
     parts.publisher.close(patience_s)
     if parts.tokens is not None:
@@ -136,7 +136,7 @@ def close(parts: Components, patience_s: float) -> None:
 
 
 def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
-    """Returns the holdings of this pipeline stage's workers, the only ones that may be replicas of one another."""
+    """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
     state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
     told = [
         holding
@@ -147,10 +147,10 @@ def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
 
 
 def _redundancy(engine: Engine, holdings: StageHoldings, tiers: Tiers, policy: Policy) -> Redundancy:
-    """Returns what several nodes hold alike, and each saves in its memory; nothing without a memory tier."""
+    """Returns the replicated state that several nodes save in their memory; empty without a memory tier."""
     if tiers.memory is None or len(set(tiers.nodes)) == 1:
         return Redundancy()
-    first = engine.world.rank == min(holdings.ranks)  # the others of its stage know the same
+    first = engine.world.rank == min(holdings.ranks)  # the other workers of its stage have the same descriptors
     return redundancy(gather(nodes_alike(holdings, policy.everything(0).operators, tiers.nodes) if first else {}))
 
 

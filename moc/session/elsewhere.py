@@ -1,4 +1,4 @@
-"""Optional inputs of a session beside its engine: other checkpoints to start from, and a chooser of its policy."""
+"""Defines optional inputs of a session: other checkpoints to start from, and a chooser of the policy."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Elsewhere(Protocol):
     """Checkpoints that are not snapshots; every method is collective."""
 
     def newest(self, seconds: float | None = None) -> int | None:
-        """Returns the iteration that :meth:`load` would resume from; None if it finds none, or none in time."""
+        """Returns the iteration that :meth:`load` would resume from; None if none is found, or not in time."""
 
     def load(self) -> Position | None:
-        """Fills the state; returns None if there is no checkpoint."""
+        """Fills the state, and returns its position; None if there is no checkpoint."""
 
 
 class _Nowhere(Elsewhere):
-    """No such checkpoints: the methods return None."""
+    """Absence of such checkpoints: the methods return None."""
 
 
 NOWHERE = _Nowhere()
 
 
 class Chooser(Protocol):
-    """Chooses policy and settings; every worker calls every method.
+    """Chooser of policy and settings; every worker calls every method.
 
     Attributes:
         counts_tokens: tokens are counted under every policy.
@@ -42,14 +42,14 @@ class Chooser(Protocol):
     def counts_tokens(self) -> bool: ...  # noqa: D102
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
-        """Restores measurements and choice, and returns the settings in force from here on; a collective call."""
+        """Restores measurements and choice, and returns the settings in force; a collective call."""
         ...
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Receives the functions that give snapshot sizes; both are collective calls.
+        """Receives functions for snapshot sizes and for the feasibility of a replay; both are collective calls.
 
-        ``busiest`` returns the bytes that the busiest rank saves of a plan's operators, and ``may_replay`` whether
-        iterations can be replayed with frozen operators.
+        ``busiest`` returns the bytes of a plan's operators on the rank that saves the most.  ``may_replay`` returns
+        whether iterations can be replayed with frozen operators.
         """
 
     def observe(self, seen: Observed) -> None:

@@ -1,4 +1,4 @@
-"""What a session requires of an engine, the program that computes iterations and updates the state.
+"""Defines the engine of a session: the program that computes iterations and updates the state.
 
 For megatron-core it is :class:`megatron.pretraining.engine.megatron.MegatronEngine`.
 """
@@ -26,57 +26,57 @@ from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 
 Gradients = Callable[[Fragment], torch.Tensor]
-"""Returns the reduced gradient of a fragment of detail ``GRAD``, kept in memory or logged."""
+"""Returns the reduced gradient of a tensor chunk with detail ``GRAD``, kept in memory or logged."""
 
 
 class Listener(Protocol):
-    """Receives a session's messages and events.
+    """Receiver of a session's messages and events.
 
     Attributes:
-        events: for programs.
+        events: machine-readable log.
     """
 
     @property
     def events(self) -> EventLog: ...  # noqa: D102
 
     def message(self, text: str) -> None:
-        """Prints a line for people, once for all workers.
+        """Prints a line for users, once for all workers.
 
-        The text may contain names of files: :func:`moc.output.print_lines` escapes what terminals would obey.
+        The text may contain file names: :func:`moc.output.print_lines` escapes control characters.
         """
 
 
 class VoteParticipant:
-    """A participant in the vote of each iteration.  The default contributes nothing."""
+    """Participant in the commit all-reduce of each iteration.  The default contributes nothing."""
 
     def ballot(self) -> dict[str, float]:
-        """Returns this worker's contribution to the vote; the names are identical on all workers."""
+        """Returns this worker's contribution to the all-reduce; the names are identical on all workers."""
         return {}
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Receives the sums over all workers, right before the update; may raise, then on all workers."""
+        """Receives the totals over all workers, right before the update; may raise, then on all workers."""
 
 
 class PipelineTap(VoteParticipant):
-    """Logs what crosses pipeline stages, and times waits for it.  By default nothing is logged."""
+    """Logs of the traffic between pipeline stages, and timing of waits for it.  By default, nothing is logged."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
     """Values to report with every iteration."""
     feeds: Mapping[int, Collection[int]] = MappingProxyType({})
     """By stage, the stages whose logs it needs for a replay; empty without logging."""
     bubbles: Bubbles | None = None
-    """Where waits for other stages are timed, and snapshots copy in them first; None if neither is wanted."""
+    """Times waits for other stages, during which snapshots are copied first; None if neither is wanted."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Context of an iteration's forward and backward."""
         return contextlib.nullcontext() if self.bubbles is None else self.bubbles.computing()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Context in which this worker waits for other stages."""
+        """Context of this worker's waits for other stages."""
         return contextlib.nullcontext() if self.bubbles is None else self.bubbles.waiting()
 
     def open(self, memory: Path) -> None:
-        """Allocates the logs in the memory of this node; no collective call.
+        """Allocates the logs in the memory of this node; not collective.
 
         Raises:
             CheckpointError: the node has too little memory.
@@ -87,27 +87,27 @@ class PipelineTap(VoteParticipant):
         return 0
 
     def reserve(self, iterations: int) -> None:
-        """Allocates the logs of so many iterations, up to their limit; no collective call.
+        """Allocates the logs of this many iterations, up to their limit; not collective.
 
         Raises:
             CheckpointError: the node has too little memory.
         """
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """A snapshot is safe, and so are all earlier ones."""
+        """Records that a snapshot and all earlier ones are durable."""
 
     def close(self) -> None:
-        """Ends pending work; the logs stay."""
+        """Ends pending work, and keeps the logs."""
 
     def delete(self) -> None:
-        """Removes the logs: no recovery needs them any more."""
+        """Removes the logs, which no recovery needs any more."""
 
     def kept(self) -> list[int]:
         """Returns the iterations that this worker has logs of, counted from 1."""
         return []
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """Returns the iterations that this worker cannot :meth:`serve`, of those given with their replaying stages."""
+        """Returns the given iterations that this worker cannot :meth:`serve` to their replaying stages."""
         return []
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
@@ -115,34 +115,35 @@ class PipelineTap(VoteParticipant):
 
     @contextlib.contextmanager
     def replaying(self, stages: Collection[int]) -> Iterator[None]:
-        """Context in which only these stages compute, this worker's among them; without any, all stages compute."""
+        """Context that restricts computation to these stages, this worker's included; without any, all compute."""
         yield
 
 
 class NoTap(PipelineTap):
-    """The tap of a pipeline without upstream logs."""
+    """Tap of a pipeline without upstream logs."""
 
 
 class RouterTally(Protocol):
-    """Counts the tokens routed to each expert."""
+    """Counter of the tokens routed to each expert."""
 
     def take(self) -> dict:
-        """Returns this worker's counts since the last call, for the vote."""
+        """Returns this worker's counts since the last call, for the commit all-reduce."""
         ...
 
     def by_layer(self, tally: dict) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """Returns, from the sums over all workers, by layer: the tokens of each expert, and the tokens to be routed."""
+        """Returns, by layer, the tokens of each expert, and the tokens to be routed, from the sums over all workers."""
         ...
 
     def probabilities(self, tally: dict) -> dict[int, list[float]]:
-        """Returns, by layer and expert, the sum of the probabilities with which the expert was chosen."""
+        """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
         ...
 
     def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
-        """From now on, lets experts that owe tokens, by layer and expert, process more than their capacity.
+        """Lets experts that owe tokens, by layer and expert, process more than their capacity from now on.
 
-        By at most this fraction, and no more than the other experts of their rank leave unused; nobody routes
-        differently because of it.  If nothing is owed, all is as it was before.  Not called where ``makes_up`` is None.
+        The excess is at most this fraction, and at most the unused capacity of the other experts of their rank.
+        Routing does not change.  If nothing is owed, the original capacity applies.  Not called if ``makes_up`` is
+        None.
         """
 
     def beyond(self, tally: dict) -> dict[int, list[int]]:
@@ -150,15 +151,15 @@ class RouterTally(Protocol):
         ...
 
     def close(self) -> None:
-        """Stops counting, and boosting."""
+        """Stops counting and boosting."""
 
 
 class Outcome(NamedTuple):
-    """What this worker saw of a replayed iteration.
+    """Results of a replayed iteration on this worker.
 
     Attributes:
-        sums: this worker's part of the loss, as in the vote.
-        learning_rate: of its update.
+        sums: this worker's part of the loss, as in the commit all-reduce.
+        learning_rate: learning rate of its update.
     """
 
     sums: dict[str, float]
@@ -169,14 +170,14 @@ class Engine(Protocol):
     """One worker's part of a model in training.
 
     Attributes:
-        world: this worker's place.
+        world: this worker's ranks, device and job.
         state: the training state.
-        operators: of the whole model, in the order of the forward pass.
+        operators: operators of the entire model, in forward order.
         stages: by layer, the pipeline stage that computes it.
-        layout: sizes of the layout by name, for people who read manifests.
+        layout: sizes of the layout by name, for users who read manifests.
         peers: workers of this pipeline stage, the only ones that may be replicas of one another; None for all workers.
-        slices: ranks that hold the tensor-parallel slices of this worker's state, its own included.
-        tap: logs what crosses pipeline stages.
+        slices: ranks with the tensor-parallel slices of this worker's state, its own included.
+        tap: logs of the traffic between pipeline stages.
         reduced: iteration whose reduced gradients the engine still has; None if there is none.
     """
 
@@ -212,17 +213,16 @@ class Engine(Protocol):
         ...
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores the result of :meth:`scalars`, saved in the snapshot that ``where`` names.
+        """Restores the result of :meth:`scalars` from the snapshot that ``where`` names.
 
         Raises:
             CheckpointError: the flags contradict the saved values.
         """
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Refuses the snapshot that ``where`` names, if invalid, or of another model or optimizer; changes nothing.
+        """Refuses the snapshot ``where`` if it is invalid, or of another model or optimizer; changes nothing.
 
-        If iterations are to be replayed from it (``window``), it refuses one of another precision, too.  An older
-        snapshot is used instead, if there is one.
+        For a replay (``window``), it also refuses another precision.  An older snapshot is then used, if there is one.
 
         Raises:
             CheckpointError: model, optimizer or precision differs.
@@ -237,29 +237,28 @@ class Engine(Protocol):
     ) -> Outcome:
         """Replays the iteration after a position by its step record; frozen operators do not change.
 
-        ``completing`` gives a context to enter once the gradients are reduced, and to leave once the update is done.
-        With the same layout, data and kernels, what all workers saw is bit-identical to the record.
+        ``completing`` returns a context to enter once the gradients are reduced, and to leave after the update.  With
+        the same layout, data and kernels, the combined outcomes of all workers are bit-identical to the record.
         """
         ...
 
     def apply(
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
     ) -> None:
-        """Updates what is not frozen, by the decision of the vote: no forward, no backward, no collective.
+        """Updates operators that are not frozen, as recorded: no forward, no backward, no collective.
 
-        Loss scale and learning rate must be those of the iteration.  By default the gradients are those still in
-        memory, see ``reduced``.  With ``gradients``, state that moves without gradients, such as router biases, stays
-        as it is, and must be loaded; and with ``operators``, only these are updated.  Weights must be gathered
-        afterwards.
+        Loss scale and learning rate must match the iteration.  By default, the gradients are still in memory, see
+        ``reduced``.  With ``gradients``, state that changes without gradients, such as router biases, is not updated
+        and must be loaded.  With ``operators``, only these are updated.  Weights must be gathered afterwards.
         """
 
     def rules(self) -> Rules:
-        """Returns how the next update treats experts on this worker, if it is Adam's, in fp32; absent ones are another.
+        """Returns the rules of the next update for this worker's experts that Adam updates in fp32, and no others.
 
-        Not called unless gradients are folded beside training.
+        Called only if gradients are applied in the background.
         """
         ...
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
-        """Counts the decisions of these layers' routers, and sums the probabilities of the chosen experts on demand."""
+        """Counts the decisions of these layers' routers; on request, sums the probabilities of the chosen experts."""
         ...

@@ -1,7 +1,7 @@
-"""The folder of a node: folds chains of gradients in its memory, as a process of its own.
+"""Runs a node's background optimizer: a process that applies saved gradients to experts in its memory.
 
-The worker that leads the node starts it, and sends it orders (:mod:`moc.runtime.helper`).  It runs at the lowest
-priority, on one core that training does not need, and dies with the worker, in the middle of an order if need be: so it
+The node's leading worker starts it, and sends it orders (:mod:`moc.runtime.helper`).  It runs at the lowest priority,
+on one core that training does not need.  It dies with the worker, possibly in the middle of an order.  Therefore it
 writes nothing in memory that another generation uses.
 """
 
@@ -17,10 +17,10 @@ _LOWEST = 19
 
 
 def main() -> None:
-    """Carries out orders until the worker ends."""
+    """Executes orders until the worker ends."""
     children.belong_beside()
     os.nice(_LOWEST)
-    import torch  # takes seconds, in which the worker may end
+    import torch  # takes seconds, and the worker may end meanwhile
 
     from moc.recovery.chains import Chain
     from moc.recovery.folds import carry_out

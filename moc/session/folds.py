@@ -1,11 +1,11 @@
-"""Has chains of gradients folded beside training: MoEtion's asynchronous optimizer recomputation (section 5.2).
+"""Applies saved gradients in the background: MoEtion's asynchronous optimizer recomputation (section 5.2).
 
-    each time that experts are carried out of a node's snapshots:
-        adopt what its folder has published
-        order: compare state with what the chains give that led to it; fold the longest chains
+    each time that experts are carried from a node's snapshots:
+        adopt the committed results of the background optimizer
+        order: compare saved state with the result of its chain; apply the gradients of the longest chains
 
-Nothing is folded before one comparison, on any node, has found equal bits; one that finds others ends it for good.
-Nodes learn of both from the votes.
+No gradients are applied before one comparison, on any node, has found equal bits.  A comparison that finds different
+bits ends the mechanism.  All nodes receive both results with the commit all-reduces.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from moc.runtime.helper import Helper, HelperError
 from moc.store.errors import CheckpointError
 
 LEAST = 4
-"""Gradients that a chain has before it is folded: a base is read and written once for all of them."""
+"""Minimum length of a chain whose gradients are applied: one read and write of its base serves all of them."""
 SHARE = 4
-"""One in so many of the chains is folded at a time: meanwhile memory has both of their bases."""
+"""Inverse share of the chains in one order: meanwhile memory has both bases of each."""
 _DIES = 3
 _COUNTS = ("folded", "gradients", "equal", "differing", "seconds")
 
 
 class Folds:
-    """This node's folder, and what it has done; on workers that do not lead their node, nothing ever happens."""
+    """This node's background optimizer and its results; inactive on workers that do not lead their node."""
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
@@ -43,18 +43,18 @@ class Folds:
         self._changing = threading.Lock()
         self._trusted = self._over = False
         self._died = 0
-        self._seconds = 0.0  # of all folders, that are not reported yet
+        self._seconds = 0.0  # not reported yet, over all nodes
 
     @property
     def processes(self) -> list[int]:
-        """Id of the folder, once it has started."""
+        """Id of the background optimizer, once it has started."""
         return self._helper.processes
 
     def take_over(self, carrier: Carrier) -> None:
-        """Adopts what the folder has published of a carrier's snapshots.
+        """Adopts the background optimizer's committed results for a carrier's snapshots.
 
         Raises:
-            CheckpointError, OSError: it cannot be read or written.
+            CheckpointError, OSError: the results cannot be read or written.
         """
         carrier.compares |= not self._over
         done = self._under_way.get(carrier.name)
@@ -79,7 +79,7 @@ class Folds:
             self._counts["differing"] += len(outcome.differing)
 
     def go_on(self, carrier: Carrier) -> None:
-        """Gives the folder its next order for a carrier's snapshots, unless it is busy with them."""
+        """Sends the background optimizer its next order for a carrier's snapshots, unless it is busy with them."""
         if self._over:
             carrier.compares_no_more()
             return
@@ -91,13 +91,13 @@ class Folds:
             self._under_way[carrier.name] = self._thread.submit(self._order, carrier.name, compare, fold)
 
     def ballot(self) -> dict[str, float]:
-        """Returns what the folder has done since the last call; the names are the same on all workers."""
+        """Returns the results since the last call; the names are identical on all workers."""
         with self._changing:
             counts, self._counts = self._counts, defaultdict(float)
         return {f"fold_{name}": counts[name] for name in _COUNTS}
 
     def on_vote(self, tally: Mapping[str, float]) -> dict[str, float]:
-        """Receives what all folders have done; returns what is to be reported, if anything."""
+        """Receives the results of all nodes; returns the values to report, if any."""
         told = {name: tally[f"fold_{name}"] for name in _COUNTS}
         self._trusted |= told["equal"] > 0
         self._over |= told["differing"] > 0
@@ -108,7 +108,7 @@ class Folds:
         return told
 
     def close(self) -> None:
-        """Ends the folder: nothing is written any more."""
+        """Ends the background optimizer; nothing is written afterwards."""
         self._over = True
         self._helper.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -116,7 +116,7 @@ class Folds:
     def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> Outcome:
         begun = time.perf_counter()
         try:
-            self._helper.start()  # on this thread, which lives until it may end
+            self._helper.start()  # on this thread, since the process dies with the thread that starts it
             answer = self._helper.ask({"memory": memory, "compare": compare, "fold": fold})
         except HelperError as error:
             raise CheckpointError(

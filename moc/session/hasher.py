@@ -1,8 +1,8 @@
-"""The hasher of a worker: hashes the entries of its snapshots in memory, as a process of its own.
+"""Runs a worker's process that hashes the entries of its snapshots in memory.
 
-A snapshot has hundreds of entries.  A thread of the worker would take Python's interpreter after each of them, and hand
-it back for the next, while training wants it all the time.  The worker starts this process (:mod:`moc.runtime.helper`),
-and sends it path and size of a buffer, and the spans of its entries in bytes; it answers with hashes.
+A snapshot has hundreds of entries.  A thread of the worker would acquire and release the GIL for each of them, while
+training needs it continuously.  The worker starts this process (:mod:`moc.runtime.helper`), and sends it path and size
+of a buffer, and the byte spans of its entries.  The process returns the hashes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def main() -> None:
 def _answer(call: list) -> list[str] | str:
     try:
         return digests(*call)
-    except (OSError, ValueError) as error:  # the worker hashes by itself
+    except (OSError, ValueError) as error:  # the worker then hashes
         return str(error)
 
 
 def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """The hashes of spans of a file in memory, each of bytes [start, stop).
+    """Returns the hashes of spans of a file in memory, each of bytes [start, stop).
 
     Raises:
-        OSError, ValueError: it cannot be mapped, or is another file, since it has another size.
+        OSError, ValueError: the file cannot be mapped, or is another file, of another size.
     """
     opened = Tree(Path(path).parent).open(Path(path).name)
     with open(opened, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:

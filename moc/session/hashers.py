@@ -1,4 +1,4 @@
-"""The process that hashes a worker's snapshots (:mod:`moc.session.hasher`), as the worker sees it."""
+"""Starts the process that hashes a worker's snapshots (:mod:`moc.session.hasher`), and calls it from the worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Hasher:
-    """Hashes entries of buffers that are files; the process is started when first needed, by the thread that asks.
+    """Client of a process that hashes buffers with files; the first thread that needs the process starts it.
 
-    Whatever the process cannot do, that thread does: all buffers until it has started, and once it has failed or ended,
-    and those without a file.
+    The calling thread computes the hashes itself in these cases:
+
+    * the buffer has no file;
+    * the process has not started yet;
+    * the process has failed or ended.
     """
 
     def __init__(self):
@@ -25,7 +28,7 @@ class Hasher:
         self._begun = self._failed = False
 
     def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
-        """The hashes of spans of a buffer, each of bytes [start, stop)."""
+        """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
         found = None
         if buffer.path is not None and not self._failed:
             try:
@@ -37,11 +40,11 @@ class Hasher:
 
     @property
     def processes(self) -> list[int]:
-        """Id of the process, once it has started."""
+        """Process id, once the process has started."""
         return self._helper.processes
 
     def close(self) -> None:
-        """Ends the process: what it is hashing, and whatever follows, the thread that asks does."""
+        """Ends the process; the calling thread computes pending and later hashes."""
         self._failed = True
         self._helper.close()
 
@@ -55,7 +58,7 @@ class Hasher:
         return None
 
     def _started(self) -> bool:
-        """Whether the process can be asked: it starts for seconds, in which a snapshot can be lost."""
+        """Whether the process accepts calls: its start takes seconds, and a waiting snapshot can be lost meanwhile."""
         if not self._begun:
             self._begun = self._helper.start()
         return self._helper.has_started()

@@ -1,4 +1,4 @@
-"""Host memory that snapshots of a run take."""
+"""Computes the host memory that snapshots of a run take."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.layout import FileLayout
 
-_SETTLED = 3  # the windows before it are what is under way, and the first one of its kind
-_PLANS = 16  # until the number of carried experts is the same for each snapshot
+_SETTLED = 3  # earlier windows: the current one, and the first one of its kind
+_PLANS = 16  # until the number of carried experts is constant
 _PLANS_OF_CHAINS = 64  # chains of gradients grow for longer
 _TOKENS = 1 << 20  # of the busiest expert
 _POPULARITIES: tuple[Callable[[int], float], ...] = (
     lambda expert: _TOKENS,
     lambda expert: _TOKENS / (1 + expert),
 )
-"""Experts that are equally busy, and by Zipf's law: the fewer are busy, the longer chains of gradients become."""
+"""Uniform popularity of experts, and Zipf's law: the fewer experts are busy, the longer chains of gradients become."""
 
 
 class Window(NamedTuple):
     """Snapshots of a policy that a run resumes from together.
 
     Attributes:
-        length: number of them.
-        kept: snapshots that recovery needs, at most.
-        snapshot: bytes of this rank's largest share of them; None if each is a full snapshot.
+        length: number of snapshots.
+        kept: maximum number of snapshots that recovery needs.
+        snapshot: bytes of this rank's largest share of a snapshot; None if each is a full snapshot.
     """
 
     length: int = 1
@@ -44,11 +44,11 @@ class Window(NamedTuple):
 
 
 def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
-    """Returns the windows that a policy would plan now, once those under way are over; changes nothing.
+    """Returns the window that a policy would plan after the current ones; changes nothing.
 
     Args:
-        policy: has windows.
-        contents: gives this rank's shares.
+        policy: policy with windows.
+        contents: provides this rank's shares.
         iteration: iterations completed.
     """
     trial, begun, held, kept = trial_of(policy), 0, [], 1
@@ -69,7 +69,7 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
 
 
 class Now(NamedTuple):
-    """Where a run is: iterations completed, and tokens given to each expert by layer, None if they are not counted."""
+    """Progress of a run: iterations completed, and tokens of each expert by layer, None if they are not counted."""
 
     iteration: int = 0
     load: Load | None = None
@@ -80,8 +80,8 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
 
     Args:
         policy: a policy without windows.
-        popularity: returns the tokens of an expert in an iteration, by the number of the expert in its layer.
-        now: the run before the first of these snapshots.
+        popularity: returns the tokens of an expert in an iteration, by its number in its layer.
+        now: progress of the run before the first of these snapshots.
     """
     trial, passed = trial_of(policy), 0
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
@@ -95,7 +95,7 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
 
 
 def trial_of(policy: Policy) -> Policy:
-    """Returns a copy of a policy with the same operators, to try plans."""
+    """Returns a copy of a policy with the same operators, for trial plans."""
     return copy.deepcopy(policy, {id(one): one for one in (policy.operators, *policy.operators)})
 
 
@@ -104,7 +104,7 @@ def _available(plan: SnapshotPlan, number: int) -> AvailableCheckpoint:
 
 
 def bytes_of_experts(contents: Contents, experts: Collection[str], gradients: bool) -> dict[str, dict[str, int]]:
-    """Returns by detail and expert the bytes that this rank saves of it, as a file; no entry for none."""
+    """Returns, by detail and expert, the bytes of a file with this rank's share of it; absent if it saves none."""
     found = {}
     for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, *[Detail.GRAD] * gradients):
         entries = defaultdict(list)
@@ -117,13 +117,13 @@ def bytes_of_experts(contents: Contents, experts: Collection[str], gradients: bo
 def carried_files(
     policy: Policy, parts: Iterable[Mapping[str, Mapping[str, int]]], behind: int, now: Now
 ) -> dict[str, list[int]]:
-    """Returns, by the name of their slots, the bytes of the files of experts that a node carries at most.
+    """Returns, by slot name, the sizes in bytes of the most files of experts that a node carries.
 
-    Each expert is included at least once, because the run may choose the number of experts later.  The length of chains
-    of gradients depends on the tokens of experts, so the result is the maximum over several popularities.
+    If plans carry no expert, each expert is counted once, because the run may choose the number of experts later.
+    Chain lengths depend on the tokens of experts, so the result is the maximum over several popularities.
 
     Args:
-        policy: of the run.
+        policy: policy of the run.
         parts: :func:`bytes_of_experts` of each rank of the node.
         behind: as in :func:`~moc.recovery.carrying.most_carried`.
         now: as in :func:`plans_ahead`.
@@ -147,10 +147,10 @@ class RankMemory(NamedTuple):
 
     Attributes:
         own: of each of its buffers.
-        copies: of each copy that another node keeps of its snapshots.
+        copies: of each copy of its snapshots that another node keeps.
         small: for manifests and reports.
         logs: of upstream logs.
-        experts: of each file of experts that its node carries; of the rank that leads the node, otherwise nothing.
+        experts: of each file of experts that its node carries, on the rank that leads the node; otherwise empty.
     """
 
     own: Sequence[int]
@@ -162,14 +162,14 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Bytes of a node.
+    """Bytes that a node needs.
 
     Attributes:
         own: of the buffers of its workers.
         copies: for copies of other nodes' snapshots.
         small: for manifests and reports.
         logs: of upstream logs.
-        experts: that are carried out of older snapshots, copies included.
+        experts: of carried experts, including copies.
     """
 
     own: int
@@ -180,12 +180,12 @@ class ReservedMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(dataclasses.astuple(self))
 
     @classmethod
     def most(cls, nodes: Iterable[ReservedMemory]) -> ReservedMemory:
-        """The largest of several."""
+        """Returns the largest of several."""
         return max(nodes, key=lambda one: one.total)
 
     @classmethod
@@ -197,7 +197,7 @@ class ReservedMemory:
         Args:
             sizes: by rank.
             nodes: by rank, the name of its node.
-            kept: by rank, the nodes that its node keeps copies of; empty without peers.
+            kept: by rank, the nodes whose snapshots its node copies; empty without peers.
         """
         by_node: dict[str, list[RankMemory]] = {node: [] for node in nodes}
         for node, one in zip(nodes, sizes, strict=True):
@@ -214,7 +214,7 @@ class ReservedMemory:
         return found
 
     def describe(self) -> str:
-        """Returns a sentence for people."""
+        """Returns a sentence for users."""
         parts = [f"{self.own / 1e9:.3g} GB for its own snapshots"]
         if self.copies:
             parts.append(f"{self.copies / 1e9:.3g} GB for copies of other nodes' snapshots")

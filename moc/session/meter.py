@@ -1,4 +1,4 @@
-"""Measures the cost of snapshots: each worker's times travel with the vote, and all workers receive the means."""
+"""Measures the cost of snapshots, averaged over workers by the commit all-reduce."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from moc.policy import Observed, Transfer
 
 
 class Meter:
-    """Measures one iteration after the other, in seconds.
+    """Measurement of consecutive iterations, in seconds.
 
     Args:
         size: number of workers.
-        waited: returns the time that this worker has waited for other stages in an iteration; asked once for each.
+        waited: returns the time that this worker waited for other stages; called once per iteration.
     """
 
     def __init__(self, size: int, waited: Callable[[], float] = float):
         self._size, self._waited = size, waited
-        # of this worker, until the next vote
+        # of this worker, until the next commit all-reduce
         self._iteration_s = self._stall_s = self._compute_s = self._bubble_s = 0.0
         self._started = self._busy = False
         self._begun_at = self._voted_at = time.perf_counter()
@@ -28,7 +28,7 @@ class Meter:
         self._seen: Observed | None = None  # complete measurements of an iteration
 
     def completed(self, begun: float) -> Observed | None:
-        """An iteration that began at ``begun`` (``time.perf_counter``) has completed.
+        """Records the end of an iteration that began at ``begun`` (``time.perf_counter``).
 
         Returns:
             The measurements of the previous iteration, if known and not returned yet.
@@ -39,13 +39,13 @@ class Meter:
         return seen
 
     def ended(self, started: bool, busy: bool) -> None:
-        """All work of the iteration is done, ``started`` snapshots included; ``busy`` if a snapshot is pending."""
+        """Records the end of all work of the iteration, and whether a snapshot ``started`` or is pending (``busy``)."""
         self._started, self._busy = started, busy
         self._iteration_s = time.perf_counter() - self._begun_at
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Context in which training waits for snapshots."""
+        """Context of training's waits for snapshots."""
         begun = time.perf_counter()
         yield
         self._stall_s += time.perf_counter() - begun
@@ -61,32 +61,32 @@ class Meter:
         }
 
     def on_vote(self) -> None:
-        """The gradients of an iteration are reduced, and its vote is over."""
+        """Records that an iteration's gradients are reduced and its commit all-reduce is over."""
         self._voted_at = time.perf_counter()
 
     def hear(self, tally: Mapping[str, float]) -> float:
-        """Receives any vote, of an iteration or extra; returns the mean stall since the previous one, in seconds."""
+        """Receives the totals of any all-reduce, regular or extra; returns the mean stall since the last one."""
         stall_s = tally["snapshot_stall_s"] / self._size
         self._heard = dataclasses.replace(self._heard, stall_s=self._heard.stall_s + stall_s)
         return stall_s
 
     def copied(self, told: Mapping[str, float]) -> None:
-        """All workers have copied a snapshot."""
+        """Records that all workers have copied a snapshot."""
         self._heard = dataclasses.replace(self._heard, copied=self._mean(told, "snapshot_bytes", "snapshot_copy_s"))
 
     def replicated(self, amount: int, seconds: float, nodes: int) -> None:
-        """All nodes have a snapshot's copies: ``amount`` bytes over all nodes, ``seconds`` of each."""
+        """Records that all nodes have a snapshot's copies: ``amount`` bytes over all nodes, ``seconds`` per node."""
         self._heard = dataclasses.replace(self._heard, replicated=Transfer(amount / nodes, seconds))
 
     def written(self, told: Mapping[str, float]) -> None:
-        """All workers have written a snapshot to storage."""
+        """Records that all workers have written a snapshot to storage."""
         written = self._mean(told, "snapshot_written_bytes", "snapshot_write_s")
         self._heard = dataclasses.replace(self._heard, written=written)
 
     def trained(self, tally: Mapping[str, float]) -> float | None:
-        """Receives the vote after an iteration; returns the iteration's mean time in seconds.
+        """Receives the totals after an iteration; returns its mean time in seconds.
 
-        None for the first iteration, which allocates and connects.
+        None for the first iteration, which allocates memory and connects.
         """
         if not tally["snapshot_iteration_s"]:
             return None

@@ -1,7 +1,7 @@
-"""Copies of snapshots in the memory of other nodes, and their restoration after the loss of a node (Gemini).
+"""Copies snapshots to the memory of other nodes, and restores them after the loss of a node (Gemini).
 
-Placement is :mod:`moc.recovery.placement`.  The replica server of each node (:mod:`moc.runtime.replica_server`), a
-process of its own, moves the bytes when the worker that leads the node asks it to.
+:mod:`moc.recovery.placement` assigns the copies to nodes.  Each node's replica server
+(:mod:`moc.runtime.replica_server`), a separate process, transfers the bytes when the node's leading worker requests it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Copied(NamedTuple):
 
     Attributes:
         bytes: received from other nodes.
-        seconds: that it took.
-        alike: bytes that were not sent, since this node holds them alike.
-        trouble: what is wrong with those, one sentence for each other node; they were sent instead.
-        missing: why this node lacks memory for copies, one sentence for each other node.
+        seconds: duration.
+        alike: bytes not sent, because this node has identical replicas.
+        trouble: problems of these replicas, one sentence per other node; the state was sent instead.
+        missing: why this node lacks memory for copies, one sentence per other node.
     """
 
     bytes: int = 0
@@ -79,13 +79,13 @@ def join_peers(
     """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
 
     Args:
-        settings: of the session.
-        tiers: that snapshots go to.
-        policy: that plans them.
-        redundancy: what nodes hold alike.
-        carriers: carries experts out of older copies.
-        log: is told the placement.
-        again: this worker was in a generation before, and the placement has been told.
+        settings: settings of the session.
+        tiers: tiers of its snapshots.
+        policy: plans them.
+        redundancy: replicated state of nodes.
+        carriers: carries experts from older copies.
+        log: receives the placement.
+        again: this worker was in an earlier generation, which reported the placement.
 
     Returns:
         None with another tier, and on a single node.
@@ -112,7 +112,7 @@ def join_peers(
 
 
 def copies_of(settings: Settings, nodes: Collection[str]) -> int:
-    """Returns how many other nodes keep copies of each node's snapshots; 0 without ``--ckpt-tier peers``.
+    """Returns the number of other nodes that keep copies; 0 without ``--ckpt-tier peers``.
 
     Raises:
         SettingsError: there are fewer nodes than copies need, or no replica server.
@@ -129,15 +129,15 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
 
 
 def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
-    """Returns how many other nodes keep copies of each node's snapshots: ``--replicas``, or the default.
+    """Returns the number of other nodes that keep copies: ``--replicas``, or the default.
 
     Args:
         wanted: ``--replicas``; None for the default.
-        nodes: of the job now.
-        fewest: nodes that suffice if the job loses others; None if it needs all.
+        nodes: current number of nodes.
+        fewest: number of nodes that suffices after losses; None if the job needs all.
 
     Raises:
-        SettingsError: there are not that many other nodes, or there may be fewer later.
+        SettingsError: there are fewer other nodes, or there may be fewer later.
     """
     if wanted is not None and fewest is not None and wanted > fewest - 1:
         fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
@@ -172,12 +172,12 @@ def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) ->
 class Peers:
     """This node's copies of other nodes' snapshots, and the other nodes' copies of its own.
 
-    On workers that do not lead a node, every operation completes at once.
+    On workers that do not lead a node, every operation completes immediately.
 
     Args:
         nodes: names of all nodes, in the order of the placement.
-        rate: GB/s that a node copies at, at most; None for no limit.
-        carriers: carries experts out of older copies.
+        rate: maximum copy rate of a node in GB/s; None for no limit.
+        carriers: carries experts from older copies.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Peers:
         self._names = frozenset(one.name for one in self._experts)
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None
-        """Folds chains of gradients in copies, if that is wanted."""
+        """Applies the gradients of chains in copies, if wanted."""
         self._node, self._nodes = tiers.nodes[tiers.node[0]], tiers.nodes
         self.kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate, self.replicas = None if rate is None else rate * 1e9, placement.replicas
@@ -208,19 +208,19 @@ class Peers:
         """Connects to this node's replica server, and exchanges addresses with the other nodes; a collective call.
 
         Raises:
-            CheckpointError: on all workers; a replica server does not answer.
+            CheckpointError: on all workers: a replica server does not answer.
         """
         run_on_all(self._connect, "cannot reach a replica server")
         told = gather(None if self._client is None else (self._node, self._client.address))
         self._addresses = dict(filter(None, told))
 
     def replicate(self, iteration: int, operators: Mapping[str, Detail] | None = None) -> Future[Copied]:
-        """Starts to copy operators of other nodes' parts of a snapshot to this node, by default all; returns at once.
+        """Starts to copy operators (default: all) of other nodes' parts of a snapshot to this node; does not block.
 
-        It waits for nodes that have not published yet, or cannot be reached.
+        The copy waits for nodes that have not committed yet or are unreachable.
 
         Returns:
-            Done when the copies are here; fails with a CheckpointError if they cannot be had.
+            A future, done when the copies are complete; fails with CheckpointError if they are unavailable.
         """
         if self._leads:
             details = None if operators is None else {name: detail.value for name, detail in operators.items()}
@@ -230,14 +230,14 @@ class Peers:
         return done
 
     def reserve(self, needed: Sequence[RankMemory], small: int, turn: int, turns: int, tidies: bool) -> None:
-        """Allocates the memory of this node's copies; of several workers, each does so for some of the ranks.
+        """Allocates the memory of this node's copies; each of the node's workers does so for some of the ranks.
 
         Args:
             needed: by rank.
             small: bytes for manifests.
             turn: number of this worker on its node.
             turns: workers of the node.
-            tidies: remove memory of another layout; no copy may be under way.
+            tidies: remove memory of another layout; no copy may be in progress.
 
         Raises:
             OSError: memory is insufficient.
@@ -250,7 +250,7 @@ class Peers:
             LocalPlace(into, in_memory=True).spare.fill(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
-        """Fetches parts of snapshots on the worker that leads a node; returns what was wrong."""
+        """Fetches parts of snapshots, on the worker that leads a node; returns the problems."""
         problems = []
         for iteration, of, held_by, operators in fetches:
             wanted = Wanted(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
@@ -261,20 +261,20 @@ class Peers:
         return problems
 
     def give_up_older(self, iteration: int) -> None:
-        """Gives up copies of snapshots before an iteration: all nodes have the copies of what supersedes them."""
+        """Reduces copies of snapshots before an iteration, which are superseded by copies on all nodes."""
         for copies in self._carriers.values():
             copies.retire(iteration)
         self._safe = iteration
 
     def remove(self, iteration: int) -> None:
-        """Removes this node's copies of a snapshot that all nodes abandon."""
+        """Removes this node's copies of an abandoned snapshot."""
         for copies in self._copies().values():
             copies.remove(iteration)
 
     def restore(self, log: Listener) -> None:
-        """Restores to nodes their lost parts of the newest window that all nodes together hold, and of newer snapshots.
+        """Restores lost parts of the newest window that all nodes together hold, and of newer snapshots.
 
-        A collective call.  All hashes are compared; if a copy is damaged, another copy or an older window is used.
+        A collective call.  All hashes are compared.  If a copy is damaged, another copy or an older window is used.
         """
         spoilt: set[Restore] = set()
         while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
@@ -301,11 +301,11 @@ class Peers:
         Args:
             resumed: iterations of the snapshots in memory that the run resumes from.
             log: receives warnings.
-            experts: iterations of others, with experts.
-            way: how the run has resumed; None without checkpoints.
+            experts: iterations of other snapshots, with experts.
+            way: recovery path of the run; None without checkpoints.
 
         Returns:
-            The iterations of other snapshots with experts that are still of use, here or in copies.
+            The iterations of other snapshots with experts that are still needed, here or in copies.
         """
         nodes, upto = self._inventories(), 0 if way is None else way.iteration
         some = bool(self._names) and partly_copied(nodes)
@@ -326,7 +326,7 @@ class Peers:
         return tuple(sorted(others))
 
     def _complete(self, node: str, missing: Mapping[int, Mapping[str, str] | None]) -> list[tuple[int, str]]:
-        """Copies what is missing of a node's snapshots; returns by iteration why that failed."""
+        """Copies the missing parts of a node's snapshots; returns the failures with their iterations."""
         problems = []
         for iteration, operators in missing.items():
             try:
@@ -399,7 +399,7 @@ class Peers:
         return Copied(amount, seconds, alike, trouble, missing)
 
     def _trouble(self, node: str, iteration: int, pulled: Pulled) -> list[str]:
-        """Describes what is wrong with state that this node should hold as another node does."""
+        """Describes problems of state that this node should hold as an identical replica."""
         found = []
         if pulled.differs:
             diverged = CheckpointError(
@@ -439,7 +439,7 @@ class Peers:
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
-        """Restores a part from a copy; returns what is wrong with the copy, or None."""
+        """Restores a part from a copy; returns the copy's problem, or None."""
         where = restore.iteration, restore.of, restore.held_by, self._addresses[restore.held_by]
         try:
             self._pull(Wanted(*where))
@@ -450,7 +450,7 @@ class Peers:
         return None
 
     def _drop_if_damaged(self, restore: Restore) -> None:
-        """Removes this node's copy if it is damaged, after another node could not use it: it is then copied again."""
+        """Removes this node's copy if it is damaged, after another node failed to use it: it is then copied again."""
         if not self._leads or restore.held_by != self._node:
             return
         copies = self._copies()[restore.of]
@@ -475,7 +475,7 @@ class Peers:
 
 
 def _loaded(way: RecoveryPath | None) -> dict[str, set[int]]:
-    """Returns, by operator, the iterations in memory whose state, or gradients, a run has resumed with."""
+    """Returns, by operator, the iterations in memory whose state or gradients a run has resumed with."""
     if way is None:
         return {}
     return {
@@ -490,7 +490,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _described(error: Exception) -> str:
-    """An error of a copy with its code; one of a connection has none of its own."""
+    """Returns an error of a copy with its code; a connection error has none of its own."""
     if isinstance(error, WireError):
         error = CheckpointError(
             f"a replica server does not answer ({cause_of(error)}). Fix: read its output above",

@@ -1,4 +1,4 @@
-"""Publishes snapshots: once all parts are there, one worker writes the manifest that makes the snapshot valid."""
+"""Commits snapshots: once all parts are present, one worker writes the manifest that makes the snapshot valid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moc.store.store import Store
 
 
 class Publisher:
-    """Publishes snapshots, in storage on a thread beside training; communicates with no other worker."""
+    """Committer of snapshots, in the background for storage; communicates with no other worker."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Publisher:
         self._to_remove: set[int] = set()  # abandoned snapshots that may have files in storage
 
     def in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
-        """Publishes the parts of this node's workers in its memory, at once; ``mine`` is this worker's.
+        """Commits the parts of this node's workers in its memory before returning; ``mine`` is this worker's part.
 
         Raises:
             CheckpointError: a part is missing, or the manifest cannot be written.
@@ -54,7 +54,7 @@ class Publisher:
         self._publish(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
 
     def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
-        """Publishes at once the parts that ranks have reported, whatever the plan was.
+        """Commits the parts that ranks have reported, whatever the plan was, before returning.
 
         Raises:
             CheckpointError: the manifest cannot be written.
@@ -68,10 +68,10 @@ class Publisher:
     def in_storage(
         self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float] = ()
     ) -> Future:
-        """Starts to publish the parts of all workers in storage, and to remove snapshots that are no longer needed.
+        """Starts to commit the parts of all workers in storage, and to remove snapshots that are no longer needed.
 
-        ``amount`` bytes were written in ``write_s`` seconds.  A failed publication is repeated after each
-        of the pauses.  The result is done when the snapshot is published.
+        ``amount`` bytes were written in ``write_s`` seconds.  A failed commit is repeated after each of the pauses.
+        The result is done when the snapshot is committed.
         """
         return self._begin(self._publish_in_storage, plan, state, amount, write_s, pauses_s)
 
@@ -79,16 +79,16 @@ class Publisher:
         """Starts to remove the written parts of an abandoned snapshot from storage.
 
         The result is done when they are removed.  A failed removal is repeated with the next one, and after the next
-        publication.
+        commit that ends a window.
         """
         return self._begin(self._remove, iteration)
 
     def beside(self, action: Callable[[], None]) -> Future:
-        """Starts another storage operation once all earlier ones have ended, those of earlier generations included."""
+        """Starts another storage operation once all earlier ones, also of earlier generations, have ended."""
         return self._begin(action)
 
     def close(self, patience: float = 0.0) -> None:
-        """Abandons work that does not complete within ``patience`` seconds; it is not published afterwards."""
+        """Abandons work that does not complete within ``patience`` seconds; it is not committed afterwards."""
         wait([one for one in self._under_way if not one.cancel()], timeout=patience)
         self._given_up.set()
 
@@ -132,7 +132,7 @@ class Publisher:
             self._unless_given_up()
             retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
             self._remove_all()
-        except OSError as error:  # the snapshot is safe anyway; the next one retries
+        except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(
                 warning(
                     f"old snapshots cannot be removed from {storage.place.name} ({error.strerror or error}). Fix: "

@@ -1,4 +1,4 @@
-"""Queues of snapshots that have not reached every tier yet, and this worker's progress with them."""
+"""Queues the snapshots that have not reached every tier yet, and reports this worker's progress with them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moc.snapshot.saver import Snapshot
 from moc.store.errors import NoRoomError
 
 PER_VOTE = 2
-"""Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
-delays all later ones by a vote."""
+"""Snapshots of a queue that one all-reduce can report: one more than can start per iteration.  Otherwise one late
+snapshot delays all later ones."""
 BEYOND = 2
 """Outstanding snapshots beyond the number of buffers; each waits for its manifest or its removal."""
 _LISTEN_S = 0.5
@@ -27,7 +27,7 @@ _LISTEN_S = 0.5
 def may_begin(outstanding: int, buffers: int) -> bool:
     """Returns whether another snapshot may begin without a memory tier.
 
-    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither published nor given up.
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither committed nor given up.
 
     Args:
         outstanding: number of such snapshots.
@@ -50,16 +50,16 @@ def window_may_begin(writes: bool, ending: int) -> bool:
 
 @dataclass(frozen=True)
 class Taken:
-    """A snapshot that has not reached every tier yet.
+    """Snapshot that has not reached every tier yet.
 
     Attributes:
-        plan: of the snapshot.
+        plan: plan of the snapshot.
         storage: the part that goes to storage; None if nothing does.
         state: the non-tensor state.
         snapshot: this worker's part.
         copied: done when this node has its copies of other nodes' parts; None without peers.
-        published: done when the snapshot is published in storage, or its files are removed if it could not be saved;
-            workers other than rank 0 have a finished one.
+        published: done when the snapshot is committed in storage, or after a failure its files are removed; finished on
+            workers other than rank 0.
     """
 
     plan: SnapshotPlan
@@ -77,14 +77,14 @@ class Taken:
 
 @dataclass(frozen=True)
 class Queues:
-    """The queues; each is served in the order in which snapshots were taken, identical on all workers.
+    """Queues of snapshots; each is served in the order of the snapshots, which is identical on all workers.
 
     Attributes:
         copying: some worker may not have copied its part yet.
         replicating: some node may not have its copies yet.
         writing: some worker's part may not be in storage yet.
         publishing: all parts are in storage, but the manifest may not be.
-        removing: they could not be saved to storage, and their files may still be there.
+        removing: could not be saved to storage, where their files may remain.
     """
 
     copying: deque[Taken] = field(default_factory=deque)
@@ -103,14 +103,14 @@ class Queues:
 
     @property
     def outstanding(self) -> list[Taken]:
-        """Snapshots for storage that have begun, and are neither published nor given up.
+        """Snapshots for storage that have begun, and are neither committed nor given up.
 
         Storage may have files of them.  They count from their beginning, before their copies are done.
         """
         return [*self.removing, *self.to_storage]
 
     def not_safe(self, safe_in_memory: bool) -> list[Taken]:
-        """Snapshots that may still be lost; if memory is safe, those that only wait for storage do not count."""
+        """Returns the snapshots that may still be lost; if memory is durable, without those waiting for storage."""
         return [*self.copying, *self.replicating, *(() if safe_in_memory else self.to_storage)]
 
     def ballot(self) -> dict[str, float]:
@@ -128,13 +128,13 @@ class Queues:
         return told
 
     def wait(self, for_storage: bool) -> None:
-        """Returns when this worker has made progress, or after a moment.
+        """Waits for progress of this worker; waits for other nodes and for storage are short.
 
         Storage may hang, and is waited for only if the caller cannot continue without it (``for_storage``).
         """
         if self.copying:
             wait([self.copying[0].snapshot.sealed])
-        elif self.replicating:  # only the vote tells of a lost node
+        elif self.replicating:  # only the all-reduce reports a lost node
             wait([started(self.replicating[0].copied)], timeout=_LISTEN_S)
         elif for_storage:
             heads = [started(taken.snapshot.persisted) for taken in list(self.writing)[:1]]
@@ -153,24 +153,24 @@ class Queues:
 
 
 def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
-    """Returns what a vote reports of the snapshots at a place of their queues when it started."""
+    """Returns the totals for the snapshots at a position of their queues when the all-reduce started."""
     return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
 
 
 def no_room(taken: Taken) -> NoRoomError | None:
-    """Returns the error if this worker lacked memory for its part of a snapshot, so that it is to be abandoned."""
+    """Returns the error if this worker lacked memory for its part of a snapshot, which is then to be abandoned."""
     sealed = taken.snapshot.sealed
     error = sealed.exception() if sealed.done() and not sealed.cancelled() else None
     return error if isinstance(error, NoRoomError) else None
 
 
 def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> list[Taken]:
-    """Returns the snapshots whose work, and that of all before them, is done."""
+    """Returns the snapshots at the front of a queue whose work is done."""
     return list(takewhile(lambda taken: started(future(taken)).done(), queue))
 
 
 def started[T](future: Future[T] | None) -> Future[T]:
-    """Returns a future that exists because its work started before the snapshot was queued."""
+    """Returns a future that exists, because its work started before the snapshot was queued."""
     assert future is not None
     return future
 

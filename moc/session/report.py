@@ -1,4 +1,4 @@
-"""Reports what snapshots cost: events during training, and a summary at its end."""
+"""Reports the cost of snapshots: events during training, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of a report, whose errors do not end training."""
+    """Wraps a method of a report so that its errors do not end training."""
 
     @functools.wraps(method)
     def reporting(self: SnapshotReport, *given, **named) -> None:
@@ -31,7 +31,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class SnapshotReport:
-    """Counts snapshots and their cost; times are means over workers."""
+    """Counts of snapshots and their cost; times are means over workers."""
 
     def __init__(self, log: Listener, tier: str):
         self._log, self._tier = log, tier
@@ -43,13 +43,13 @@ class SnapshotReport:
         self._warned = False
         self._bubble_bytes = 0
         self.gauges: dict[str, float] = {}
-        """Of copies in the pipeline's bubbles; empty without."""
+        """Gauges of copies in the pipeline's bubbles; empty without bubbles."""
         self._boosted = False
         self._no_room, self._no_copies = Trouble(), Trouble()
 
     @_harmless
     def trained(self, seconds: float, bubble_s: float) -> None:
-        """Adds the time of an iteration, all stalls included, and the part of it in the pipeline's bubbles."""
+        """Adds the time of an iteration, including all stalls, and its part in the pipeline's bubbles."""
         self._training_s += seconds
         if bubble_s:
             self.gauges["bubble_s"] = bubble_s
@@ -63,7 +63,7 @@ class SnapshotReport:
 
     @_harmless
     def expected(self, policy: Policy, settings: Settings) -> None:
-        """Reports once, before training, what a fault will cost under the given flags."""
+        """Reports once, before training, the expected cost of a fault under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
         if (said := policy.fault_cost(settings.train_iters, in_memory, persists)) is None:
@@ -74,7 +74,7 @@ class SnapshotReport:
 
     @_harmless
     def reserved(self, memory: ReservedMemory) -> None:
-        """Reports once, before training, how much host memory snapshots take."""
+        """Reports once, before training, the host memory that snapshots take."""
         self._log.message(memory.describe())
         self._log.events.write("memory", **dataclasses.asdict(memory))
 
@@ -97,7 +97,7 @@ class SnapshotReport:
 
     @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
-        """Reports what a policy has chosen, if that is new."""
+        """Reports the choice of a policy, if it is new."""
         if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
             return
         self._chosen = chosen
@@ -117,7 +117,7 @@ class SnapshotReport:
 
     @_harmless
     def boost(self, iteration: int, debt: Debt | None) -> None:
-        """Reports that experts begin, or cease, to make up lost tokens."""
+        """Reports that experts start, or stop, to compensate lost tokens."""
         boosted = debt is not None and debt.left > 0
         if debt is None or boosted == self._boosted:
             return
@@ -130,7 +130,7 @@ class SnapshotReport:
 
     @_harmless
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
-        """Reports a copied snapshot, by the vote of so many workers."""
+        """Reports a copied snapshot from the totals over all workers."""
         amount, in_bubbles = int(tally["snapshot_bytes"]), int(tally["snapshot_bubble_bytes"])
         self._count += 1
         self._bytes += amount
@@ -149,7 +149,7 @@ class SnapshotReport:
 
     @_harmless
     def abandoned(self, iteration: int, reason: str) -> None:
-        """Reports that a worker lacked memory for a snapshot; warns once a minute at most."""
+        """Reports that a worker lacked memory for a snapshot; warns at most once a minute."""
         self._log.events.write("abandoned", iteration=iteration, reason=reason)
         if self._no_room.failed():
             self._log.message(
@@ -163,16 +163,16 @@ class SnapshotReport:
 
     @_harmless
     def replicated(self, iteration: int, amount: int, alike: int, seconds: float) -> None:
-        """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node.
+        """Reports that all copies of a snapshot are complete: bytes over all nodes, and mean seconds of a node.
 
-        ``alike`` bytes more were not sent, since the nodes that keep copies hold them alike.
+        ``alike`` further bytes were not sent, because the receiving nodes have identical replicas.
         """
         not_sent = {"not_sent_bytes": alike} if alike else {}
         self._log.events.write("replicate", iteration=iteration, bytes=amount, **not_sent, replicate_s=seconds)
 
     @_harmless
     def copies_missing(self, iteration: int, reasons: Sequence[str]) -> None:
-        """Reports that nodes lack memory for copies; warns once a minute at most."""
+        """Reports that nodes lack memory for copies; warns at most once a minute."""
         for reason in reasons:
             self._log.events.write("copy_missing", iteration=iteration, reason=reason)
         if self._no_copies.failed():
@@ -186,12 +186,12 @@ class SnapshotReport:
 
     @_harmless
     def retried(self, iteration: int, writes: int) -> None:
-        """Reports that writes of a snapshot to storage had failed, and succeeded when they were repeated."""
+        """Reports that writes of a snapshot to storage failed, and succeeded when they were repeated."""
         self._log.events.write("save_retried", iteration=iteration, writes=writes)
 
     @_harmless
     def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:
-        """Reports that nodes do not hold alike what they should, which was sent instead; warns the first time."""
+        """Reports nodes whose replicas are not identical, so that the state was sent; warns the first time."""
         for reason in reasons:
             self._log.events.write("not_alike", iteration=iteration, reason=reason)
             if not self._told_not_alike:
@@ -200,7 +200,7 @@ class SnapshotReport:
 
     @_harmless
     def folded(self, iteration: int, told: Mapping[str, float]) -> None:
-        """Reports what all folders have done since the last report."""
+        """Reports the results of all background optimizers since the last report."""
         counts = {name: int(told[name]) for name in ("folded", "gradients", "equal", "differing")}
         self._log.events.write("fold", iteration=iteration, **counts, seconds=told["seconds"])
         if counts["differing"]:

@@ -1,4 +1,4 @@
-"""Memory of snapshots, allocated before training needs it: buffers, copies, files of experts, manifests and logs.
+"""Allocates the memory of snapshots before training needs it: buffers, copies, files of experts, manifests and logs.
 
 A longer window needs more memory.  Before one begins, the workers agree on the longest that fits.
 """
@@ -40,12 +40,12 @@ from moc.store.spare import NAME as SPARE_NAME
 from moc.store.spare import SpareRoom
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
-"""Spare memory for the manifest and the report of a snapshot: relative to the header of the file that they describe and
-to the training state in the manifest, and bytes for pages that these small files do not fill."""
+"""Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
+state in the manifest, and bytes for pages that these small files do not fill."""
 
 
 class _Needed(NamedTuple):
-    """Memory for windows: of each rank, and of each node."""
+    """Memory for windows, by rank and by node."""
 
     window: Window
     ranks: Sequence[RankMemory]
@@ -53,7 +53,7 @@ class _Needed(NamedTuple):
 
 
 class Reservation:
-    """Memory for the snapshots of a generation; every worker calls every method but :meth:`fill_spare`.
+    """Memory for the snapshots of a generation; every worker calls every method except :meth:`fill_spare`.
 
     Attributes:
         window: the windows that memory is allocated for.
@@ -65,19 +65,19 @@ class Reservation:
         self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
         self._directory, self._tier = settings.memory_directory, "peers" if parts.peers is not None else settings.tier
         self.window = Window()
-        self._length = 0  # the policy's window length when it was asked
+        self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
         self._needed: Mapping[str, ReservedMemory] = {}  # by node, allocated memory
 
     def make(self, rotation: Rotation, iteration: int, state: int, first: bool) -> None:
-        """Allocates the memory of this node's snapshots and of its copies of others.
+        """Allocates the memory of this node's snapshots, and of its copies of other nodes' snapshots.
 
         Args:
-            rotation: of the buffers.
+            rotation: rotation of the buffers.
             iteration: iterations completed.
             state: bytes of the training state in a manifest.
-            first: this is the first generation of the job.  Later, too little memory does not end it.
+            first: this is the first generation of the job.  Later, insufficient memory does not end it.
 
         Raises:
             CheckpointError: on all workers, in the first generation: a node has too little memory.
@@ -110,9 +110,9 @@ class Reservation:
         """Limits the windows of the policy to the longest that fits, and allocates memory for it.
 
         Args:
-            plan: of the next snapshot.
+            plan: plan of the next snapshot.
             load: tokens of each expert, as for the plan.
-            rotation: of the buffers.
+            rotation: rotation of the buffers.
 
         Returns:
             Whether the snapshot must be planned again.
@@ -161,11 +161,11 @@ class Reservation:
         return Path(self._tiers.memory.place.name)
 
     def _of_busiest(self, window: Window) -> Window:
-        """The window with the size of the busiest rank: operators may be saved in another order later."""
+        """Returns the window with the size of the busiest rank: operators may be saved in another order later."""
         return window._replace(snapshot=max(filter(None, gather(window.snapshot)), default=None))
 
     def _files_of_experts(self, iteration: int) -> dict[str, list[int]]:
-        """Returns by slot the bytes of each file that this worker's node carries, on the one that leads the node."""
+        """Returns, by slot, the sizes of the files that the node carries; empty unless this worker leads the node."""
         experts = [one.name for one in experts_of(self._policy)]
         if self._tiers.memory is None or not experts:
             return {}
@@ -189,7 +189,7 @@ class Reservation:
         return _Needed(window, ranks, nodes)
 
     def _fits(self, needed: _Needed) -> bool:
-        """Whether the file systems and machines of all nodes have memory for more than is allocated."""
+        """Whether all nodes' file systems and machines have the memory that is needed beyond the allocated."""
         there = min(shutil.disk_usage(self._root).free, int(psutil.virtual_memory().available))
         here = socket.gethostname(), os.stat(self._root).st_dev, there
         free: dict[tuple[str, int], int] = {}
@@ -203,7 +203,7 @@ class Reservation:
         return all(missing[place] <= free[place] for place in free)
 
     def _allocate(self, needed: _Needed, rotation: Rotation, tidies: bool = False) -> None:
-        """Allocates memory on all nodes; files that suffice stay, and with ``tidies`` no other free ones.
+        """Allocates memory on all nodes; keeps sufficient files, and with ``tidies`` no other free ones.
 
         Raises:
             CheckpointError: on all workers: a node has too little memory.
@@ -232,5 +232,5 @@ class Reservation:
 
 
 def _logged(window: Window) -> int:
-    """Iterations with upstream logs: a complete window, and the current one."""
+    """Returns the number of iterations with upstream logs: a complete window, and the current one."""
     return 2 * window.length

@@ -1,4 +1,4 @@
-"""Fault tolerance of a training loop, as one worker sees it.
+"""Provides the fault tolerance of a training loop on one worker.
 
     session = Session(engine, settings, log, remains)
     position = session.resume()                        # from survivors, memory, storage, or nothing
@@ -12,8 +12,8 @@
     session.flush()
     session.close()
 
-When another worker is lost, ``session.interrupt()`` keeps this worker's state in ``remains``, from which the session of
-the next generation resumes.
+When another worker is lost, ``session.interrupt()`` keeps this worker's state in ``remains``.  The session of the next
+generation resumes from it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _ENDING_S = 10.0
 
 
 class Session(VoteParticipant):
-    """Fault tolerance of one generation; every worker calls every method but :meth:`close` and :meth:`interrupt`.
+    """Fault tolerance of one generation; every worker calls every method except :meth:`close` and :meth:`interrupt`.
 
     Args:
-        remains: what this worker kept from the previous generation; kept up to date.
+        remains: state kept from the previous generation; kept up to date.
         elsewhere: other checkpoints to start from if there is no snapshot.
-        chooser: chooses policy and settings, in place of ``settings``.
+        chooser: chooses policy and settings, instead of ``settings``.
 
     Attributes:
         position: iterations and samples completed.
@@ -84,14 +84,14 @@ class Session(VoteParticipant):
         """Brings all workers to the newest recoverable state, and returns its position; a collective call.
 
         Raises:
-            CheckpointError: on all workers: no complete snapshot among those found, another model, another job in the
-                directory, or too little memory for snapshots.
+            CheckpointError: on all workers: no complete snapshot was found, the model differs, another job uses the
+                directory, or memory for snapshots is insufficient.
             NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
             SettingsError: the settings do not fit the model or the job.
         """
         if self._settings.policy is not None or self._chooser is not None:
             try:
-                with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all resume again
+                with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all workers resume again
                     self._resume(undo)
                     undo.pop_all()
             except (CheckpointError, SettingsError):  # on all workers: the job ends
@@ -112,7 +112,7 @@ class Session(VoteParticipant):
         engine, settings, chooser, log = self._engine, self._settings, self._chooser, self._log
         mine = self.remains if self.remains.trained else None
         nodes = nodes_of(settings.nodes, engine.world)
-        copies_of(settings, nodes)  # before anything is created: a refusal leaves nothing behind
+        copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, mine, log)
         tiers = tiers_of(settings, engine.world, nodes, claim)
@@ -134,7 +134,7 @@ class Session(VoteParticipant):
         sizes = SnapshotSizes(parts)
         try:
             policy.on_sizes(sizes)
-        except ValueError as error:  # on all workers alike
+        except ValueError as error:  # on all workers
             refused = refusal_of(policy.name, error)
             raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
@@ -159,10 +159,10 @@ class Session(VoteParticipant):
         return mine if parts.tokens is None else parts.tokens.ballot() | mine
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Publishes snapshots that all workers have copied, and waits for copies of the state that the update changes.
+        """Commits snapshots that all workers have copied, and waits for copies of the state that the update changes.
 
         Raises:
-            CheckpointError: on all workers; something could not be saved.
+            CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
             parts, snapshots = self._running
@@ -176,8 +176,8 @@ class Session(VoteParticipant):
         """Commits an iteration after its update, and returns the new position: no later loss undoes the iteration.
 
         Args:
-            record: of the completed iteration.
-            begun: when the iteration started, by ``time.perf_counter``.
+            record: step record of the completed iteration.
+            begun: start of the iteration, by ``time.perf_counter``.
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
@@ -202,16 +202,16 @@ class Session(VoteParticipant):
         """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered.
 
         Raises:
-            CheckpointError: on all workers; something could not be saved.
+            CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
             self._running[1].take(self.position, self.record)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Context between two iterations in which state moves from worker to worker; a collective call.
+        """Context, between two iterations, for moves of state between workers; a collective call.
 
-        Snapshots under way are copied before, and the next ones are of what each worker holds after it.
+        Snapshots in progress are copied before.  The next ones contain the state that each worker holds afterwards.
         """
         if self._running is None:
             yield
@@ -222,15 +222,15 @@ class Session(VoteParticipant):
         parts.contents.renew(holdings_of(self._engine, parts.policy))
 
     def finish(self) -> None:
-        """Waits until every snapshot is published in each tier that it goes to."""
+        """Waits until every snapshot is committed in each of its tiers."""
         if self._running is not None:
             self._running[1].finish()
 
     def flush(self) -> None:
-        """Ends the run in good order: saves its state to storage, and frees the node's memory.
+        """Ends the run in good order: saves its state to storage, and releases the node's memory.
 
         Raises:
-            CheckpointError: on all workers; something could not be saved, even after retries.
+            CheckpointError: on all workers: the state could not be saved, even after retries.
         """
         if self._running is not None:
             self._running[1].flush()
@@ -245,9 +245,9 @@ class Session(VoteParticipant):
         self._end()
 
     def close(self) -> None:
-        """Abandons unpublished snapshots, as if this worker had been killed; communicates with no other worker.
+        """Abandons uncommitted snapshots, like a killed worker; communicates with no other worker.
 
-        With a memory tier, nothing waits for storage: the run does not resume from there.
+        With a memory tier, nothing waits for storage, because the run does not resume from it.
         """
         self._end()
         self.remains.buffers.trim(0)
@@ -275,7 +275,7 @@ class Session(VoteParticipant):
 
     @property
     def load(self) -> Load | None:
-        """Tokens given to each expert since training began, by layer; None if nobody counts them."""
+        """Tokens given to each expert since training began, by layer; None if they are not counted."""
         tokens = None if self._running is None else self._running[0].tokens
         return None if tokens is None else tokens.load
 
@@ -290,7 +290,7 @@ class Session(VoteParticipant):
         return self._running is not None and self._running[1].storage_fails
 
     def _describer(self, parts: Components) -> Describer:
-        """Returns a function that gives the non-tensor state at a position."""
+        """Returns a function for the non-tensor state at a position."""
         policy, tokens, chooser = parts.policy, parts.tokens, self._chooser
         return lambda at, record: {
             **self._engine.scalars(at),
@@ -305,7 +305,7 @@ class Session(VoteParticipant):
 
 
 def _patience_s(parts: Components) -> float:
-    """Seconds that a pending storage write may take; 0 with a memory tier, where nothing waits for storage."""
+    """Returns the seconds allowed for a pending storage write; 0 with a memory tier, which needs no storage."""
     return _ENDING_S if parts.tiers.memory is None else 0.0
 
 
@@ -313,11 +313,11 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
     """Builds the policy that the settings name; a collective call.
 
     Raises:
-        CheckpointError: on all workers: it replays iterations, and the model's operators cannot be frozen.
-        SettingsError: there is no such policy, it cannot be built for this model, or the engine lacks what it needs.
+        CheckpointError: on all workers: the policy replays iterations, and the model's operators cannot be frozen.
+        SettingsError: there is no such policy, it does not fit this model, or the engine lacks a required method.
     """
     name = settings.policy
-    assert name is not None  # or there are no snapshots
+    assert name is not None  # otherwise there are no snapshots
     if name == AUTO:
         raise SettingsError(
             f"--ckpt-policy {AUTO} needs a chooser. Fix: give Session one, or name a policy, such as full",
@@ -338,7 +338,7 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
         check_freezing(engine.state)
     needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
     for method, needed in needs.items():
-        if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's own
+        if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(
                 f"--ckpt-policy {name} needs {method}, which the engine lacks. Fix: add it to {type(engine).__name__}, "
                 "or choose a policy that does without, such as full",

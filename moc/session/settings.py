@@ -1,4 +1,4 @@
-"""Settings of a session, as flags set them (``docs/how-to/keep-snapshots.md``)."""
+"""Defines the settings of a session, as flags set them (``docs/how-to/keep-snapshots.md``)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from moc.policy import interval_named
 from moc.sharding import scheme_named
 
 TIERS = ("disk", "memory", "peers")
-"""Where snapshots may be safe."""
+"""Tiers that can make snapshots durable."""
 
 _NEEDS = {"persist_interval": TIERS[1:], "replicas": TIERS[2:], "replication_rate": TIERS[2:]}
-"""Tiers without which a setting has no effect."""
+"""By setting, the tiers that it applies to."""
 
 
 class SettingsError(UserError, ValueError):
-    """Settings contradict each other or the job; the message says what to change."""
+    """Contradiction of settings with each other or with the job; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is saved when, where snapshots go, and how.
+    """Schedule, contents, tiers and method of snapshots.
 
     Attributes:
-        directory: of the snapshots in storage, or a URL (``--ckpt-dir``); empty without a policy.
-        train_iters: iterations of the whole training.
-        policy: its name, such as ``full`` or ``sparse``; None to take no snapshots.
+        directory: directory or URL of the snapshots in storage (``--ckpt-dir``); empty without a policy.
+        train_iters: iterations of the entire training.
+        policy: name, such as ``full`` or ``sparse``; None to take no snapshots.
         interval: iterations between snapshots, or ``auto``; a number becomes text.
         overhead_budget: with ``auto``, the share of the training time that snapshots may cost.
         options: arguments of the policy's constructor.
-        tier: where a snapshot is safe: ``disk``, ``memory`` or ``peers``.
+        tier: where a snapshot is durable: ``disk``, ``memory`` or ``peers``.
         memory_directory: memory file system.
-        nodes: by rank the name of its node, comma-separated; None to ask the launcher, or the host name.
-        blocking: training waits until a snapshot is safe.
-        most_behind: iterations that may complete while a snapshot is not safe; None for no limit.
+        nodes: comma-separated node names by rank; None for the launcher's names, or the host names.
+        blocking: training waits until a snapshot is durable.
+        most_behind: iterations that may complete while a snapshot is not durable; None for no limit.
         keep: complete snapshots to keep in storage.
-        sharding: rule by which one of several replicas saves a state (:mod:`moc.sharding`).
+        sharding: rule that selects one of several replicas to save a state (:mod:`moc.sharding`).
         persist_interval: with a memory tier, iterations between snapshots that also go to storage; None for none.
         persists_all: every snapshot goes to storage, and the policy chooses which part of it.
-        replicas: other nodes that keep copies of each node's snapshots; None for as many as there are, up to two.
-        replication_rate: GB/s that a node copies at, at most; None for no limit.
-        upstream_logging: log what crosses pipeline stages.
+        replicas: other nodes that keep copies of each node's snapshots; None for all, up to two.
+        replication_rate: maximum copy rate of a node in GB/s; None for no limit.
+        upstream_logging: log the traffic between pipeline stages.
         begin_at: iteration of the snapshot to start from; None for the newest.
         stops: a failed save to storage ends the run, instead of being retried.
 
@@ -110,10 +110,10 @@ class Settings:
 
 
 def node_names(text: str) -> list[str]:
-    """By rank, the name of its node, from a comma-separated list.
+    """Returns the node names by rank from a comma-separated list.
 
     Raises:
-        SettingsError: a name has something else than letters and digits.
+        SettingsError: a name has characters other than letters and digits.
     """
     names = text.split(",")
     if not all(name.isalnum() for name in names):  # names become part of a directory name

@@ -1,4 +1,4 @@
-"""Sizes of snapshots, gathered from all workers."""
+"""Gathers the sizes of snapshots from all workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.state.detail import Detail
 
 
 class SnapshotSizes:
-    """As :class:`moc.policy.plan.Busiest`.
+    """Implementation of :class:`moc.policy.plan.Busiest`.
 
     Args:
         parts: components of this generation.
@@ -23,11 +23,11 @@ class SnapshotSizes:
         self.replicas = parts.peers.replicas if parts.peers is not None else 0
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
-        """Bytes of the rank that saves the most of operators, each at its detail; a collective call."""
+        """Returns the bytes of operators, each at its detail, on the rank that saves the most; a collective call."""
         return max(gather(max(self._contents.loads(operators).values(), default=0)))
 
     def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
-        """Bytes of each rank by plan, where any; a collective call."""
+        """Returns the bytes of each rank by plan, if not 0; a collective call."""
         loads = {name: self._contents.loads(plan).get(self._rank, 0) for name, plan in plans.items()}
         mine = {name: amount for name, amount in loads.items() if amount}
         found: dict[str, dict[int, int]] = {name: {} for name in plans}

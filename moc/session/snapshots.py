@@ -1,17 +1,17 @@
-"""Snapshots beside training, to memory and from there to storage (MoC-System, section 5.2).
+"""Takes snapshots in the background, to memory and from there to storage (MoC-System, section 5.2).
 
     take            if the policy plans a snapshot: wait for a free buffer, and start to copy into it
-    vote            copied by all: publish it in memory, where it is safe (with peers: once all nodes have copies);
-                    what it supersedes is given up one vote later
-                    written by all: publish it in storage
                     gradients: wait until they are copied, since the next iteration clears them
+    all-reduce      copied by all: commit it in memory, where it is durable (with peers: once all nodes have copies);
+                    superseded snapshots are released one all-reduce later
+                    written by all: commit it in storage
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
     given up        a snapshot that cannot be saved to storage: remove its files
-    abandoned       a worker lacks memory for a snapshot: the one before it stays
-    flush           take what is not saved yet, and write it to storage
+    abandoned       a worker lacks memory for a snapshot: the previous one stays
+    flush           take a snapshot of unsaved state, and write it to storage
 
-Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
-Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
+Waits count as stalls.  The commit all-reduce of each iteration carries the progress of every worker, so no collective
+is added.  Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
 RETRIES_S = (0.5, 2.0)
-"""Pauses, in seconds, before the write of a snapshot is repeated that others of its window depend on."""
+"""Pauses, in seconds, before repeated writes of a snapshot that others of its window depend on."""
 
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses, in seconds, between attempts to save the last state to storage."""
@@ -55,9 +55,9 @@ Describer = Callable[[Position, StepRecord | None], dict]
 
 
 class Snapshots:
-    """Takes snapshots; every worker calls every method but :meth:`close`.
+    """Saving pipeline of one worker; every worker calls every method except :meth:`close`.
 
-    Every method may raise CheckpointError, then on all workers: something could not be saved.
+    Every method may raise CheckpointError on all workers: a snapshot could not be saved.
     """
 
     def __init__(
@@ -75,25 +75,25 @@ class Snapshots:
         keeps, stores = self._memory is not None, parts.tiers.persist_interval is not None
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
         self._reservation = Reservation(parts, settings)
-        # otherwise the next snapshot takes the place of one whose write has failed
+        # otherwise the next snapshot replaces one whose write has failed
         self._pauses_s = RETRIES_S if parts.policy.windows and not settings.stops else ()
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
-        """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
+        """Recent snapshots by iteration, kept in case the committing worker or a writer dies."""
         self._failure: str | None = None
-        self._dependent: set[int] = set()  # iterations of snapshots that need one that was abandoned
-        self._in_memory: Taken | None = None  # the newest snapshot that is safe there
+        self._dependent: set[int] = set()  # iterations of snapshots that need an abandoned one
+        self._in_memory: Taken | None = None  # the newest snapshot that is durable in memory
         self._superseded: int | None = None  # memory supersedes snapshots before this iteration
         self._position, self._record = start.position, start.record  # of the last completed iteration
 
     def reserve(self, first: bool) -> None:
-        """Allocates memory as :meth:`Reservation.make`; raises as that does."""
+        """Allocates memory, and raises errors, as :meth:`Reservation.make` does."""
         self._saver.adopt(slot.iteration for slot in self._rotation.slots if slot.iteration is not None)
         state = len(json.dumps(self._describe(self._position, self._record)))
         self._reservation.make(self._rotation, self._position.iteration, state, first)
 
     def take_again(self) -> None:
-        """Takes the snapshot of the resumed position, if it is lost or was due and had not begun."""
+        """Takes the snapshot of the resumed position if it is lost, or was due and had not begun."""
         plan, start = self._start.again, self._start
         if plan is not None:  # the policy counts it as taken
             storage = self._stored.part_of(plan, self._window_may_begin)
@@ -126,7 +126,7 @@ class Snapshots:
         under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
         self._storage.passes(position.iteration, under_way)
         self._storage.lags(self._stored.lag(position.iteration))
-        # a hanging write disturbs nobody, and must not keep the interval from being measured
+        # a hanging write does not disturb training, and must not prevent measurement of the interval
         busy = self._queues.not_safe(safe_in_memory=True) or (self._queues.to_storage and not self._storage.late)
         self._meter.ended(started=plan is not None, busy=bool(busy))
 
@@ -140,7 +140,7 @@ class Snapshots:
     def on_vote(self, tally: dict[str, float]) -> None:
         """Acts on the progress of all workers."""
         self._meter.on_vote()
-        # publishing in memory counts as a stall; otherwise nothing may count, since --snapshot-interval auto
+        # a commit in memory counts as a stall; otherwise nothing may count, since --snapshot-interval auto
         # measures undisturbed iterations
         with self._meter.stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
             self._hear(tally)
@@ -160,7 +160,7 @@ class Snapshots:
                     taken.snapshot.capture.wait()
 
     def finish(self) -> None:
-        """Waits until every snapshot is published in each tier that it goes to."""
+        """Waits until every snapshot is committed in each of its tiers."""
         begun = time.monotonic()
         while self._queues or self._storage.closed:
             self._storage.wait()
@@ -169,7 +169,7 @@ class Snapshots:
         self._wait_and_vote()
 
     def flush(self) -> None:
-        """Ends the run in good order: saves its state to storage, with retries, and frees the node's memory."""
+        """Ends the run in good order: saves its state to storage, with retries, and releases the node's memory."""
         self._bring_everything()
         for pause in LAST_TRIES_S:
             if self._stored.has(self._position.iteration):
@@ -217,15 +217,15 @@ class Snapshots:
 
     @property
     def _behind(self) -> bool:
-        """Whether the current iteration must wait for a snapshot to be safe before it completes."""
+        """Whether the current iteration may not complete until a snapshot is durable."""
         most = self._settings.most_behind
         not_safe = self._queues.not_safe(safe_in_memory=self._memory is not None)
         return most is not None and any(self._position.iteration - one.plan.iteration >= most for one in not_safe)
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """Starts a snapshot, in a buffer that training waits for; without a memory tier, it also waits for storage."""
+        """Starts a snapshot after waiting for a buffer and, without a memory tier, for storage."""
         self._stored.begins(plan, storage)
-        self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
+        self._tell_policy(plan, storage)  # now, so that it is taken again if a worker is lost before it starts
         while not self._has_room:
             self._wait_and_vote(for_storage=self._memory is None)
         self._reservation.look_ahead(plan.iteration)
@@ -242,7 +242,7 @@ class Snapshots:
 
     def _copy(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
         free, others = self._rotation.free(), self._rotation.all_free()
-        slot = -1 if free is None else free  # -1: a buffer outside the rotation, for storage alone
+        slot = -1 if free is None else free  # -1: a buffer outside the rotation, only for storage
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
@@ -250,16 +250,16 @@ class Snapshots:
             entries = self._contents.entries(plan.operators, share)
             carried = self._carrying.begin(plan) if in_memory else None
             self._aside.move(self._carrying.processes + self._hasher.processes)
-            state = self._describe(self._position, self._record)  # before a thread copies: both need the interpreter
+            state = self._describe(self._position, self._record)  # before a thread copies: both need the GIL
             nbytes = None if plan.complete else self._reservation.window.snapshot
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes)
         except CheckpointError as error:
-            self._failure = with_code(error)  # the next vote sends it to the others
+            self._failure = with_code(error)  # the next all-reduce reports it to the others
             return
         taken = Taken(plan, storage, state, snapshot)
         self._queues.copying.append(taken)
         self._remember(taken)
-        if storage is not None:  # written once sealed; needs no vote
+        if storage is not None:  # written once finalized; needs no all-reduce
             self._persist(taken)
 
     def _remember(self, taken: Taken) -> None:
@@ -272,7 +272,7 @@ class Snapshots:
     def _window_may_begin(self) -> bool:
         """Whether storage may receive another snapshot or window, if there is a memory tier.
 
-        It receives one at a time, which keeps its buffers until it is written.
+        Storage receives one at a time, which keeps its buffers until it is written.
         """
         writing, outstanding = len(self._queues.writing), len(self._queues.outstanding)
         return window_may_begin(writing > 0, outstanding - writing)
@@ -309,7 +309,7 @@ class Snapshots:
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
-        """Acts on a vote, of an iteration or extra."""
+        """Acts on the totals of an all-reduce, of an iteration or extra."""
         self._rotation = self._rotation.voted()
         self._report.stalled(self._stored.begun, self._meter.hear(tally))
         if tally["snapshot_failed"]:
@@ -332,7 +332,7 @@ class Snapshots:
                 self._queues.removing.popleft()
 
     def _give_up_older(self) -> None:
-        """Gives up older snapshots; a vote has passed since the newest was published, so all nodes have it."""
+        """Releases superseded snapshots; an all-reduce has passed since the newest commit, so all nodes have it."""
         if self._superseded is not None and self._tiers.leads_node:
             with self._remembering_failure():
                 self._carrying.give_up_before(self._superseded)
@@ -353,9 +353,9 @@ class Snapshots:
         self._meter.copied(told)
         self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
-            return  # it is safe once written
+            return  # it is durable once written
         if self._memory is not None and self._tiers.leads_node:
-            # now: until the next vote no worker may overwrite the previous snapshot
+            # now: until the next all-reduce, no worker may overwrite the previous snapshot
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state_in_memory, taken.snapshot.sealed.result())
             self._carrying.published(iteration)
@@ -368,10 +368,10 @@ class Snapshots:
             reach("replicating")
 
     def _abandon(self, taken: Taken) -> None:
-        """Abandons a snapshot because a worker lacks memory: the snapshots that were safe before stay.
+        """Abandons a snapshot because a worker lacks memory; earlier durable snapshots stay.
 
-        Where a state is spread over several snapshots, the others of its window are abandoned, too, and so are those
-        begun since then, which may need it.
+        If a state is spread over several snapshots, the others of its window are abandoned, too.  So are those begun
+        since then, which may need it.
         """
         iteration, before = taken.plan.iteration, self._rotation
         if error := first_reported(str(no_room(taken) or "") or None):
@@ -401,7 +401,7 @@ class Snapshots:
         amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
         alike = int(told["snapshot_alike_bytes"])
         self._report.replicated(taken.plan.iteration, amount, alike, seconds)
-        self._meter.replicated(amount + alike, seconds, nodes)  # budgets are of what is copied, however it comes
+        self._meter.replicated(amount + alike, seconds, nodes)  # budgets count all copied bytes, sent or not
         if told["snapshot_copies_missing"]:
             missing = [reason for reasons in gather(list(started(taken.copied).result().missing)) for reason in reasons]
             self._report.copies_missing(taken.plan.iteration, missing)
@@ -414,7 +414,7 @@ class Snapshots:
             self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:
-        """The snapshot is safe on all workers: older ones are no longer needed."""
+        """Records that the snapshot is durable on all workers, so that older ones are no longer needed."""
         self._rotation = self._rotation.complete(taken.plan.iteration)
         if self._tokens is not None:
             self._tokens.snapshotted(taken.plan.iteration)
@@ -425,7 +425,7 @@ class Snapshots:
             self._tap.on_stored(taken.plan)
 
     def _all_written(self, taken: Taken, told: dict[str, float]) -> None:
-        """Every rank has written its part; if one failed, all give the snapshot up."""
+        """Records that every rank has written its part; if one failed, all give up the snapshot."""
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         if told["snapshot_unwritten"]:
             self._give_up(taken, started(taken.snapshot.persisted))
@@ -451,7 +451,7 @@ class Snapshots:
             self._tokens.persisted(taken.plan.iteration)
 
     def _give_up(self, taken: Taken, done: Future) -> None:
-        """Gives up a snapshot that could not be saved to storage; all workers learn of it in the same vote."""
+        """Gives up a snapshot that could not be saved to storage; all workers do so after the same all-reduce."""
         error = tolerable(done)
         self._stored.problem = first_reported(None if error is None else with_code(error)) or ""
         if self._settings.stops:
@@ -461,7 +461,7 @@ class Snapshots:
         self._queues.removing.append(dataclasses.replace(taken, published=removed))
 
     def _on_rank0(self, start: Callable[[], Future]) -> Future:
-        """Starts an operation on rank 0; other ranks return a finished one."""
+        """Starts an operation on rank 0; other ranks return a finished future."""
         if self._world.rank == 0:
             return start()
         done: Future = Future()
@@ -494,13 +494,13 @@ class Snapshots:
         if not self._rotation.holds(iteration):
             self._begin(everything, everything)
             return
-        # memory needs the partial snapshot of this iteration, so the full one goes to storage alone
+        # memory needs the partial snapshot of this iteration, so the full one goes only to storage
         self._stored.begins(everything, everything)
         self._tell_policy(everything, everything)
         self._copy(everything, everything, in_memory=False)
 
     def _bring_to_storage(self, taken: Taken) -> None:
-        """Writes a snapshot of this iteration from memory to storage: all of it that needs no other snapshot."""
+        """Writes a snapshot of this iteration from memory to storage, without gradients, which need other snapshots."""
         plan = taken.plan.without(Detail.GRAD)
         self._rotation = self._rotation.persist(plan.iteration)
         self._policy.on_stored(plan)
@@ -529,7 +529,7 @@ class Snapshots:
         try:
             yield
         except (CheckpointError, OSError) as error:
-            self._failure = with_code(error)  # the next vote sends it to the others
+            self._failure = with_code(error)  # the next all-reduce reports it to the others
 
     def _find_failure(self) -> str | None:
         self._failure = self._failure or self._storage.problem() or self._queues.failure()

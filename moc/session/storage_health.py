@@ -1,6 +1,7 @@
-"""Health of storage, beside a safer tier or alone: when snapshots go there, and what a run reports when they cannot.
+"""Tracks failures and delays of storage, the only or an additional tier, and decides when snapshots go there.
 
-Decisions follow from votes, so they are identical on all workers.  Clocks differ, so what they say is voted on, too.
+Decisions follow from commit all-reduces, so they are identical on all workers.  Clocks differ, so the all-reduces
+include all states that depend on a clock.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
 
 _LATE_AFTER = 100
-"""Iterations that a snapshot may be on its way to storage, if no ``--persist-interval`` is given."""
+"""Iterations that a snapshot may take to reach storage, if no ``--persist-interval`` is given."""
 
 VOTES = 3
-"""Iterations whose votes a snapshot takes: copied, written, published."""
+"""Iterations whose commit all-reduces a snapshot takes: copied, written, committed."""
 
 _LISTEN_S = 0.5
 _LONG_S = 30.0
@@ -31,12 +32,12 @@ _LONG_S = 30.0
 
 @dataclass(frozen=True)
 class Lag:
-    """How far storage lags behind training, in iterations.
+    """Lag of storage behind training, in iterations.
 
     Attributes:
-        age: that would be repeated if all memory were lost.
-        overdue: operators whose newest state in storage is older than the policy promises.
-        operators: of the model.
+        age: iterations that would be repeated if all memory were lost.
+        overdue: number of operators whose newest state in storage is older than the policy promises.
+        operators: number of operators of the model.
         oldest: age of the oldest overdue operator; 0 if none is overdue.
     """
 
@@ -57,16 +58,16 @@ def tolerable(future: Future) -> BaseException | None:
 
 
 class StorageHealth:
-    """Tracks failures and delays of storage.
+    """Failures and delays of storage.
 
     Args:
-        every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
-            none.
-        late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
-        publishes_in: iterations until a snapshot is published if the write takes no time: votes, and later snapshots
-            of its window.
+        every: iterations between snapshots that go to storage in addition to a memory tier; None without such a tier,
+            or for none.
+        late_after: minimum iterations that a snapshot may be on its way before the next one counts as skipped.
+        publishes_in: returns the iterations until a snapshot is committed if the write takes no time: all-reduces, and
+            later snapshots of its window.
         newest: iteration of the newest snapshot in storage; None if there is none.
-        prepare: starts to prepare storage beside training, on the one worker that does; nothing goes there before.
+        prepare: starts to prepare storage in the background, on one worker; nothing is written there before.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class StorageHealth:
         self._lag: Lag | None = None
         self._prepare, self._ready = prepare, None if prepare is None else prepare()
         self.rests = False
-        """Storage has failed, and is left alone for a while."""
+        """Storage has failed, and is not used for a while."""
         self.closed = True
-        """Storage is not ready yet, as far as this worker has heard."""
+        """Storage is not ready yet, as of the last all-reduce."""
 
     @property
     def late(self) -> bool:
@@ -100,11 +101,11 @@ class StorageHealth:
         return bool(self._late)
 
     def ballot(self) -> dict[str, float]:
-        """Returns what this worker's clock says."""
+        """Returns whether storage rests or is closed for this worker."""
         return {"storage_rests": float(self._failing.rests), "storage_closed": float(not self._is_ready())}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Receives what all clocks say."""
+        """Receives whether storage rests or is closed for any worker."""
         self.rests, self.closed = tally["storage_rests"] > 0, tally["storage_closed"] > 0
 
     def is_due(self, iteration: int) -> bool:
@@ -112,14 +113,14 @@ class StorageHealth:
         return self.every is not None and iteration >= self._due
 
     def problem(self) -> str | None:
-        """Returns why the job must end, or None."""
+        """Returns the reason to end the job, or None."""
         if self._ready is None or not self._ready.done() or tolerable(self._ready):
             return None
         error = self._ready.exception()
         return with_code(error) if error else None
 
     def begins(self, iteration: int) -> None:
-        """A snapshot starts on its way to storage."""
+        """Records that a snapshot starts on its way to storage."""
         if self.every is not None:
             self._due = (iteration // self.every + 1) * self.every
 
@@ -129,13 +130,13 @@ class StorageHealth:
             wait([self._ready], timeout=_LISTEN_S)
 
     def is_waited_for(self, seconds: float) -> None:
-        """The run waits for all pending snapshots before it continues or ends; warns if that takes long."""
+        """Records that the run waits for all pending snapshots; warns if that takes long."""
         if seconds > _LONG_S and self._waits.failed():
             what = f"the run has waited for {self._name} for {seconds:.0f} s"
             self._log.message(warning(f"{what}; {self._newest_there()}. Fix: repair it", code="storage-slow"))
 
     def passes(self, iteration: int, under_way: int | None) -> None:
-        """An iteration has completed; warns if a snapshot was due for storage while another is on its way there."""
+        """Records a completed iteration; warns if a snapshot was due for storage while another is on its way there."""
         if under_way is None or self._late_after is None:
             return
         missed = max(0, iteration - under_way - self._publishes_in()) // self._late_after
@@ -159,7 +160,7 @@ class StorageHealth:
             )
 
     def lags(self, lag: Lag | None) -> None:
-        """An iteration has completed; warns if storage lacks state that the policy promises to be there."""
+        """Records the lag after an iteration; warns if storage lacks state that the policy promises to be there."""
         self._lag = lag
         if lag is None:
             return
@@ -179,7 +180,7 @@ class StorageHealth:
                 self._log.message(f"{self._name} has all state that the policy promises again, after {seconds:.0f} s")
 
     def failed(self, iteration: int, problem: str) -> None:
-        """A snapshot could not be saved to storage."""
+        """Records that a snapshot could not be saved to storage."""
         self.failures += 1
         if self.every is not None:
             self._due = iteration + 1  # as soon as a retry is allowed
@@ -204,7 +205,7 @@ class StorageHealth:
             )
 
     def on_stored(self, newest: int | None) -> None:
-        """A snapshot is in storage, from where a run could resume at iteration ``newest``; None if it could not."""
+        """Records a snapshot in storage, and the iteration that a run could resume from there; None if none."""
         for trouble, told in (
             (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
             (self._late, f"{self._name} had been slow for {{:.0f}} s; {self.skipped} snapshots did not go there"),
@@ -252,7 +253,7 @@ class StorageHealth:
 
 
 def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: Listener, beside: bool) -> StorageHealth:
-    """Builds the health tracker; with ``beside``, storage is taken and cleaned up beside training."""
+    """Builds the tracker; with ``beside``, storage is taken and cleaned up in the background."""
 
     def make_ready() -> None:
         parts.tiers.storage.take()

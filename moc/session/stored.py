@@ -1,6 +1,6 @@
-"""What storage has of a run and still lacks, and so which snapshots go there.
+"""Tracks the state that storage has and lacks, and decides which snapshots go there.
 
-Everything follows from votes, so it is identical on all workers.
+Everything follows from commit all-reduces, so it is identical on all workers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OUTSTANDING = 4
 
 
 class Planned(NamedTuple):
-    """What is saved after an iteration.
+    """Plan of the save after an iteration.
 
     Attributes:
-        plan: of the snapshot; None if none is taken.
+        plan: plan of the snapshot; None if none is taken.
         storage: the part of it that goes to storage; None if nothing does.
     """
 
@@ -31,18 +31,18 @@ class Planned(NamedTuple):
 
 
 class Stored:
-    """What storage has and lacks.
+    """State that storage has and lacks.
 
     Args:
         policy: plans snapshots, and which part of them goes to storage.
-        health: of storage.
-        start: where the run resumes.
-        beside: memory makes snapshots safe, and only some go to storage.
+        health: health of storage.
+        start: point where the run resumes.
+        beside: snapshots are durable in memory, and only some go to storage.
 
     Attributes:
         newest: iteration that a run could resume from if all memory were lost; None if there is none.
         begun: iteration of the newest snapshot, in any tier; None if there is none.
-        complete: that snapshot is the whole state by itself, and has not failed to become safe.
+        complete: that snapshot contains the entire state, and has not failed to become durable.
         problem: why the last snapshot meant for storage did not get there; empty if it did.
     """
 
@@ -61,7 +61,7 @@ class Stored:
         self._first: int | None = None  # iteration of the first snapshot that was due
 
     def ask_for_base(self, iteration: int) -> None:
-        """Asks the policy, once, for the full snapshot that partial ones need, if storage lacks it and can have it."""
+        """Requests, once, the full snapshot that partial ones need, if storage lacks it and can have it."""
         if self._lacks_base(iteration) and not (self._base_asked or self._health.rests or self._health.closed):
             self._policy.storage_lost()
             self._base_asked = True
@@ -69,8 +69,8 @@ class Stored:
     def plan(self, iteration: int, load: Load | None, has_room: bool) -> Planned:
         """Plans the snapshot of an iteration, and the part of it that goes to storage; changes nothing.
 
-        This is the only place where that is decided.  A snapshot that is due in storage stays due until storage takes
-        it; after a failed write, the next one is due as soon as storage may be tried again.
+        Only this method and :meth:`part_of` decide that.  A snapshot that is due in storage stays due until storage
+        takes it.  After a failed write, the next one is due as soon as storage may be tried again.
 
         Args:
             iteration: iterations completed.
@@ -87,17 +87,17 @@ class Stored:
         return Planned(plan, plan and self._part_of(plan, takes))
 
     def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
-        """Returns the part of a snapshot that is taken again, and has its plan, that goes to storage."""
+        """Returns the part that goes to storage of a snapshot that is taken again with its plan."""
         return self._part_of(plan, self._takes(plan.iteration, has_room)) if self._beside else plan
 
     def passes(self, iteration: int, load: Load | None) -> None:
-        """No snapshot is taken after an iteration; storage owes one if it rests and one was due."""
+        """Records that no snapshot is taken after an iteration; storage owes one if it rests and one was due."""
         if not self._beside and self._health.rests and not self._policy.windows:
             self._owed = self._owed or self._policy.plan(iteration, load) is not None
             self._first = self._first or (iteration if self._owed else None)
 
     def begins(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """A snapshot starts, with the part of it that goes to storage."""
+        """Records the start of a snapshot, with the part of it that goes to storage."""
         self.begun, self.complete, self._owed = plan.iteration, plan.complete, False
         self._first = self._first or plan.iteration
         if not self._beside:
@@ -114,13 +114,13 @@ class Stored:
         return due and has_room and not (self._health.rests or self._health.closed)
 
     def _part_of(self, plan: SnapshotPlan, takes: bool) -> SnapshotPlan | None:
-        """The part of a snapshot that goes to storage; a window goes there from its first one on, or not at all."""
+        """Returns the part of a snapshot that goes to storage, where a window goes from its start or not at all."""
         is_of_use = plan.complete or not self._lacks_base(plan.iteration)
         begins = takes and is_of_use and plan.since == plan.iteration
         return self._policy.for_storage(plan) if begins or self._goes_since == plan.since else None
 
     def published(self, taken: Taken) -> None:
-        """A snapshot is in storage."""
+        """Records that a snapshot is in storage."""
         assert taken.storage is not None  # it was written
         self.problem, iteration = "", taken.plan.iteration
         self._base_lost = self._base_lost and not taken.storage.complete
@@ -134,7 +134,7 @@ class Stored:
         self._health.on_stored(self.newest)
 
     def failed(self, taken: Taken) -> None:
-        """A snapshot could not be saved to storage, because of :attr:`problem`."""
+        """Records that a snapshot could not be saved to storage, because of :attr:`problem`."""
         assert taken.storage is not None  # it was to be written
         self._policy.on_persisted(taken.storage, published=False)
         self._health.failed(taken.plan.iteration, self.problem)
@@ -148,7 +148,7 @@ class Stored:
             self._policy.begin_anew()
 
     def abandoned(self, plan: SnapshotPlan) -> None:
-        """Some rank lacked memory for a snapshot, so that no tier has it."""
+        """Records that some rank lacked memory for a snapshot, so that no tier has it."""
         if plan.iteration == self.begun:
             self.complete = False
 
@@ -157,11 +157,11 @@ class Stored:
         return plan.since == self._broken_since
 
     def has(self, iteration: int) -> bool:
-        """Whether storage has everything that was computed up to an iteration."""
+        """Whether storage has all state that was computed up to an iteration."""
         return iteration == 0 or (self.newest == self.begun and self.complete)
 
     def lag(self, iteration: int) -> Lag | None:
-        """Returns how far storage lags behind; None if only a run's first and last snapshot go there."""
+        """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
         every = self._health.every if self._beside else self._policy.iterations_apart
         if every is None:
             return None
@@ -172,5 +172,5 @@ class Stored:
         return Lag(iteration - self.persisted.iteration, len(late), len(operators), iteration - oldest)
 
     def _lacks_base(self, iteration: int) -> bool:
-        """Whether storage, beside a memory tier, lacks the full snapshot that partial ones need."""
+        """Whether storage, in addition to a memory tier, lacks the full snapshot that partial ones need."""
         return self._beside and (self._base_lost or self._policy.stores(self._policy.everything(iteration)))

@@ -1,4 +1,4 @@
-"""The tiers that snapshots go to."""
+"""Builds the tiers that snapshots go to, and names the nodes of a job."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOOKING_S = 5.0
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers that snapshots go to.
+    """Tiers that snapshots go to.
 
     Attributes:
         storage: the checkpoints in ``--ckpt-dir``.
         memory: the checkpoints in this node's memory; None with ``--ckpt-tier disk``.
         nodes: by rank, the name of its node.
-        leads_node: this worker publishes in this node's memory.
+        leads_node: this worker commits in this node's memory.
         node: ranks of this node's workers.
         persist_interval: with a memory tier, iterations between snapshots that also go to storage.
         keep: checkpoints to keep in storage.
@@ -53,14 +53,14 @@ class Tiers:
 
     @property
     def before(self) -> Store | None:
-        """Experts of an abandoned time line in this node's memory, kept until a superseding snapshot is safe."""
+        """Experts of superseded memory on this node, kept until a snapshot that replaces them is durable."""
         if self.memory is None:
             return None
         return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
 
 
 def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> Tiers:
-    """Builds the tiers of a job on nodes, named by rank."""
+    """Builds the tiers of a job; ``nodes`` has the node names by rank."""
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
     memory = Store(memory_of(settings, world, nodes, claim), slack=True) if settings.tier != "disk" else None
     return Tiers(
@@ -75,7 +75,7 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
-    """Returns the memory tier's place on this node."""
+    """Returns the location of the memory tier on this node."""
     several = len(set(nodes)) > 1 or environment.numbers_of_nodes()[1] > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.nodes else launched
@@ -83,10 +83,10 @@ def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Cla
 
 
 def nodes_of(told: str | None, world: World) -> list[str]:
-    """Returns by rank the name of its node: as given, its place in the job under our launcher, or its host name.
+    """Returns the node names by rank: as given, the rank block in the job under our launcher, or the host name.
 
-    A collective call.  The replacement of a lost node has the same ranks, and receives the copies that others keep for
-    them.
+    A collective call.  The replacement of a lost node has the same ranks, and receives the copies that other nodes keep
+    for them.
 
     Raises:
         SettingsError: the given names do not fit the job.
@@ -109,13 +109,13 @@ def nodes_of(told: str | None, world: World) -> list[str]:
 
 
 def check_nodes(slices: Sequence[int], tiers: Tiers, tier: str) -> None:
-    """Refuses tensor-parallel ranks on several nodes: one of them saves norms and routers, in its node's memory alone.
+    """Refuses tensor-parallel ranks on several nodes: norms and routers would be in the memory of only one of them.
 
     Compute weights and router biases follow the optimizer: a rank that does not load them receives them from its
     data-parallel peers.  ``slices`` are the ranks that hold the tensor-parallel slices of this stage.
 
     Raises:
-        CheckpointError: there are such.
+        CheckpointError: there are such ranks.
     """
     if not set(tiers.node).issuperset(slices):
         raise CheckpointError(

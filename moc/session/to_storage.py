@@ -1,4 +1,4 @@
-"""Copies of whole snapshots from the nodes' memory to storage."""
+"""Copies complete snapshots from the nodes' memory to storage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from moc.store.layout import Extract, FileLayout, extract
 from moc.store.manifest import ALIKE, FileEntry, Manifest
 from moc.store.store import Store, directory_of
 
-_CHUNK = 16 << 20  # bytes written at once
+_CHUNK = 16 << 20  # bytes per write
 
 
 class _Key(NamedTuple):
-    """Names a box that several nodes may save."""
+    """Identity of a tensor chunk that several nodes may save."""
 
     name: str
     slot: str
@@ -33,12 +33,12 @@ class _Key(NamedTuple):
 
 
 def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
-    """Copies the snapshots of a window from the memory of all nodes to storage, and publishes them; a collective call.
+    """Copies the snapshots of a window from the memory of all nodes to storage, and commits them; a collective call.
 
-    What several nodes have saved alike, the first of them copies.
+    The first of the nodes that have saved a replica copies it.
 
     Raises:
-        CheckpointError: on all workers; a snapshot cannot be read or written.
+        CheckpointError: on all workers: a snapshot cannot be read or written.
     """
     for iteration in iterations:
         _copy_one(iteration, tiers, policy)
@@ -82,7 +82,7 @@ def _key(box: StoredBox) -> _Key:
 
 
 def _alike(store: Store, manifest: Manifest) -> set[_Key]:
-    """The boxes of operators that several nodes have saved alike."""
+    """Returns the tensor chunks of operators with saved replicas on several nodes."""
     if not (names := manifest.alike.keys()):
         return set()
     blobs = (store.blob(manifest.iteration, name, entry) for name, entry in manifest.files.items())
@@ -91,7 +91,7 @@ def _alike(store: Store, manifest: Manifest) -> set[_Key]:
 
 
 def _copy_boxes(store: Store, manifest: Manifest, keeps: Callable[[StoredBox], bool], target: Store) -> Manifest:
-    """Copies the boxes of a snapshot that are kept; returns the manifest of what is copied."""
+    """Copies the tensor chunks of a snapshot that ``keeps`` selects; returns the manifest of the copy."""
     elements: dict[str, Counter[str]] = defaultdict(Counter)
     files: dict[str, FileEntry] = {}
     for name, entry in manifest.files.items():

@@ -1,4 +1,4 @@
-"""Token ledger of a run: fed by routers through the vote, saved with snapshots, adjusted by recoveries."""
+"""Keeps the token ledger of a run: fed by the commit all-reduce, saved with snapshots, adjusted by recoveries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Raised(NamedTuple):
 
     Attributes:
         so_far: relative to the tokens routed so far.
-        of_training: relative to the tokens of the whole training, by ``--train-iters``.
+        of_training: relative to the tokens of the entire training, by ``--train-iters``.
     """
 
     so_far: float = 0.0
@@ -30,7 +30,7 @@ class Raised(NamedTuple):
 
 
 class TokenTracker:
-    """Keeps the ledger; every worker calls every method."""
+    """Token ledger of a run and its updates; every worker calls every method."""
 
     def __init__(self, engine: Engine, train_iters: int, policy: Policy):
         self._experts = {o.name: o.place for o in engine.operators if o.place is not None}
@@ -42,7 +42,7 @@ class TokenTracker:
         self._ledger, self._heard, self._beyond = Ledger.of(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)
         self.probabilities: dict[int, list[float]] = {}
-        """By layer and expert, the sum of the probabilities with which it was given tokens in the last iteration."""
+        """By layer and expert, the sum of the gating probabilities over the expert's tokens of the last iteration."""
 
     def close(self) -> None:
         """Stops counting."""
@@ -59,40 +59,40 @@ class TokenTracker:
             self.probabilities = self._counts.probabilities(tally)
 
     def completed(self, skipped: bool) -> None:
-        """An iteration has completed; if it was skipped, no expert has learned from it."""
+        """Records a completed iteration; if it was skipped, no expert has learned from it."""
         (counts, sent), beyond = self._heard, self._beyond
         if skipped:
             counts, sent, beyond = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0), {}
         self._continue(self._ledger.after(counts, sent, beyond))
 
     def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """A snapshot starts, with the part of it that goes to storage."""
+        """Records the start of a snapshot, with the part of it that goes to storage."""
         stored = None if storage is None else self._saved(storage)
         self._ledger = self._ledger.begun(self._saved(plan), stored, self._saved(plan.copied))
 
     def brought_to_storage(self, plan: SnapshotPlan) -> None:
-        """A snapshot of this iteration, complete in memory, starts on its way to storage."""
+        """Records that a snapshot of this iteration, complete in memory, starts on its way to storage."""
         self._ledger = self._ledger.begun(None, self._saved(plan))
 
     def snapshotted(self, iteration: int) -> None:
-        """A snapshot is complete in memory."""
+        """Records a snapshot as complete in memory."""
         self._ledger = self._ledger.snapshotted(iteration)
 
     def persisted(self, iteration: int) -> None:
-        """A snapshot is complete in storage."""
+        """Records a snapshot as complete in storage."""
         self._ledger = self._ledger.persisted(iteration)
 
     def starts_at(self, iteration: int) -> None:
-        """The run resumes from a checkpoint without a ledger: earlier tokens are unknown."""
+        """Starts at a checkpoint without a ledger: earlier tokens are unknown."""
         self._counts.take()
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
     def goes_on(self, state: Mapping) -> None:
-        """Nothing was lost: this ledger continues."""
+        """Continues a saved ledger, after a recovery without losses."""
         self._continue(Ledger.from_state(state))
 
     def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
-        """The run resumes by a recovery path; returns by how much that raised the proportion of lost tokens.
+        """Adjusts the ledger to a recovery path; returns the increase of the proportion of lost tokens.
 
         ``states`` has, by checkpoint, the ledger stored with it.
         """
@@ -116,17 +116,17 @@ class TokenTracker:
 
     @property
     def plt(self) -> float:
-        """The proportion of lost tokens so far (MoC-System, eq. 7)."""
+        """Proportion of lost tokens so far (MoC-System, eq. 7)."""
         return self._ledger.plt()
 
     @property
     def plt_of_training(self) -> float:
-        """The lost tokens so far, as a proportion of those of the whole training."""
+        """Lost tokens so far, as a proportion of the tokens of the entire training."""
         return self._of_training(self._ledger.plt())
 
     @property
     def plt_by_layer(self) -> dict[int, float]:
-        """The proportion of lost tokens so far, by number of each layer with experts."""
+        """Proportion of lost tokens so far, by number of each layer with experts."""
         return self._ledger.plt_by_layer()
 
     @property
@@ -136,7 +136,7 @@ class TokenTracker:
         return {"plt": self.plt} | ({"tokens_owed": owed} if owed else {})
 
     def storage_lacks(self, resumed: int) -> float:
-        """Tokens that experts would lose if all memory were lost, in iterations: the mean over layers.
+        """Returns the tokens that experts would lose if all memory were lost, in iterations: the mean over layers.
 
         Args:
             resumed: iteration that the run would resume from; later iterations would be repeated, not lost.
@@ -147,7 +147,7 @@ class TokenTracker:
 
     @property
     def debt(self) -> Debt | None:
-        """Lost tokens that experts make up by more capacity; None if there never were any."""
+        """Lost tokens that experts compensate with more capacity; None if there never were any."""
         return self._ledger.debt
 
     def state_dict(self) -> dict:
@@ -158,7 +158,7 @@ class TokenTracker:
         return plt * min(1.0, self._ledger.iteration / self._train_iters)
 
     def _continue(self, ledger: Ledger) -> None:
-        """Moves on to a ledger, and gives the experts that owe tokens in it more capacity, if that is wanted."""
+        """Replaces the ledger, and gives the experts that owe tokens in it more capacity, if wanted."""
         self._ledger = ledger if self._makes_up is not None else dataclasses.replace(ledger, debt=None)
         if self._makes_up is not None:
             self._counts.boost(ledger.owed, self._makes_up.fraction)

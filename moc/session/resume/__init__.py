@@ -1,1 +1,1 @@
-"""Resume of a run: what survives, and how the state is rebuilt from it."""
+"""Recovers the state of a run from surviving workers and snapshots."""

@@ -1,6 +1,6 @@
-"""Reads snapshots in memory that other members wrote: of nodes that are gone, or in another layout.
+"""Reads parts of snapshots in memory that were written by absent nodes or in another layout.
 
-Usually each rank finds what it loads in the memory of its own node, which it has itself saved there.
+Usually each rank finds the state that it loads in the memory of its own node, where it has saved it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moc.store.store import Store, is_by_rank, rank_of
 
 
 class AdoptedParts:
-    """What this node's memory has, or fetches, of other nodes' parts of snapshots; every method is collective.
+    """Other nodes' parts of snapshots that this node's memory has or fetches; ``adopt`` and ``fetch`` are collective.
 
     Args:
         peers: fetches from other nodes; None if there are none, or they keep no copies.
@@ -39,7 +39,7 @@ class AdoptedParts:
         self.used: set[int] = set()
 
     def adopt(self) -> None:
-        """Takes over what copies there are of absent nodes' parts."""
+        """Takes over the available copies of absent nodes' parts."""
         if self._tiers.memory is None:
             return
         adopted = adopters(self._inventories())
@@ -48,15 +48,15 @@ class AdoptedParts:
             self._log.message(f"node {of} is not there: node {holder} has a copy of its part of the snapshots")
 
     def look(self, check: Callable[[Manifest, str], None]) -> tuple[list[Summary], list[str]]:
-        """As :func:`moc.recovery.inventory.look`, for the parts that this node has adopted."""
+        """Lists the parts that this node has adopted, as :func:`moc.recovery.inventory.look` does."""
         found = [look(self._store(of), check) for of in sorted(self._adopted)]
         return [part for parts, _ in found for part in parts], [one for _, problems in found for one in problems]
 
     def fetch(self, wanted: Mapping[int, Collection[str]]) -> None:
-        """Fetches what ranks of this node load of snapshots in memory that other members wrote.
+        """Fetches the state that ranks of this node load from snapshots in memory that other members wrote.
 
         Args:
-            wanted: by iteration of a snapshot in memory, the operators that this rank loads of it.
+            wanted: by iteration of a snapshot in memory, the operators that this rank loads from it.
         """
         if self._tiers.memory is None:
             return
@@ -74,14 +74,14 @@ class AdoptedParts:
             self._log.message(f"WARNING: a part of a snapshot cannot be had from another node: {text}")
 
     def stores(self, iteration: int) -> list[Store]:
-        """Other stores in this node's memory that have parts of a snapshot; communicates with no other worker."""
+        """Returns other stores in this node's memory with parts of a snapshot; communicates with no other worker."""
         if iteration not in self.used:
             return []
         return [store for store in map(self._store, self._names()) if iteration in store.iterations()]
 
     def _foreign(self, iterations: Iterable[int]) -> list[int]:
-        """Snapshots of which this node's part is not what its ranks write."""
-        assert self._tiers.memory is not None  # else there are none
+        """Returns the snapshots whose part on this node was not written by its ranks in this layout."""
+        assert self._tiers.memory is not None  # otherwise there are no parts
         found = []
         for iteration in iterations:
             try:
@@ -97,18 +97,18 @@ class AdoptedParts:
     def _inventories(self) -> dict[str, NodeInventory]:
         mine, memory = None, self._tiers.memory
         if self._tiers.leads_node:
-            assert memory is not None  # else there are none
+            assert memory is not None  # otherwise there are no parts
             copies = {of: look(self._store(of))[0] for of in self._names()}
             mine = self._node, NodeInventory(look(memory)[0], copies)
         return dict(filter(None, gather(mine)))
 
     def _names(self) -> list[str]:
-        """Nodes of which this node's memory has copies."""
-        assert self._tiers.memory is not None  # else there are none
+        """Returns the nodes whose copies this node's memory has."""
+        assert self._tiers.memory is not None  # otherwise there are no parts
         return sorted(name[len("of_") :] for name in self._tiers.memory.place.names() if name.startswith("of_"))
 
     def _store(self, of: str) -> Store:
-        assert self._tiers.memory is not None  # else there are none
+        assert self._tiers.memory is not None  # otherwise there are no parts
         place = self._tiers.memory.place
         assert isinstance(place, LocalPlace)  # the memory tier is local
         return Store(LocalPlace(part_of(place.root, self._node, of), in_memory=True), slack=True)

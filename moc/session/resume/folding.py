@@ -2,9 +2,9 @@
 
     for each iteration whose gradients a checkpoint has, ascending:
         restore learning rate, weight decay, loss scale and update counts from the checkpoint before it
-        update the operators with these gradients alone, clipped by the recorded norm; nothing, if it was skipped
+        update the operators with only these gradients, clipped by the recorded norm; nothing, if it was skipped
 
-Updates are elementwise, and run through the optimizer of the engine: in the same layout, with the same kernels, the
+Updates are elementwise, and run through the optimizer of the engine.  In the same layout, with the same kernels, the
 result is bit-identical to the original update.
 """
 
@@ -23,13 +23,13 @@ from moc.store.manifest import Manifest
 
 
 class Folder:
-    """Folds gradients into this worker's state; communicates with no other worker."""
+    """Applier of saved gradients to this worker's state; communicates with no other worker."""
 
     def __init__(self, engine: Engine, reader: SnapshotReader):
         self._engine, self._reader = engine, reader
 
     def fold(self, moment: ReplayPoint, manifests: Mapping[Key, Manifest]) -> Problem | None:
-        """Brings the loaded operators of a replay point to the last of their gradients.
+        """Updates the loaded operators of a replay point by all of their gradients.
 
         Returns:
             A problem with a checkpoint, after which the state must be loaded again; or None.
@@ -49,7 +49,7 @@ class Folder:
     def _update(
         self, held: AvailableCheckpoint, before: Mapping[str, AvailableCheckpoint], manifests: Mapping[Key, Manifest]
     ) -> None:
-        """Repeats the update of operators by the gradients in a checkpoint; ``before`` has their checkpoints before."""
+        """Repeats the update of operators by a checkpoint's gradients; ``before`` has their previous checkpoints."""
         record = record_of(manifests[held.key].state, self._reader.where(held))
         if record.skipped:
             return
@@ -61,6 +61,6 @@ class Folder:
 
 
 def _before(moment: ReplayPoint, operator: str, key: Key) -> AvailableCheckpoint | None:
-    """Returns the checkpoint of an operator before the gradients in the one that ``key`` identifies, if it has any."""
+    """Returns the checkpoint that precedes checkpoint ``key`` in an operator's chain, if any."""
     chain = [moment.sources[operator, MASTER], *moment.folds[operator]]
     return next((before for before, after in zip(chain, chain[1:], strict=False) if after.key == key), None)

@@ -1,4 +1,4 @@
-"""Loads the state that a run resumes from: of surviving workers, or a snapshot in memory or storage, in any layout."""
+"""Loads the state of a resumed run, in any layout: from surviving workers, or from snapshots in memory or storage."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from moc.store.store import directory_of
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """The state that a run resumes from.
+    """State that a run resumes from.
 
     Attributes:
-        plan: by which all workers reached it.
-        record: of the iteration that led there, if known.
-        held: checkpoints that are still of use.
+        plan: recovery plan of all workers.
+        position: iterations and samples completed.
+        record: step record of the last iteration, if known.
+        held: checkpoints that are still usable.
     """
 
     plan: RecoveryPlan
@@ -52,7 +53,7 @@ class ResumeResult:
 
 
 class SnapshotLoader:
-    """Loads into this worker's model and optimizer; every method is collective, and fails on all workers alike.
+    """Loader of this worker's model and optimizer; all workers call each method, and an error is raised on all.
 
     Args:
         only: iteration of the snapshot to start from; None for the newest.
@@ -76,7 +77,7 @@ class SnapshotLoader:
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports invalid ones.
 
-        If what workers still have and memory suffice to resume, nothing waits for a hanging storage.
+        If survivors and memory suffice to resume, nothing waits for a hanging storage.
         """
         return self._look(left)
 
@@ -127,12 +128,12 @@ class SnapshotLoader:
         return in_storage(stored)
 
     def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
-        """Takes ownership of storage, so that no older generation can publish, and lists it.
+        """Takes ownership of storage, so that no older generation can commit, and lists it.
 
-        If it cannot be used, but memory can, the list is empty.
+        If storage cannot be used, but there is a memory tier, the list is empty.
 
         Raises:
-            CheckpointError: all snapshots are of another model or optimizer.
+            CheckpointError: all snapshots belong to another model or optimizer.
         """
         try:
             self._storage.take()
@@ -167,11 +168,11 @@ class SnapshotLoader:
         Args:
             held: available checkpoints.
             oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
-            left: what workers still have.
-            mine: what this worker has left, which it loses if it loads.
+            left: state that workers still have.
+            mine: state that this worker has, and loses if it loads.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is complete, and no dense one either; or they are of
+            CheckpointError: there are checkpoints, but none is complete, nor is there a dense one; they belong to
                 another model; or iterations must be replayed, and operators cannot be frozen.
         """
         found = bool(held)
@@ -218,7 +219,7 @@ class SnapshotLoader:
         return None
 
     def _leave(self, plan: RecoveryPlan, mine: LocalRemains | None) -> None:
-        """Gives up this worker's state, which is about to be overwritten, unless the plan keeps or continues it."""
+        """Gives up this worker's state before it is overwritten, unless the plan keeps or continues it."""
         course, progress = plan.course(self._stage), self._replayer.progress
         if course is None or not course.goes_on:
             progress.move_to(None)
@@ -232,7 +233,7 @@ class SnapshotLoader:
             raise refused
 
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
-        """Whether this job lost memory before storage had anything whole: its first iterations are no loss."""
+        """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
         whole = next(recoveries(stored, self._policy.operators, self._policy.exact), None)
         return left.again and not self._damage and whole is None
@@ -256,7 +257,7 @@ class SnapshotLoader:
         return plans(inventory, policy.operators, policy.exact, only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
-        """Returns, by rank, the iterations whose logs exist, but cannot be served; warns of them."""
+        """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""
         course = plan.course(self._stage)
         until = plan.iteration if course is None else course.begin
         served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
@@ -276,7 +277,7 @@ class SnapshotLoader:
     def _torn(
         self, plan: RecoveryPlan, held: list[AvailableCheckpoint], left: Survivors
     ) -> dict[int, Mapping[str, Detail]]:
-        """Returns the planned operators of incomplete snapshots that a replay by stages passes, by iteration."""
+        """Returns, by iteration, the planned operators of incomplete snapshots that a replay by stages passes."""
         tier = STORAGE if self._memory is None else MEMORY
         return {
             iteration: begun.operators
@@ -287,7 +288,7 @@ class SnapshotLoader:
         }
 
     def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
-        """Returns the non-tensor state once everything is loaded, or by checkpoint what is wrong with it."""
+        """Executes a plan; returns the non-tensor state, or the damage by checkpoint."""
         begun, amount, manifests = time.perf_counter(), 0, {}
         if plan.way is not None or plan.stages:
             manifests, bad = self._rebuilder.rebuild(plan)
@@ -308,11 +309,11 @@ class SnapshotLoader:
         return saved, {}
 
     def _complete(self, saved: Mapping) -> None:
-        """Completes the iteration that others have completed, from the gradients that this worker has kept."""
+        """Completes the iteration that others have completed, from this worker's reduced gradients."""
         record = _record(saved)
         assert record is not None  # others have completed the iteration
         self._replayer.complete(record)
-        self._remains.live = LiveState(position_of(saved), saved)  # others may copy from it, and be lost meanwhile
+        self._remains.live = LiveState(position_of(saved), saved)  # in case workers are lost while they copy from it
 
     def _join(self, plan: RecoveryPlan, left: Survivors) -> Mapping:
         """Brings all workers to the state that survivors keep; returns its non-tensor state."""
@@ -323,7 +324,7 @@ class SnapshotLoader:
         return saved
 
     def _forget_moments(self) -> None:
-        """Clears moments that a damaged snapshot may have filled: a dense checkpoint may have no optimizer state."""
+        """Clears moments that a damaged snapshot may have filled; a dense checkpoint may have no optimizer state."""
         for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
             fragment.view.zero_()
 
@@ -338,7 +339,7 @@ class SnapshotLoader:
         self._log.message(f"WARNING: an older snapshot is tried: {problem}")
 
     def _restore_from(self, way: RecoveryPath, manifests: dict[Key, Manifest], left: Survivors) -> Mapping:
-        """Restores all state but the tensors from the base of a path; returns it."""
+        """Restores the non-tensor state from the base of a recovery path; returns it."""
         ledgers = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
         if way.base.tier == LIVE:
             saved = left.states[way.iteration]
@@ -353,7 +354,7 @@ class SnapshotLoader:
         return saved
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
-        """Restores all state but the tensors."""
+        """Restores the non-tensor state."""
         self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
         self._engine.compare_samples(saved, self._log.message)
         if policy == self._policy.name:  # another policy has another state

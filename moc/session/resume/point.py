@@ -1,4 +1,4 @@
-"""The point where a run resumes."""
+"""Defines the point where a run resumes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moc.state.record import Position, StepRecord
 
 
 class NoRecoveryPoint(Exception):
-    """There is no snapshot, and this worker's model has been trained since it was built: build it again."""
+    """Lack of a snapshot for a model that was trained since it was built, and must be built again."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run resumes from.
+    """Point where a run resumes.
 
     Attributes:
-        position: where it resumes.
-        record: of the iteration that led there, if known.
+        position: iterations and samples completed.
+        record: step record of the last iteration, if known.
         newest: iteration of the newest recovery path, in memory or in storage; None if there is none.
-        in_memory: iterations of the snapshots that stay in memory: those of that path if it is there, and those of the
-            current window.
-        experts: iterations of other snapshots in memory with experts that are still of use.
-        newer: like ``experts``, of an abandoned time line; they are moved aside for the snapshots of this one.
+        in_memory: iterations of the snapshots that stay in memory: of that path if it is there, and of the current
+            window.
+        experts: iterations of other snapshots in memory with experts that are still needed.
+        newer: like ``experts``, but superseded; they are moved aside for the snapshots that the run takes again.
         before: like ``newer``, but moved aside already.
-        again: the snapshot of this position, if it had been started and is lost.
+        again: plan of this position's snapshot, if it was started and is lost.
         stored: checkpoints in storage up to this position; empty if storage has not answered.
         begun: by iteration, the started snapshots among ``in_memory``; their parts and copies may still be lost.
     """

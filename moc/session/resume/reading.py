@@ -1,4 +1,4 @@
-"""Reads snapshots: manifests, and fragments of this worker's state, each verified by its hash."""
+"""Reads manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from moc.store.regions import MissingRegionError, RegionReader, read_sources
 from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
-"""Identifies a checkpoint: see :class:`AvailableCheckpoint`."""
+"""Identity of a checkpoint: see :class:`AvailableCheckpoint`."""
 
 Problem = tuple[Key, str, list[str] | None]
-"""A checkpoint, what is wrong with it, and the operators that it cannot provide; None for all."""
+"""A checkpoint, the description of its problem, and the operators that it cannot provide; None for all."""
 
 
 class Damage(NamedTuple):
-    """What is wrong with a checkpoint, for people, and the operators that it cannot provide; None for all."""
+    """Description of a checkpoint's damage for users, and the operators that it cannot provide; None for all."""
 
     text: str
     operators: frozenset[str] | None
 
 
 class SnapshotReader:
-    """Reads into the state of this worker; communicates with no other worker.
+    """Reader of checkpoints into this worker's state; communicates with no other worker.
 
     Args:
-        exact: damage makes all of a checkpoint useless; otherwise its undamaged operators stay of use.
+        exact: damage makes an entire checkpoint useless; otherwise its undamaged operators remain usable.
         adopted: other nodes' parts of snapshots in memory.
     """
 
@@ -65,7 +65,7 @@ class SnapshotReader:
         self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
     def fragments(self, way: RecoveryPath) -> dict[Key, list[Fragment]]:
-        """Returns, by checkpoint, the fragments that this worker loads; other stages send it what they save."""
+        """Returns, by checkpoint, the tensor chunks that this worker loads, without chunks saved by other stages."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
         for moment in way.moments:
             for fragment in self.loaded_at(moment):
@@ -76,7 +76,7 @@ class SnapshotReader:
                     if held.tier != LIVE:
                         fragments[held.key].append(fragment)
             for one in (one for name in self.folded_at(moment) for one in moment.folds[name]):
-                fragments.setdefault(one.key, [])  # the gradients take memory when they are read
+                fragments.setdefault(one.key, [])  # memory for the gradients is allocated when they are read
         return fragments
 
     def folded_at(self, moment: ReplayPoint) -> list[str]:
@@ -84,7 +84,7 @@ class SnapshotReader:
         return list(dict.fromkeys(one.operator for one in self._state.fragments(moment.folds, Detail.GRAD)))
 
     def loaded_at(self, moment: ReplayPoint) -> Iterator[Fragment]:
-        """Returns the fragments of this worker that a replay point fills."""
+        """Yields the tensor chunks of this worker that a replay point fills."""
         yield from self._state.fragments(moment.full, Detail.FULL)
         yield from self._state.fragments(moment.frozen, Detail.COMPUTE)
 
@@ -105,7 +105,7 @@ class SnapshotReader:
     def fill(
         self, moment: ReplayPoint, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> Problem | None:
-        """Loads the fragments of a replay point; returns a problem with a checkpoint, or None."""
+        """Loads the tensor chunks of a replay point; returns a problem with a checkpoint, or None."""
         reach("loading")
         for one in moment.used():
             if one.key in manifests:
@@ -120,7 +120,7 @@ class SnapshotReader:
         return one.key, text, None if self._exact else self._damaged(one, manifest)
 
     def values(self, one: AvailableCheckpoint, manifest: Manifest) -> Callable[[Fragment], torch.Tensor]:
-        """Returns a function that reads a fragment from a checkpoint; it may raise MissingRegionError and OSError."""
+        """Returns a reader of tensor chunks from a checkpoint; it may raise MissingRegionError and OSError."""
         reader = self._reader(one, manifest)
         return lambda fragment: values_for(fragment, reader)
 
@@ -145,7 +145,7 @@ class SnapshotReader:
         return None
 
     def _damaged(self, one: AvailableCheckpoint, manifest: Manifest) -> list[str] | None:
-        """Returns the operators that are not whole in this node's files; all hashes are compared."""
+        """Returns the operators that are incomplete in this node's files; all hashes are compared."""
         whole: dict[str, Counter] = defaultdict(Counter)
         home = self._home(one, manifest)
         for name, entry in manifest.files.items():
@@ -163,19 +163,19 @@ class SnapshotReader:
         return RegionReader(blobs, verify=True, lazy=True)
 
     def _manifest(self, one: AvailableCheckpoint) -> Manifest:
-        """The manifest of what this worker can read of a checkpoint."""
+        """Returns the manifest of the parts of a checkpoint that this worker can read."""
         parts = [store.manifest(one.iteration) for store in self._stores_of(one)]
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def _home(self, one: AvailableCheckpoint, manifest: Manifest) -> dict[str, Store]:
-        """By file of a checkpoint, the store that has it."""
+        """Returns, by file of a checkpoint, the store that has it."""
         stores = self._stores_of(one)
         if len(stores) == 1:
             return dict.fromkeys(manifest.files, stores[0])
         return {name: store for store in stores for name in store.manifest(one.iteration).files}
 
     def _stores_of(self, one: AvailableCheckpoint) -> list[Store]:
-        """The stores with parts of a checkpoint that this worker may read: usually the one of its tier."""
+        """Returns the stores with parts of a checkpoint that this worker may read: usually the store of its tier."""
         own = self.store(one)
         others = self.adopted.stores(one.iteration) if one.tier == MEMORY else []
         return [own, *others] if not others or one.iteration in own.iterations() else others

@@ -1,8 +1,8 @@
-"""Rebuilds the state of a plan's iteration from checkpoints and replay, by all stages or by some.
+"""Rebuilds the state of a plan's iteration from checkpoints and replay, on all pipeline stages or on some.
 
-for each iteration, from the first at which a stage starts to that of the surviving state:
-    load the state that snapshots of this iteration hold of operators that do not learn yet    # all verify it
-    update operators by the gradients that later snapshots hold                                # recovery of experts
+for each iteration, from the earliest start of a stage to the iteration of the surviving state:
+    load the state of operators that do not learn yet from the snapshots of this iteration    # all workers verify it
+    update operators by the gradients in later snapshots                                       # recovery of experts
     stages that have started:   replay the next iteration
     the others:                 serve their logs of it
 """
@@ -29,7 +29,7 @@ from moc.store.manifest import Manifest
 
 
 class Rebuilder:
-    """Brings this worker's state to the iteration of a plan; every method is collective."""
+    """Rebuilding of this worker's state at the iteration of a plan; every method is collective."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Rebuilder:
         self._folder, self._log = Folder(engine, reader), log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
-        """Loads and replays what a plan, identical on all workers, says.
+        """Loads and replays by a plan, which is identical on all workers.
 
         Returns:
-            The manifests that this worker has read; and by checkpoint what is wrong with it, if anything.
+            The manifests that this worker has read; and the damage by checkpoint, if any.
         """
         if any(course.whole > course.begin for course in self._courses(plan)):
             check_freezing(self._state)
@@ -60,7 +60,7 @@ class Rebuilder:
         if plan.way is not None and plan.way.base.tier != LIVE:
             base = plan.way.base
             self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1 or bool(plan.way.folds))
-            if plan.way.folds:  # what does not fit this run is refused now: while folding it would pass for damage
+            if plan.way.folds:  # refuse unsuitable state now: later it would count as damage
                 self._engine.load_scalars(manifests[base.key].state, self._reader.where(base))
             self._log.message(f"loading snapshot {self._reader.where(base)}")
         self._know_records(plan)
@@ -92,28 +92,28 @@ class Rebuilder:
     def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
         """Restores the non-tensor state that belongs to operators, after these are loaded.
 
-        ``saved`` is that of the snapshot that ``where`` names, and ``steps`` has by operator the updates that its
+        ``saved`` is the state in the snapshot that ``where`` names.  ``steps`` has, by operator, the updates that its
         moments have seen.
         """
         self._state.gather_weights()
-        # stale experts count the run's updates, not their own, as the published systems have it
+        # as in the published systems, stale experts count the run's updates, not their own
         latest = max(steps.values(), default=None)
         if latest is not None:
             self._state.set_steps({name: steps.get(name, latest) for name in operators})
         self._engine.load_scalars(saved, where)
 
     def _courses(self, plan: RecoveryPlan) -> list[Course]:
-        """Returns the distinct courses of all stages."""
-        mine = plan.course(self._world.pipeline_rank)  # shared by all stages without courses of their own
+        """Returns the distinct stage plans."""
+        mine = plan.course(self._world.pipeline_rank)  # shared by all stages without their own stage plan
         return list(plan.courses.values()) or ([] if mine is None else [mine])
 
     def _read(
         self, plan: RecoveryPlan, course: Course | None
     ) -> tuple[dict[Key, Manifest], dict[Key, list[Fragment]], dict[Key, Damage]]:
-        """Returns manifests, this worker's fragments by checkpoint, and by checkpoint what is wrong with it.
+        """Returns manifests, this worker's tensor chunks by checkpoint, and the damage by checkpoint.
 
-        A stage that continues its replay reads what it lacks; the other stages' checkpoint need not be in its node's
-        memory.
+        A stage that continues its replay reads only the state that it lacks.  The other stages' checkpoint need not be
+        in its node's memory.
         """
         fragments = self._reader.fragments(course.way) if course is not None and course.way is not None else {}
         self._reader.adopted.fetch(_in_memory(fragments))
@@ -158,10 +158,10 @@ class Rebuilder:
         return {}
 
     def _complete(self, course: Course) -> None:
-        """Completes the iteration that others of this stage have completed, so that the whole stage starts alike."""
+        """Completes the iteration that others of this stage have completed: all must start from the same state."""
         progress, lacking = self._replayer.progress, _lacking(course)
         (record,) = self._records.of([course.begin])
-        assert progress.at is not None  # the state before the iteration is whole
+        assert progress.at is not None  # the state before the iteration is valid
         position = progress.at.position.after(record)
         self._state.freeze(lacking)
         progress.move_to(None)
@@ -176,11 +176,11 @@ class Rebuilder:
         manifests: dict[Key, Manifest],
         fragments: dict[Key, list[Fragment]],
     ) -> dict[Key, Damage]:
-        """Loads at an iteration what any stage must; returns by checkpoint the damage that any worker has found."""
+        """Loads the state that any stage needs at an iteration; returns, by checkpoint, the damage on any worker."""
         if all(one.moment(iteration) is None for one in self._courses(plan)):
             return {}
         mine = None if course is None else course.moment(iteration)
-        moment = mine or (plan.way and plan.way.moment(iteration))  # all verify the snapshot
+        moment = mine or (plan.way and plan.way.moment(iteration))  # all workers verify the snapshot
         bad = self._agree(moment and self._reader.fill(moment, manifests, fragments))
         if not bad and moment is not None and moment.folds:
             bad = self._agree(mine and self._folder.fold(mine, manifests))
@@ -200,14 +200,14 @@ class Rebuilder:
             return
         moment = course.moment(iteration)
         if moment is not None:
-            assert course.way is not None  # the course loads
+            assert course.way is not None  # the stage plan loads state
             held = course.way.at(iteration)
             here = manifests[held.key]
             self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
             position = position_of(here.state)
         else:
             at = self._replayer.progress.at
-            assert at is not None  # the previous state is whole
+            assert at is not None  # the previous state is valid
             position = at.position
             if iteration == course.begin:
                 self._state.gather_weights()
@@ -220,20 +220,20 @@ class Rebuilder:
         """Returns the step record of an iteration; while snapshots are loaded, the next snapshot has it."""
         if iteration > course.whole:
             return self._records.of([iteration])[0]
-        assert course.way is not None  # the course loads up to course.whole
+        assert course.way is not None  # the stage plan loads up to this iteration
         held = course.way.at(iteration)
         return record_of(manifests[held.key].state, self._reader.where(held))
 
 
 def _in_memory(fragments: Mapping[Key, Iterable[Fragment]]) -> dict[int, set[str]]:
-    """By iteration of a snapshot in memory, the operators of fragments."""
+    """Returns the operators of tensor chunks, by iteration of a snapshot in memory."""
     return {
         iteration: {one.operator for one in there} for (iteration, tier), there in fragments.items() if tier == MEMORY
     }
 
 
 def _lacking(course: Course) -> set[str]:
-    """Returns the operators that do not learn yet where a course starts."""
+    """Returns the operators that do not learn yet at the start of a stage plan."""
     return set() if course.way is None else {name for moment in course.way.moments for name in moment.full}
 
 

@@ -1,7 +1,7 @@
-"""Repair of the current window: snapshots that lost workers had not saved are saved again during the replay.
+"""Repairs the current window: during the replay, saves snapshots again that lost workers had not saved.
 
-Without repair, every worker lost while it saves would end the window; under repeated losses no window would ever
-complete, and recovery would go further and further back.
+Without repair, each loss of a worker during a save would end the window.  Under repeated losses, no window would ever
+complete, and recovery would use older and older snapshots.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from moc.store.errors import CheckpointError
 
 
 class Repair:
-    """Saves this worker's missing parts; the publisher finds them beside the parts of the others.
+    """Saving of this worker's missing parts; the publisher finds them together with the parts of the other workers.
 
     Attributes:
-        failure: what could not be saved, and why; None if nothing failed.
+        failure: error of a failed save; None if nothing failed.
     """
 
     def __init__(self, world: World, contents: Contents, tiers: Tiers, saver: Saver):
@@ -40,9 +40,9 @@ class Repair:
             yield
 
     def comes_by(self, iteration: int) -> None:
-        """The state is that of an iteration: saves this worker's part of its snapshot, if missing, and waits for it.
+        """Saves this worker's part of the snapshot of the iteration that the replay has reached, if it is missing.
 
-        A failure is kept in :attr:`failure`: recovery continues, and another window starts.
+        It waits for the save.  A failure is kept in :attr:`failure`: recovery continues, and another window starts.
         """
         if iteration not in self._torn or self._has_part(iteration):
             return
@@ -52,9 +52,9 @@ class Repair:
             self.failure = with_code(error)
 
     def _save(self, iteration: int) -> None:
-        assert self._saver is not None  # while of() lasts
+        assert self._saver is not None  # set by of()
         operators = self._torn[iteration]
-        slot = list(self._torn).index(iteration)  # its own: in memory the buffer is the file
+        slot = list(self._torn).index(iteration)  # one slot per snapshot: in memory, the buffer is the file
         snapshot = self._saver.take(slot, iteration, self._contents.share(operators), self._contents.entries(operators))
         snapshot.sealed.result()
         if self._tiers.memory is None:

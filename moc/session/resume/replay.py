@@ -1,15 +1,19 @@
-"""Replay of iterations, and MoEvement's sparse-to-dense conversion of a window (section 3.3).
+"""Replays iterations, and implements MoEvement's sparse-to-dense conversion of a window (section 3.3).
 
     for each iteration of the window:                       # Figure 8
-        load the state that its snapshot holds of operators that do not learn yet
-        activate operators that are now whole; the others stay frozen: they compute, and pass gradients on
-        replay the next iteration                           # its step record says how gradients were clipped
+        load the state of operators that do not learn yet from the snapshot of this iteration
+        activate operators that are now complete; the others stay frozen: they compute, and pass gradients on
+        replay the next iteration                           # its step record determines how gradients were clipped
 
 This module replays one iteration and tracks progress; :mod:`moc.session.resume.rebuilding` has the order.  Either all
-workers replay together, or the stages that lost something replay alone, while the others :meth:`Replayer.serve` what
-they had sent them (section 3.4).  Randomness and samples follow from the position, frozen operators have the weights
-that the iteration was computed with, and gradients of the others do not depend on whether these learn.  So every update
-is bit-identical to the original one.
+workers replay together, or only the stages that lost state do.  The others then send them logged output by
+:meth:`Replayer.serve` (section 3.4).
+
+Every update is bit-identical to the original one:
+
+* Randomness and samples follow from the position.
+* Frozen operators have the weights that the iteration was computed with.
+* Gradients of the other operators do not depend on whether these learn.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from moc.store.errors import CheckpointError
 
 
 class Reached(NamedTuple):
-    """A state between two replayed iterations; ``frozen`` operators lag behind it, not loaded in full before it."""
+    """State between two replayed iterations; ``frozen`` operators lag behind, not yet fully loaded before it."""
 
     position: Position
     frozen: frozenset[str] = frozenset()
@@ -44,11 +48,11 @@ class Reached(NamedTuple):
 
 @dataclass
 class ReplayProgress:
-    """Progress of a worker's replay, from which it resumes if another stage is lost meanwhile.
+    """Progress of a worker's replay, kept if the loss of another stage interrupts it.
 
     Attributes:
-        at: its state; None if the state is not whole.
-        reduced: it also has the reduced gradients of the next iteration.
+        at: current state; None if the state is not valid.
+        reduced: the worker also has the reduced gradients of the next iteration.
         parts: replayed iterations not reported yet.
     """
 
@@ -57,7 +61,7 @@ class ReplayProgress:
     parts: list[_Part] = field(default_factory=list)
 
     def move_to(self, at: Reached | None) -> None:
-        """Sets the state reached; None if it is not whole."""
+        """Sets the state reached; None if it is not valid."""
         self.at, self.reduced = at, False
 
     @property
@@ -67,16 +71,16 @@ class ReplayProgress:
 
 
 class ReplayedStep(NamedTuple):
-    """A replayed iteration.
+    """Replayed iteration.
 
     Attributes:
         iteration: counted from 1.
         frozen: number of operators that did not learn.
-        seconds: that it took, the maximum over workers.
-        workers: that replayed it, lost ones not counted.
+        seconds: maximum duration over workers.
+        workers: number of workers that replayed it, without lost ones.
         stages: that replayed it while others served it; empty if all stages replayed it together.
         loss: as replayed; None unless every worker of the last stage replayed it and survives.
-        exact: loss and learning rate equal those of the record; None without a loss.
+        exact: loss and learning rate equal the recorded ones; None without a loss.
         is_not: replayed and recorded values, if not exact.
     """
 
@@ -91,7 +95,7 @@ class ReplayedStep(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one worker knows of an iteration that it replayed."""
+    """One worker's results of a replayed iteration."""
 
     stage: int
     stages: frozenset[int]
@@ -104,18 +108,18 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayer:
-    """Replays iterations by their step records.
+    """Replay of iterations by their step records.
 
     Attributes:
-        engine: of this worker.
-        progress: of the replay; outlives the generation.
+        engine: engine of this worker.
+        progress: progress of the replay; outlives the generation.
     """
 
     engine: Engine
     progress: ReplayProgress = field(default_factory=ReplayProgress)
 
     def complete(self, record: StepRecord) -> None:
-        """Completes an iteration whose reduced gradients this worker has, but whose vote it has not seen."""
+        """Completes an iteration whose reduced gradients this worker has, but whose commit all-reduce it has missed."""
         self.engine.apply(record)
 
     def compute(self, position: Position, record: StepRecord, frozen: Collection[str], stages: Collection[int]) -> None:
@@ -137,8 +141,8 @@ class Replayer:
     def _completing(self, then: Reached) -> Iterator[None]:
         """Context of the update.
 
-        No worker starts it before its whole stage has the reduced gradients: if a loss interrupts them now, those that
-        have not started can complete it, too.
+        No worker starts the update before its entire stage has the reduced gradients.  If a loss interrupts the stage
+        now, the workers that have not started can complete it, too.
         """
         settled(self.engine.world.device)
         self.progress.reduced = True
@@ -148,7 +152,7 @@ class Replayer:
         self.progress.move_to(then)
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """Sends what this worker sent in an iteration to the stages that replay it."""
+        """Sends this worker's output of an iteration to the stages that replay it."""
         self.engine.tap.serve(iteration, stages)
 
     def repeated(self) -> list[ReplayedStep]:
@@ -182,7 +186,7 @@ def wait_for_stage(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def nothing_frozen_after(state: TrainingState) -> Iterator[None]:
-    """Activates all frozen operators on exit, whatever happens."""
+    """Activates all frozen operators on exit, also after an error."""
     try:
         yield
     finally:
@@ -212,7 +216,7 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
     """Returns the step record in the non-tensor state of the snapshot that ``where`` names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the snapshot has no step record.
     """
     if not saved.get("record"):
         raise CheckpointError(

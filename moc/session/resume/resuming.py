@@ -34,16 +34,16 @@ def resume(
     """Fills the state, and removes the snapshots that the run will take again; a collective call.
 
     Args:
-        engine: whose state is filled.
+        engine: engine whose state is filled.
         parts: components of this generation.
-        remains: what this worker kept from the previous generation.
+        remains: state that this worker kept from the previous generation.
         elsewhere: other checkpoints to start from if there is no snapshot.
         log: receives messages and events.
         only: iteration of the snapshot to start from; None for the newest.
-        tidies: clean up storage now, instead of beside training.
+        tidies: clean up storage now, instead of in the background.
 
     Raises:
-        CheckpointError: on all workers: no complete snapshot among those found, or another model.
+        CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
     loader = SnapshotLoader(engine, parts, remains, log, only)
@@ -56,14 +56,14 @@ def resume(
     held = loader.find(left)
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
-    if left.again and not loaded:  # remains are of no use to the workers that begin again
+    if left.again and not loaded:  # workers that start over do not use old snapshots
         _tidy_up(parts, ResumePoint(Position(oldest or 0)))
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
         publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
-    if loaded and loader.adopted.used:  # what other members wrote is no state to go back to from here
+    if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
     if parts.tokens is not None and not loaded:
@@ -79,10 +79,10 @@ def resume(
 
 
 def _reduce_superseded(parts: Components) -> None:
-    """Reduces superseded snapshots whose buffers are in use again to what was carried out of them.
+    """Reduces superseded snapshots, whose buffers are in use again, to the experts carried from them.
 
-    Workers of a node reuse them after a vote; if the one that leads it was lost in that moment, it has not reduced
-    them.  A node without a snapshot was lost with its memory.
+    Workers of a node reuse the buffers after an all-reduce.  If the leading worker was lost at that moment, it has not
+    reduced the snapshots.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
     if tiers.memory is None or parts.policy.exact:
@@ -95,7 +95,7 @@ def _reduce_superseded(parts: Components) -> None:
 
 
 def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:
-    """Returns what the run resumes from; tells the policy whether its window continues."""
+    """Returns the point where the run resumes; informs the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
     there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
@@ -106,7 +106,7 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
         stays = experts_staying((), there.in_memory, at)
     else:
         way = loaded.plan.way
-        assert way is not None  # only exact policies resume from live state alone
+        assert way is not None  # only exact policies resume without a recovery path
         stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
         policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
@@ -123,7 +123,7 @@ def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> Non
 
 
 def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
-    """Sets aside newer snapshots, and removes unpublished leftovers of killed jobs; on rank 0."""
+    """Sets aside newer snapshots, and removes uncommitted files of killed jobs; on rank 0."""
     for newer in tiers.storage.iterations():
         if newer > start.position.iteration:
             tiers.storage.set_aside(newer)

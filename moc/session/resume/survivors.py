@@ -1,4 +1,4 @@
-"""What surviving workers still have, as all workers know it after rendezvous."""
+"""Exchanges the state of surviving workers, so that all workers know it after rendezvous."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moc.state.record import Position, Records
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state of a worker between two iterations: its position, and the non-tensor state, as in snapshots."""
+    """State of a worker between two iterations: its position, and the non-tensor state, as in snapshots."""
 
     position: Position
     state: Mapping
@@ -29,7 +29,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class StartedSnapshot:
-    """Planned operators of the whole model, and non-tensor state, of a snapshot that some worker may not have saved."""
+    """Planned operators of the model, and non-tensor state, of a snapshot that some worker may not have saved."""
 
     operators: Mapping[str, Detail]
     state: dict
@@ -37,17 +37,17 @@ class StartedSnapshot:
 
 @dataclass
 class LocalRemains:
-    """What a worker keeps after the loss of another one.
+    """State that a worker keeps after the loss of another one.
 
     Attributes:
-        trained: its model has been trained since it was built.
-        live: its state; None if the state is not whole.
-        begun: by iteration, the snapshots that it started last.
+        trained: the model has been trained since it was built.
+        live: its state; None if the state is not valid.
+        begun: by iteration, the last snapshots that it started.
         run: id of the run that the snapshots belong to, if known.
         records: step records of recent iterations.
         progress: of an unfinished replay.
-        buffers: for its snapshots, which the next generation uses again.
-        workers: of the generation that this is left of; 0 before the first.
+        buffers: of its snapshots, which the next generation uses again.
+        workers: number of workers of the previous generation; 0 before the first.
     """
 
     trained: bool = False
@@ -62,18 +62,18 @@ class LocalRemains:
 
 @dataclass(frozen=True)
 class Survivors:
-    """What all surviving workers have.
+    """State of all surviving workers.
 
     Attributes:
         again: the job has trained already, if only in workers that are lost.
         live: by rank, the iteration of its state; new workers have none.
         states: by iteration, the non-tensor state, from the first worker that has it.
-        begun: by iteration, recent snapshots that a lost worker may not have saved or published.
-        pieces: by rank and operator, what it holds: see :class:`moc.recovery.plan.JobInventory`.
+        begun: by iteration, recent snapshots that a lost worker may not have saved or committed.
+        pieces: by rank and operator, the name of its local chunks: see :class:`moc.recovery.plan.JobInventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
-        resized: there are more or fewer workers than before.
+        resized: the number of workers has changed.
     """
 
     again: bool = False
@@ -87,19 +87,19 @@ class Survivors:
     resized: bool = False
 
     def only(self, ranks: Collection[int]) -> Survivors:
-        """Returns a copy in which only these ranks have state, and no rank has replay progress."""
+        """Returns a copy with state only on these ranks, and without replay progress."""
         logs = self.logs and replace(self.logs, replayed={})
         return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks}, logs=logs)
 
     def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
-        """Returns a copy without the damaged logs: by rank, their iterations."""
+        """Returns a copy without the damaged logs, given as iterations by rank."""
         assert self.logs is not None  # they are damaged
         kept = {rank: set(there) - set(damaged.get(rank, ())) for rank, there in self.logs.kept.items()}
         return replace(self, logs=replace(self.logs, kept=kept))
 
 
 def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
-    """Exchanges what each worker has left; a collective call."""
+    """Exchanges the surviving state of each worker; a collective call."""
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
@@ -144,11 +144,11 @@ def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
 
 
 def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
-    """Publishes snapshots that every worker, lost ones included, had saved before the loss; a collective call.
+    """Commits snapshots that every worker, including lost ones, had saved before the loss; a collective call.
 
-    A snapshot is published once the vote of the next iteration reports that all have copied it.  If that vote was cut
-    off, or the publisher is lost, the reports beside the parts prove it whole, so the job need not go back to an
-    earlier snapshot.  Parts of other numbers of workers prove nothing.
+    A snapshot is committed once the all-reduce of the next iteration reports that all have copied it.  If that
+    all-reduce was interrupted, or the committing worker is lost, the reports of the parts prove the snapshot complete.
+    The job then need not use an earlier one.  Parts of another number of workers prove nothing.
     """
     if left.resized:
         return

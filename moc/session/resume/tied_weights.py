@@ -1,7 +1,7 @@
-"""Weights that several pipeline stages hold: embeddings tied to the output layer.
+"""Sends weights that several pipeline stages hold, embeddings tied to the output layer, between these stages.
 
-The first of these stages saves them, so no other node has them in its memory.  After loading, that stage sends them to
-the others, in any layout: ZeRO shards the same weights differently in each stage.
+Only the first of these stages saves them, so no other node has them in its memory.  After loading, that stage sends
+them to the others, in any layout: ZeRO shards the same weights differently in each stage.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moc.state.interface import TrainingState
 
 
 def saved_elsewhere(fragment: Fragment) -> bool:
-    """Whether an earlier pipeline stage saves the fragment, and not this worker's."""
+    """Whether an earlier pipeline stage, not this worker's, saves the tensor chunk."""
     return fragment.replica[0] != 0
 
 
 def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], takes: bool) -> None:
-    """Fills the part of this worker's state that other stages save, from what they have loaded; a collective call.
+    """Fills the part of this worker's state that other stages save, from their loaded state; a collective call.
 
-    All workers have loaded the fragments, except those that are :func:`saved_elsewhere`: a worker that ``takes``
-    receives these, another one keeps its state.
+    All workers have loaded the tensor chunks that are not :func:`saved_elsewhere`.  With ``takes``, this worker
+    receives the others; otherwise it keeps its state.
 
     Raises:
-        ValueError: no stage saves a fragment.
+        ValueError: no stage saves a tensor chunk.
     """
     loaded = list(fragments)
     tied = set().union(*gather({one.name for one in loaded if takes and saved_elsewhere(one)}))

@@ -1,4 +1,4 @@
-"""Checks everything in a snapshot that is not a tensor, before any of it is used."""
+"""Validates all non-tensor state of a snapshot before any of it is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Updates: Any = decode.Count | None
 
 
 def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
-    """Checks the state in a manifest, whose own fields are valid; changes nothing.
+    """Validates the state in a manifest whose own fields are valid; changes nothing.
 
     Args:
         manifest: manifest of a snapshot, or of the part that a node has of it.
@@ -31,8 +31,8 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
         policy: policy of the run, which loads only the state of a policy of the same name.
 
     Raises:
-        ValueError: a value is missing, is of another type or cannot be.
-        CheckpointError: the snapshot is of another model or optimizer.
+        ValueError: a value is missing, has another type or is impossible.
+        CheckpointError: the snapshot belongs to another model or optimizer.
     """
     state = manifest.state
     decode.state(state, Position, "a run", every_field=True)
@@ -50,7 +50,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
 
 
 def _check_updates(manifest: Manifest) -> None:
-    """Checks the updates of operators: no more than iterations, and if the engine has one number for all, that one."""
+    """Validates update counts of operators: at most the iterations, and the engine's count if it has one for all."""
     counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
     if max(counted, default=0) > manifest.iteration:
         raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
@@ -63,7 +63,7 @@ def _check_updates(manifest: Manifest) -> None:
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
-    """Returns the interval and the policy with their saved states; without a saved state, they are left out."""
+    """Returns the interval and the policy with their saved states, omitting those without a saved state."""
     both = ((policy.interval, state.get("interval")), (policy, state.get("policy_state")))
     return [(owner, stored) for owner, stored in both if stored]
 
