@@ -1,6 +1,6 @@
-"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.pretraining.
+"""Fault tolerance for Mixture-of-Experts training, independent of megatron.pretraining.
 
-The public names are found here, and imported when they are first used: readers of checkpoints need no torch.
+Public names are imported on first use, so that readers of checkpoints need no torch.
 """
 
 import importlib

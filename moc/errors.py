@@ -1,4 +1,4 @@
-"""Errors that a user can correct: each has a stable code, which ``docs/reference/errors.md`` explains.
+"""Defines errors that a user can correct; ``docs/reference/errors.md`` explains their stable codes.
 
 The sentence has the form *what failed: cause. Fix: action.* Programs print the code in brackets after it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 _WITH_CODE = re.compile(r"(?s)(.+) \[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 
 FIX = ". Fix: "
-"""Separates what failed and its cause from the remedy."""
+"""Separator between the failure with its cause and the remedy."""
 
 OF_SYSTEM = {
     errno.ENOSPC: "disk-full",
@@ -25,24 +25,24 @@ OF_SYSTEM = {
     errno.EADDRINUSE: "port-in-use",
     errno.ENOMEM: "memory-full",
 }
-"""Codes of errors of the operating system."""
+"""Codes of system errors by number."""
 
 OTHER_OF_SYSTEM = "system-call-failed"
-"""Code of its other errors."""
+"""Code of other system errors."""
 
 
 class UserError(Exception):
-    """An error that a flag, a file, another process or the environment causes; subclasses name its kind.
+    """Error that a flag, a file, another process or the environment causes; subclasses name its kind.
 
     Args:
-        sentence: the failure, the cause and the remedy.  If another process sends it with its code, as
-            :func:`with_code` writes it, the error has this code.
-        code: stable identifier of the error; None for the one of the class.
+        sentence: failure, cause and remedy.  If it ends with a code, as :func:`with_code` writes it, the error has this
+            code.
+        code: stable identifier of the error; None for the code of the class.
     """
 
     code: str = "internal-error"
     remedy: str = ""
-    """Of errors of the class whose sentence states none."""
+    """Remedy for errors of the class whose sentence has none."""
 
     def __init__(self, sentence: str = "", *, code: str | None = None):
         if sent := _WITH_CODE.fullmatch(sentence):
@@ -55,7 +55,7 @@ class UserError(Exception):
 
 
 def code_of(error: BaseException) -> str:
-    """The code of an error; ``internal-error`` unless it is a ``UserError`` or an error of the operating system."""
+    """Returns the code of an error; ``internal-error`` unless it has one or is an OSError."""
     code = getattr(error, "code", None)
     if isinstance(code, str):
         return code
@@ -65,19 +65,19 @@ def code_of(error: BaseException) -> str:
 
 
 def with_code(error: BaseException) -> str:
-    """The sentence of an error and its code in brackets, as programs print them and send them to each other."""
+    """Returns the sentence of an error and its code in brackets, as programs print and send it."""
     return f"{error} [{code_of(error)}]"
 
 
 def warning(sentence: str, *, code: str) -> str:
-    """The line that reports an error that does not end the program."""
+    """Returns the line that reports an error that does not end the program."""
     return f"WARNING: {sentence} [{code}]"
 
 
 def cause_of(error: object) -> str:
-    """The sentence of an error, or of one that another process sends, without remedy and code, to be quoted as a cause.
+    """Returns the sentence of an error, without remedy and code, to be quoted as a cause.
 
-    An error of the operating system is described without its number.
+    The error may be a sentence from another process.  An OSError is described without its number.
     """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -86,7 +86,7 @@ def cause_of(error: object) -> str:
 
 
 def raised(error: BaseException, function: Callable) -> str:
-    """An exception of a function that a user has written: type, text, and the last line that ran in its file."""
+    """Describes an exception of a user's function: type, text, and the last line that ran in its file."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f", raised at {file}:{lines[-1]}" if lines else ""
@@ -94,5 +94,5 @@ def raised(error: BaseException, function: Callable) -> str:
 
 
 def codes_in(text: str) -> list[str]:
-    """The codes that a program has printed, in order."""
+    """Returns the codes in a program's output, in order."""
     return re.findall(r" \[([a-z0-9]+(?:-[a-z0-9]+)+)\]$", text, re.MULTILINE)

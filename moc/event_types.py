@@ -1,4 +1,4 @@
-"""The schema of ``events.jsonl``: the event types and the meaning of their fields."""
+"""Defines the schema of ``events.jsonl``: the event types and the meaning of their fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EventType:
-    """A type of event.
+    """Type of event.
 
     Attributes:
         when: when the event is written.
@@ -352,7 +352,7 @@ EVENTS = {
 
 
 def problems(event: Mapping[str, object]) -> list[str]:
-    """Deviations of an event from the schema: unknown fields, and mandatory ones that it lacks."""
+    """Returns deviations of an event from the schema: an unknown type, unknown fields, and missing mandatory fields."""
     one = EVENTS.get(name := str(event.get("type")))
     if one is None:
         return [f"no type {name}"]

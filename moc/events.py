@@ -1,4 +1,4 @@
-"""``events.jsonl``: one JSON object a line, typed by :mod:`moc.event_types`; the source of all figures and reports."""
+"""Writes ``events.jsonl``, the source of all figures and reports; :mod:`moc.event_types` defines its events."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from moc.trouble import Trouble
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
-_PATIENCE_S = 1.0  # wait for a hanging write, once
+_PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
 
 
 class EventLog:
-    """Appends events to ``events.jsonl``; a no-op without a directory.
+    """Writer of events to ``events.jsonl``; a no-op without a directory.
 
     A line is normally complete before :meth:`write` returns, so a killed worker leaves at most one torn line at the
     end.  Numbers without a JSON representation (nan, inf) are written as null.
 
-    File errors neither end nor delay the caller: failed lines wait in memory and are retried, and a hanging write is
+    File errors neither end nor delay the caller.  Failed lines stay in memory and are retried; a hanging write is
     waited for once.  When writing works again, a ``log_failed`` event reports it.
 
     Args:
         directory: directory of the file; created if missing, also later.
-        say: called with a line of text when the file cannot be written, from a thread.
+        say: receives a message when writing fails, works again or has lost lines; may be called from a thread.
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
@@ -53,13 +53,13 @@ class EventLog:
         self._ask(self._drain)
 
     def write(self, event: str, **fields) -> None:
-        """Appends one event; ``type`` and ``time`` (Unix seconds) come first."""
+        """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields."""
         if self._thread is not None:
             self._keep(event, fields)
             self._ask(self._drain)
 
     def newest(self, event: str) -> dict:
-        """The newest event of a type in the last MiB of the file, from any process; empty if there is none."""
+        """Returns the newest event of a type in the last MiB of the file, from any process; empty if there is none."""
         return self._ask(self._newest, event) or {}
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class EventLog:
             self._drain()
 
     def _write_first(self) -> None:
-        if self._lease is not None:  # a worker that was stopped must not write what its successor writes
+        if self._lease is not None:  # a stopped worker must not write the same lines as its successor
             self._lease.enforce()
         line = self._lines[0]
         assert self._descriptor is not None  # _open() was called

@@ -1,4 +1,4 @@
-"""Injection points for faults, by name; each module reports when it reaches one.
+"""Defines named fault injection points; each module reports when it reaches one.
 
 Without a listener (:mod:`moc.runtime.inject`), points have no effect.
 """
@@ -45,14 +45,14 @@ ELASTIC = {
     "landed": "state moves: all workers have what they will hold, and this one is about to take it into use",
 }
 POINTS = STEP | AFTER | SNAPSHOT | RECOVERY | ELASTIC
-"""What happens at each point, by name."""
+"""Meaning of each point, by name."""
 
 Listener = Callable[[str, "int | None"], None]
 _listener: Listener | None = None
 
 
 def reach(point: str, iteration: int | None = None) -> None:
-    """Reports that this worker is at one of the :data:`POINTS`; thread-safe, and free without a listener.
+    """Reports that this worker is at one of the :data:`POINTS`; thread-safe, and without cost if there is no listener.
 
     The iteration counts from 1: the one that begins at ``start``, the one replayed at ``replaying``, otherwise the
     last that began.

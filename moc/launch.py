@@ -1,9 +1,9 @@
-"""Starts a job whose workers are replaced when they are lost, while the others live on.
+"""Starts a job that replaces lost workers while the others keep running.
 
     python -m moc.launch --nproc-per-node 4 pretrain_gpt_moe.py ...
 
-It takes torchrun's flags, and a script that runs under torchrun runs under it unchanged.  docs/explanation/recovery.md
-says what happens when something is lost, docs/reference/exit-codes.md what the exit codes mean.
+It accepts torchrun's flags and runs scripts for torchrun unchanged.  docs/explanation/recovery.md describes recovery,
+docs/reference/exit-codes.md the exit codes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _log = logging.getLogger("moc")
 
 
 _NOT_OF_SPARES = ("--", "--standalone", "-m", "--module")
-"""Flags that a spare does not get from the launcher that starts it."""
+"""Flags that the launcher does not pass on to spares that it starts."""
 
 
 class LaunchError(UserError):
-    """Something that the launcher's flags name cannot be used."""
+    """Unusable value of a launcher flag."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,7 +142,7 @@ def parse(arguments: list[str]) -> Flags:
 def _mistakes(
     own: argparse.Namespace, program: str | None, address: str | None, candidates: int
 ) -> Iterator[UserError]:
-    """What is wrong with the command line."""
+    """Yields the mistakes of the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
     for name, least in (("nproc_per_node", 1), ("spares", 0)):
@@ -219,7 +219,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def warning_of_one_endpoint(flags: Flags) -> str | None:
-    """What the first node prints at the start if its loss would end the job; None if it would not."""
+    """Returns the first node's warning if its loss would end the job; otherwise None."""
     nodes = flags.nnodes + flags.spares
     if flags.alone or not flags.own_controllers or flags.node_rank > 0 or nodes == 1 or len(flags.endpoints) > 1:
         return None
@@ -235,8 +235,8 @@ def launch(flags: Flags, reports: bool = True) -> int:
     """Runs this node's part of a job to its end; returns the exit code.
 
     Args:
-        flags: of the launcher.
-        reports: print what a signal that stops the job has done; a spare leaves this to the launcher that started it.
+        flags: flags of the launcher.
+        reports: whether to print the effect of a signal that stops the job; a spare leaves this to its launcher.
     """
     log_to_stderr(logging.INFO)
     if (warning := warning_of_one_endpoint(flags)) is not None:
@@ -280,7 +280,7 @@ async def _run(flags: Flags, token: bytes, reports: bool) -> int:
         try:
             code, led = await _run_agent(flags, endpoints, token, signals, reports, again=flags.spares)
             if led == flags.node_rank:
-                await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents know the end
+                await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have received the end
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)
             return code
@@ -300,7 +300,7 @@ def _make_log_dir(directory: Path) -> None:
 
 
 def _unusable(address: str, error: OSError) -> LaunchError:
-    """Why the controller cannot listen at an address of the flags."""
+    """Returns the error for an address on which the controller cannot listen."""
     host, _, port = address.rpartition(":")
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
@@ -318,7 +318,7 @@ def _unusable(address: str, error: OSError) -> LaunchError:
 async def _run_agent(
     flags: Flags, endpoints: list[str], token: bytes, signals: Signals, reports: bool, again: int = 0
 ) -> tuple[int, int]:
-    """Runs this node's agent, up to ``again`` times more if the node is lost; returns as :meth:`Agent.run`."""
+    """Runs this node's agent, again up to ``again`` times if the node is lost; returns as :meth:`Agent.run`."""
     while True:
         agent = Agent(flags, endpoints, token)
         try:
@@ -335,7 +335,7 @@ async def _run_agent(
 
 
 async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Signals) -> None:
-    """Runs another launcher on this machine, which dies with this one."""
+    """Runs the launcher of a spare on this machine; it ends when this process dies."""
     place = "--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)
     spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
 
@@ -349,7 +349,7 @@ async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Sig
 
 @escapes_output
 def main() -> int:
-    """The console script ``mocrun``; returns the exit code."""
+    """Runs the console script ``mocrun``; returns the exit code."""
     is_spare = children.PARENT in os.environ
     if is_spare:
         children.belong()

@@ -1,7 +1,6 @@
 """Runs a script of Megatron-LM with this project's loop: ``import moc.megatron`` as the script's first import.
 
-Under ``mocrun`` no such line is needed (:mod:`moc.runtime.hook`).  This module is the only one of ``moc`` that imports
-an engine.
+``mocrun`` needs no such line (:mod:`moc.runtime.hook`).  Only this module of ``moc`` imports an engine.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 
 _LATE = ("torch._dynamo", "torch._inductor.utils", "megatron.core.tokenizers.text.models.gpt_tokenizer")
-"""Modules that torch and megatron-core import only while they work."""
+"""Modules that torch and megatron-core import lazily."""
 
 
 def warm_up() -> None:
-    """Imports what training imports late, and reads what it parses, for a launcher that forks its workers."""
+    """Imports modules that training imports lazily, and parses option descriptions, before workers are forked."""
     describe_options()
     for module in _LATE:
-        with contextlib.suppress(ImportError):  # a release may have other modules
+        with contextlib.suppress(ImportError):  # other releases may have other modules
             importlib.import_module(module)
 
 

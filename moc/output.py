@@ -1,6 +1,7 @@
-"""Output of programs: lines, tables, logs, atomic files and progress bars, in which foreign text is escaped.
+"""Prints lines, tables, logs and progress bars, and replaces files atomically.
 
-Names and contents of files are foreign.  Only this module writes to standard output and standard error.
+Foreign text, such as names and contents of files, is escaped.  Only this module writes to standard output and standard
+error.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line parser whose error messages are one line each."""
+    """Command line parser whose error messages are one line each."""
 
     def error(self, message: str, *, code: str = "flag-invalid") -> NoReturn:
-        """Prints the usage and the message, with a remedy and a code if it has none, and exits with code 2."""
+        """Prints the usage and the message, adds a remedy and a code if they are missing, and exits with code 2."""
         if codes_in(message):
             super().error(one_line(message))
         sentence = message if FIX in message else f"{message}{FIX}{CORRECT_FLAGS}"
@@ -38,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
-    """Returns the parser of a number between limits, as the type of an argument; infinity and nan are refused."""
+    """Returns an argument type that parses a number between limits; infinity and nan are refused."""
 
     def parse(text: str) -> float:
         try:
@@ -60,14 +61,14 @@ REMEDIES = {
     "port-in-use": "choose another port, or end the process that has it",
     OTHER_OF_SYSTEM: "correct the path, or repair its file system",
 }
-"""By code of an error of the operating system."""
+"""Remedies by code of a system error."""
 
 CORRECT_FLAGS = "correct the command line; --help lists the flags"
-"""The remedy of a command line that the parser refuses."""
+"""Remedy for a command line that the parser refuses."""
 
 
 class ToolError(UserError):
-    """Ends a program with one sentence for the user and no traceback."""
+    """Error that ends a program with one sentence for the user and no traceback."""
 
 
 def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
@@ -76,7 +77,7 @@ def print_lines(*lines: object, error: bool = False, flush: bool = False) -> Non
     Args:
         lines: each is one line of output.
         error: print to standard error.
-        flush: flush the stream, so that the lines of a job appear at once.
+        flush: flush the stream, so that the lines of a job appear immediately.
     """
     stream = sys.stderr if error else sys.stdout
     stream.write("".join(f"{one_line(line)}\n" for line in lines))
@@ -86,7 +87,7 @@ def print_lines(*lines: object, error: bool = False, flush: bool = False) -> Non
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Prints a line to standard error, once, and for the first worker of a node only."""
+    """Prints a line to standard error, once per process and only in the first worker of a node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_lines(text, error=True, flush=True)
 
@@ -97,7 +98,7 @@ def print_json(value: Any) -> None:
 
 
 def refused(program: str, error: Exception, path: object = "") -> int:
-    """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
+    """Prints to stderr why a program ends; returns its exit status.  ``path`` is for an OSError that names no file."""
     code = code_of(error)
     sentence = str(error)
     if isinstance(error, OSError):
@@ -109,10 +110,10 @@ def refused(program: str, error: Exception, path: object = "") -> int:
 
 
 def escapes_output[**P](main: Callable[P, int]) -> Callable[P, int]:
-    """Makes a program's ``main`` escape also what others print, such as argparse and libraries.
+    """Makes a program's ``main`` also escape output of other code, such as argparse and libraries.
 
-    Newlines are kept there.  An OSError that the program does not handle itself ends it with one sentence and code 1.
-    After another exception the streams stay as they are, so that its traceback is escaped.
+    Newlines are kept there.  An unhandled OSError ends the program with one sentence and code 1.  After another
+    exception the streams stay replaced, so that its traceback is escaped.
     """
 
     @functools.wraps(main)
@@ -130,7 +131,7 @@ def escapes_output[**P](main: Callable[P, int]) -> Callable[P, int]:
 
 
 class _Escaping:
-    """A text stream that escapes control and formatting characters, other than newline and tab."""
+    """Text stream that escapes control and formatting characters, other than newline and tab."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -152,7 +153,7 @@ def _plain(stream: TextIO) -> TextIO:
 
 
 def console(error: bool = False, width: int | None = None) -> Console:
-    """A console for tables and progress bars, with colours on a terminal; strings in them are escaped.
+    """Returns a console for tables and progress bars, with colours on a terminal; strings in them are escaped.
 
     Args:
         error: write to standard error.
@@ -176,7 +177,7 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
     """Sends log records to standard error, one line each."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("mocrun: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=level, force=True)  # libraries may have set handlers, such as absl
+    logging.basicConfig(handlers=[handler], level=level, force=True)  # libraries such as absl may have set handlers
 
 
 class _OneLine(logging.Formatter):
@@ -195,7 +196,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def pyplot() -> Any:
-    """The module ``pyplot`` of matplotlib, for files; text is drawn as it is, also between dollars."""
+    """Returns matplotlib's ``pyplot`` for files; text between dollars is not parsed as mathematics."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,7 +207,7 @@ def pyplot() -> Any:
 
 
 def check_output(path: str | os.PathLike[str]) -> None:
-    """Raises OSError if no file can be created in the directory of ``path``: call it before work that takes long."""
+    """Raises OSError if no file can be created in the directory of ``path``; for use before long work."""
     remove_own(Path(_created_beside(path)))
 
 
@@ -214,10 +215,10 @@ def check_output(path: str | os.PathLike[str]) -> None:
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields the path of a new file that replaces ``path`` on success; creates its directory.
 
-    Nobody can foresee its name, and plant a link there.
+    Its random name prevents planted links.
 
     Raises:
-        RefusedFileError: there is a device, a FIFO, a directory, or a link to one: root could replace ``/dev/null``.
+        RefusedFileError: ``path`` is a device, a FIFO, a directory, or a link to one: root could replace ``/dev/null``.
         OSError: the file cannot be written.
     """
     if os.path.exists(path) and not os.path.isfile(path):
@@ -240,7 +241,7 @@ def _created_beside(path: str | os.PathLike[str]) -> str:
 
 
 def human(size: float) -> str:
-    """A readable number of bytes, in powers of 1000."""
+    """Returns a readable number of bytes, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
@@ -249,14 +250,14 @@ def human(size: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number and its noun, such as ``1 worker`` and ``2 workers``."""
+    """Returns a number and its noun, such as ``1 worker`` and ``2 workers``."""
     plural = what.removesuffix("y") + "ies" if what.endswith("y") else what + "s"
     return f"{number:,} {what if number == 1 else plural}"
 
 
 @contextmanager
 def progress(total: int, what: str = "") -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar of ``total`` bytes on a terminal; yields a function that advances it by some."""
+    """Shows a progress bar of ``total`` bytes on a terminal; yields a function that advances it."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""The private interfaces of other libraries that this project uses, in one table.
+"""Lists the private interfaces of other libraries that this project uses.
 
 An entry names something that its library does not document as public, and that the project reads, calls, replaces or
 overrides: a name with a leading underscore, an attribute of an object, a function that the project replaces, or a
@@ -30,7 +30,7 @@ SUPPORTED = {
     "deepspeed": "deepspeed>=0.19,<0.20",
     "transformer-engine": "transformer-engine>=2.15",
 }
-"""By library, the releases that the table was compared with."""
+"""Supported releases by library: the table was checked against them."""
 
 _PACKAGES = {
     "torch": "torch",
@@ -41,7 +41,7 @@ _PACKAGES = {
 
 
 class Expectation(Protocol):
-    """A property of an interface that the project relies on."""
+    """Property of an interface that the project relies on."""
 
     def problem(self, found: Any) -> str | None:
         """Return the difference between the object ``found`` and the expectation, as a predicate; None without one."""
@@ -49,7 +49,7 @@ class Expectation(Protocol):
 
 @dataclass(frozen=True)
 class Parameters:
-    """A function that accepts these parameters.
+    """Function that accepts these parameters.
 
     Attributes:
         names: in order, without ``self``.
@@ -62,7 +62,7 @@ class Parameters:
     only: bool = False
 
     def problem(self, found: Any) -> str | None:
-        """See :class:`Expectation`.  A function that is written in C has no signature, so it only has to exist."""
+        """See :class:`Expectation`.  A function written in C has no signature and only has to exist."""
         if not callable(found):
             return "is not a function"
         try:
@@ -83,7 +83,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Members:
-    """An object with these attributes; a class also has the attributes that its ``__init__`` names."""
+    """Object with these attributes; a class also has the attributes that its ``__init__`` names."""
 
     names: tuple[str, ...]
 
@@ -96,7 +96,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Refers:
-    """A function whose code refers to these global names, attributes, local names or keywords."""
+    """Function whose code refers to these global names, attributes, local names or keywords."""
 
     names: tuple[str, ...]
 
@@ -114,11 +114,11 @@ class Refers:
 
 @dataclass(frozen=True)
 class StateHolder:
-    """A global object with values that an iteration changes: a dictionary, an object, or a function that returns it.
+    """Global object with values that an iteration changes: a dictionary, an object, or a function that returns it.
 
     Attributes:
         names: attributes that are dictionaries of lists of tensors, if only the content of these tensors is state,
-            because modules register them once; empty if everything in the object is.
+            because modules register them once; empty if everything in the object is state.
     """
 
     names: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class StateHolder:
         return f"has no attribute {missing[0]}" if missing else None
 
     def state(self, found: Any) -> Any:
-        """The values, or the tensors of :attr:`names`."""
+        """Returns the values, or the tensors of :attr:`names`."""
         if self.names:
             return [one for name in self.names for tensors in getattr(found, name).values() for one in tensors]
         return found() if callable(found) else found
@@ -137,14 +137,14 @@ class StateHolder:
 
 @dataclass(frozen=True)
 class PrivateInterface:
-    """One entry.
+    """Entry of the table.
 
     Attributes:
         target: module and name, as ``package.module:Class.method``; only the module if the name is empty.
-        expects: the property that the project relies on.
-        use: what the project does with it.
-        file: that does it.
-        feature: of a run that needs it.
+        expects: property that the project relies on.
+        use: use by the project.
+        file: source file with this use.
+        feature: feature of a run that needs it.
     """
 
     target: str
@@ -155,19 +155,19 @@ class PrivateInterface:
 
     @property
     def library(self) -> str:
-        """The distribution that it belongs to."""
+        """Distribution that contains the interface."""
         return _PACKAGES[self.target.partition(".")[0].partition(":")[0]]
 
     @property
     def names(self) -> frozenset[str]:
-        """All names of the library in it."""
+        """All names of the library in the entry."""
         named = getattr(self.expects, "names", ())
         return frozenset((*self.target.partition(":")[2].split("."), *named)) - {""}
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An entry that an installed library does not fulfil."""
+    """Entry that an installed library does not fulfil."""
 
     entry: PrivateInterface
     problem: str
@@ -178,13 +178,13 @@ class Mismatch:
 
 
 class UnknownReleaseError(UserError, RuntimeError):
-    """A library differs from the table; the message has the entry and the remedy."""
+    """Difference between a library and the table; the message has the entry and the remedy."""
 
     code = "release-unknown"
 
 
 def check(features: Collection[str]) -> list[Mismatch]:
-    """Compares the entries of some features with the installed libraries, whose modules it imports."""
+    """Compares the entries of some features with the installed libraries; imports their modules."""
     return list(differing(entry for entry in TABLE if entry.feature in features))
 
 
@@ -196,7 +196,7 @@ def require(*features: str) -> None:
 
 @contextlib.contextmanager
 def refuse_import() -> Iterator[None]:
-    """A context for imports from the libraries; raises UnknownReleaseError if one lacks a name."""
+    """Raises UnknownReleaseError if a library lacks a name that is imported in this context."""
     try:
         yield
     except ImportError as error:
@@ -216,7 +216,7 @@ def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
                 found = getattr(found, name)
         except AttributeError:
             problem = "is missing"
-        except Exception as error:  # a library whose modules do not fit together may raise anything
+        except Exception as error:  # a library with inconsistent modules may raise anything
             problem = f"cannot be imported ({type(error).__name__}: {_first_line(error)})"
         else:
             problem = entry.expects.problem(found)
@@ -225,7 +225,7 @@ def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
 
 
 def state_holders() -> list[Callable[[], Any]]:
-    """Functions that return the values of each :class:`StateHolder` whose module is imported."""
+    """Returns a function per :class:`StateHolder` whose module is imported; the function returns its values."""
     entries = [entry for entry in TABLE if isinstance(entry.expects, StateHolder)]
     return [partial(_state_of, entry) for entry in entries if entry.target.partition(":")[0] in sys.modules]
 
@@ -248,7 +248,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _release_of(library: str) -> str:
-    """The release of an imported library, or a word that it is unknown."""
+    """Returns the release of an imported library, or a phrase for an unknown release."""
     package = next(package for package, name in _PACKAGES.items() if name == library)
     with contextlib.suppress(Exception):
         module = importlib.import_module("megatron.core" if package == "megatron" else package)
@@ -257,7 +257,7 @@ def _release_of(library: str) -> str:
 
 
 def _instance_attributes(kind: type) -> frozenset[str]:
-    """The fields of a class, and the attributes that its ``__init__`` or the one of a base class names."""
+    """Returns the fields of a class, and the attributes named in its own or an inherited ``__init__``."""
     fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     inits = (inspect.unwrap(base.__dict__["__init__"]) for base in kind.__mro__ if "__init__" in base.__dict__)
     named = (name for init in inits if hasattr(init, "__code__") for name in init.__code__.co_names)
@@ -265,7 +265,7 @@ def _instance_attributes(kind: type) -> frozenset[str]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of the functions in it."""
+    """Yields the code of a function and of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -488,7 +488,7 @@ _MEGATRON = (
         (f"{_DIST_OPTIMIZER}:DistributedOptimizer._get_model_param_range_map", Parameters(("param",)), "calls", _OWNED),
         (f"{_DIST_OPTIMIZER}:DistributedOptimizer._copy_model_grads_to_main_grads", Parameters(()), "calls", _ENGINE),
     ),
-    # optimizers whose state is in fragments are megatron-core's with other copies between weights and masters
+    # optimizers with fragmented state: megatron-core's, with other copies between weights and masters
     *_entries(
         "fragments",
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer", Parameters(_words("optimizer config grad_scaler init_state_fn")),

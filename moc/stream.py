@@ -1,7 +1,7 @@
-"""Spans of the stream of a compute device, such as waits for other workers.
+"""Measures spans on the stream of a compute device, such as waits for other workers.
 
-A GPU executes later what the host enqueues.  So the host cannot measure how long a worker waits for another one, nor
-know when: marks on the stream, before and after the operation, show it.
+A GPU executes enqueued operations later, so the host cannot time how long a worker waits for another one.  Marks on the
+stream, before and after the operation, show the duration and the time.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     import torch
 
 _MOST = 1 << 14
-"""Spans that are kept until :meth:`StreamSpans.take`; a stream has fewer before it."""
+"""Maximum number of spans kept until :meth:`StreamSpans.take`; a stream has fewer in between."""
 
 
 class Mark(Protocol):
-    """A place on the stream, as ``torch.cuda.Event``."""
+    """Position on the stream, as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the stream has got there."""
+        """Returns whether the stream has reached the mark."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later mark, once the stream has got to both."""
+        """Returns the milliseconds from here to a later mark, after the stream has reached both."""
         ...
 
 
 Marker = Callable[[], Mark]
-"""Puts a mark behind all that the calling thread has enqueued."""
+"""Function that puts a mark behind everything that the calling thread has enqueued."""
 
 
 def marker_of(device: torch.device) -> Marker | None:
-    """The marker of a device; None on the CPU, where nothing is enqueued."""
+    """Returns the marker of a device; None on the CPU, where nothing is enqueued."""
     return _mark_stream if device.type == "cuda" else None
 
 
 def _mark_stream() -> Mark:
-    import torch  # here, since programs that report a mistake at once do not wait for it
+    import torch  # imported here, so that programs report mistakes without this delay
 
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -69,13 +69,13 @@ class StreamSpans:
 
     @property
     def under_way(self) -> bool:
-        """Whether the stream is within a span: it has done all that precedes it."""
+        """Whether the stream is within a span: all operations before it are done."""
         with self._lock:
             spans = [*self._spans]
         return any(span.begun and not span.over for span in spans)
 
     def take(self) -> float:
-        """Seconds of the spans that have ended since the last call."""
+        """Returns the seconds of the spans that have ended since the last call."""
         seconds = 0.0
         with self._lock:
             while self._spans and self._spans[0].over:
@@ -90,7 +90,7 @@ class StreamSpans:
     def _try_to_mark(self) -> Mark | None:
         try:
             return self._mark()
-        except RuntimeError:  # the device is broken, which the next use of its results reports
+        except RuntimeError:  # broken device, which the next use of its results reports
             return None
 
 

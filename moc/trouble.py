@@ -1,4 +1,4 @@
-"""Backoff for operations whose failure must not end training: when to retry, and when to warn."""
+"""Implements backoff for operations whose failure must not end training: when to retry and when to warn."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 
 from moc.errors import warning
 
-_SILENCE_S = 60.0  # least between two warnings
+_SILENCE_S = 60.0  # minimum between two warnings
 _SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
 
 
 class Trouble:
     """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling.
 
-    An operation that fails and works in turns is warned of once a minute, too.
+    An operation that alternately fails and works also causes at most one warning a minute.
 
     Attributes:
-        count: failures in all.
+        count: failures in total.
         warned: a warning was due since the operation began to fail.
     """
 
@@ -65,7 +65,7 @@ class Trouble:
         return True
 
     def over(self) -> float:
-        """Records that the operation works again, and returns how many seconds it failed."""
+        """Records that the operation works again; returns the seconds since its first failure."""
         lasted, self._since = self.seconds, None
         self._next_warning = min(self._next_warning, self._warned_at + _SILENCE_S)
         self._begins()
@@ -73,7 +73,7 @@ class Trouble:
 
 
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a calculation; errors of files and of communication have their own handlers."""
+"""Errors of a calculation; errors of files and communication have their own handlers."""
 
 
 class Harmless:
@@ -81,8 +81,8 @@ class Harmless:
 
     Args:
         say: prints a message.
-        what: fails, as the subject of a sentence.
-        effect: of the failure, as a clause.
+        what: the failing calculation, as the subject of a sentence.
+        effect: effect of the failure, as a clause.
     """
 
     def __init__(self, say: Callable[[str], None], what: str, effect: str):
@@ -91,7 +91,7 @@ class Harmless:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Ends at the first error, which is printed once a minute at most."""
+        """Suppresses an error of the body; prints it at most once a minute."""
         try:
             yield
         except _MISTAKES as error:

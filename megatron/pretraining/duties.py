@@ -1,4 +1,4 @@
-"""What is due after an iteration: a decision by the flags and the run's past, identical on all workers."""
+"""Decides which actions are due after an iteration, identically on all workers, from the flags and the run's past."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.pretraining.config import Config
 
 @dataclass(frozen=True)
 class Duties:
-    """What is due after a completed iteration.
+    """Actions that are due after a completed iteration.
 
     Attributes:
-        evaluates: the validation loss.
-        saves: a dense checkpoint.
+        evaluates: compute the validation loss.
+        saves: save a dense checkpoint.
         ends: the job ends at a limit.
-        stops: a worker was asked to stop: all save and end, without an evaluation.
+        stops: a worker received a stop request: all save and end, without an evaluation.
     """
 
     evaluates: bool = False
@@ -26,14 +26,14 @@ class Duties:
 
 @dataclass(frozen=True)
 class Done:
-    """What is known of the past when a generation begins.
+    """Past of the run when a generation begins.
 
     Attributes:
-        evaluated: the last iteration whose validation loss was reported; 0 if there is none.
-        saved: the last iteration that ``--save`` has; 0 if there is none.
-        by_run: this run completed the last iteration, and not the one that left the dense checkpoint of ``--load``.
+        evaluated: last iteration whose validation loss was reported; 0 if there is none.
+        saved: last iteration in ``--save``; 0 if there is none.
+        by_run: this run completed the last iteration, not the run that left the dense checkpoint of ``--load``.
         by_job: this launch completed it; a limit that ended an earlier launch does not end this one.
-        by_workers: workers that completed it are still there.  A launch may start others after a stop, on more nodes.
+        by_workers: workers that completed it still run.  After a stop, a launch may start others, on more nodes.
     """
 
     evaluated: int = 0
@@ -44,12 +44,12 @@ class Done:
 
 
 def due(interval: int | None, iteration: int) -> bool:
-    """Whether an action with a period of ``interval`` iterations is due after an iteration."""
+    """Returns whether an action with a period of ``interval`` iterations is due after an iteration."""
     return bool(interval) and iteration > 0 and iteration % interval == 0
 
 
 def duties_after(config: Config, iteration: int, stops: bool) -> Duties:
-    """What is due after an iteration; ``stops`` if the workers have agreed to stop after it."""
+    """Returns the duties after an iteration; ``stops`` if the workers have agreed to stop after it."""
     return Duties(
         evaluates=due(config.validation.eval_interval, iteration),
         saves=due(config.checkpoint.save_interval, iteration),
@@ -59,9 +59,9 @@ def duties_after(config: Config, iteration: int, stops: bool) -> Duties:
 
 
 def missed(config: Config, iteration: int, stops: bool, done: Done) -> Duties:
-    """What was due after the last completed iteration, or before it, and has not happened.
+    """Returns the duties of the last completed iteration or an earlier one that were not carried out.
 
-    A loss of workers interrupts what follows an iteration, and abandons saves under way.
+    A loss of workers interrupts the actions after an iteration, and abandons pending saves.
     """
     after, interval = duties_after(config, iteration, stops), config.checkpoint.save_interval
     return Duties(

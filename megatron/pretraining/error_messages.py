@@ -14,17 +14,17 @@ FIX = " Fix: "
 
 
 def messages(sources: list[Path]) -> dict[str, list[str]]:
-    """By code, the messages that carry it; values in a message are replaced by their names in angle brackets.
+    """Returns the messages of each code, with values replaced by their names in angle brackets.
 
-    A call states the code as the keyword ``code``, or raises a class that has a class attribute ``code``.
-    A message without a remedy has that of its class.
+    A call states the code as the keyword ``code``, or raises a class with a class attribute ``code``.
+    A message without a remedy has the remedy of its class.
     A sentence that quotes another error and takes its code is not listed.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
     of_class, remedies = _of_classes(trees, "code"), _of_classes(trees, "remedy")
     found: dict[str, set[str]] = defaultdict(set)
     for code in {*of_class.values()} - {UserError.code}:
-        found[code]  # a code without a literal message is listed, too
+        found[code]  # a code without a literal message is also listed
     for tree in trees:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
@@ -46,7 +46,7 @@ def _with_remedy(message: str, remedy: str | None) -> str:
 
 
 def _of_classes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
-    """By name of a class, a class attribute of its errors, such as the code, which subclasses inherit."""
+    """Returns a class attribute, such as the error code, by class name; subclasses inherit it."""
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
     def found_in(name: str) -> str | None:
@@ -78,7 +78,7 @@ def _stated(call: ast.Call) -> list[str]:
 
 
 def _text(node: ast.expr) -> str | None:
-    """The text of a literal message, or None for another expression."""
+    """Returns the text of a literal message, or None for another expression."""
     parts = list(_parts(node))
     return " ".join("".join(map(str, parts)).split()) if parts and None not in parts else None
 
@@ -97,7 +97,7 @@ def _parts(node: ast.expr) -> Iterator[str | None]:
 
 
 def _name(node: ast.expr) -> str:
-    """A short name of a value: the last identifier of its expression."""
+    """Returns a short name of a value: the last identifier of its expression."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name.strip("_").replace("_", " ")

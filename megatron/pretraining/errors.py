@@ -26,14 +26,14 @@ EXIT_FAILED = 1
 
 @contextlib.contextmanager
 def reported(program: str = "pretrain_gpt_moe.py"):
-    """Ends the process with one sentence if the cause is known; rank 0 speaks for all that raise it."""
+    """Ends the process with one sentence if the cause is known; rank 0 prints it for all that raise it."""
     try:
         yield
     except ConfigError as error:
         _end(program, map(with_code, error.problems), EXIT_FLAGS)
     except (SettingsError, TokenizerError) as error:
         _end(program, [with_code(error)], EXIT_FLAGS)
-    except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
+    except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes instead
         unreachable = UserError(
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
             "lost worker. Fix: read its last messages, and restart the job to resume",
@@ -45,7 +45,7 @@ def reported(program: str = "pretrain_gpt_moe.py"):
 
 
 def _end(program: str, sentences: Iterable[str], code: int) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save; the launcher may end this process now
     let_first_worker_speak()
     worker = f" (worker {os.environ['RANK']})" if "RANK" in os.environ else ""
     print_lines(*(f"{program}: error{worker}: {one}" for one in sentences), error=True, flush=True)

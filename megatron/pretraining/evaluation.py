@@ -1,4 +1,4 @@
-"""Validation and test loss."""
+"""Computes the validation and test loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moc.runtime.progress import progress
 
 
 def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
-    """Mean loss over some global batches, in nats per token; None if a worker was asked to stop.  A collective call.
+    """Returns the mean loss over global batches, in nats per token; None on a stop request.  A collective call.
 
     ``batches`` has this worker's micro batches of each global batch, None on stages that read no data.
     """

@@ -1,4 +1,4 @@
-"""The training loop: iterate, evaluate, save, report, stop."""
+"""Runs the training loop: iterate, evaluate, save, report, stop."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from moc.store.tiers import memory_of_run
 def pretrain(config: Config, program: Program) -> int:
     """Trains until all iterations are done or a stop is requested, recovering from lost workers.
 
-    A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
-    that, else from a snapshot (:mod:`moc.recovery.plan`).  Nodes that come are met between two iterations.
+    A worker is built once.  When another worker is lost, it keeps its live state if the recovery plan allows it.
+    Otherwise it resumes from a snapshot (:mod:`moc.recovery.plan`).  New nodes join between iterations.
 
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
@@ -71,7 +71,7 @@ def pretrain(config: Config, program: Program) -> int:
                 loss = job.meet_guests()
             except Exception as error:
                 loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
-            assert parts is not None  # a loss before the worker is built is not survived
+            assert parts is not None  # a loss before the worker is built is fatal
             try:
                 parts.go_on_after(loss)
             except UntrackedChangeError as error:
@@ -87,7 +87,7 @@ def train(run: TrainingRun, stop: StopRequests) -> int:
     """Runs the remaining iterations; returns the exit code."""
     try:
         return train_iterations_left(run, stop)
-    except NonFiniteError:  # all workers raise together; saves under way precede this iteration and are valid
+    except NonFiniteError:  # all workers raise together; pending saves precede this iteration and are valid
         run.session.finish()
         run.checkpoints.finish()
         raise
@@ -113,7 +113,7 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
 
 
 def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
-    """Does what is due after the last completed iteration; returns whether training ends with it."""
+    """Carries out the duties after the last completed iteration; returns whether training ends with it."""
     stopping = duties.stops
     if duties.evaluates and not stopping:
         stopping = not report_loss(run, "valid", stop)
@@ -129,7 +129,7 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.session.completed(record, begun)  # the commit: from here on a lost worker cannot undo the iteration
+    run.session.completed(record, begun)  # the commit: after it, a lost worker cannot undo the iteration
     reach("completed")
     run.stepper.gather_weights()
     progress("save")
@@ -143,7 +143,7 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
 
 
 def plan_anew(run: TrainingRun) -> None:
-    """With ``--ckpt-policy auto``, secures the state and restarts the session if the policy is to change.
+    """With ``--ckpt-policy auto``, flushes the state and restarts the session if the policy is to change.
 
     Raises:
         PolicySwitched: on all workers, once the last snapshot is in storage.
@@ -162,7 +162,7 @@ def plan_anew(run: TrainingRun) -> None:
 
 
 def meet_guests(run: TrainingRun) -> None:
-    """With ``--elastic``, leaves this generation if nodes have come: training goes on with them in the next one.
+    """With ``--elastic``, ends this generation if nodes have joined; training continues with them in the next one.
 
     Raises:
         GuestsWait: on all workers, after the same iteration.
@@ -172,7 +172,7 @@ def meet_guests(run: TrainingRun) -> None:
 
 
 def rebalance(run: TrainingRun, due: bool = False) -> None:
-    """With ``--elastic``, moves replicas of experts to where the load asks for them, if it is ``due`` and pays."""
+    """With ``--elastic``, moves expert replicas to match the load, if this is ``due`` and pays."""
     if run.rebalancer is None or not (due or run.rebalancer.due(run.position.iteration)):
         return
     wanted = run.rebalancer.wanted()
@@ -223,7 +223,7 @@ def secure(run: TrainingRun) -> None:
     """Writes the final state of this run to storage.
 
     Raises:
-        CheckpointError: on all workers, if no configured place (``--ckpt-dir``, ``--save``) holds it.
+        CheckpointError: on all workers, if neither ``--ckpt-dir`` nor ``--save`` has it.
     """
     progress("save")
     if run.auto is not None:

@@ -1,4 +1,4 @@
-"""A training program, the parts of a worker that it builds, and the run of a generation."""
+"""Defines a training program, the parts of a worker that it builds, and the run of a generation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from moc.state.record import Position
 
 
 class Program(Protocol):
-    """What :func:`megatron.pretraining.loop.pretrain` requires of a training program.
+    """Interface that :func:`megatron.pretraining.loop.pretrain` requires of a training program.
 
     A worker calls ``connect`` and ``build`` once, and the other methods in each generation.
     """
@@ -53,27 +53,27 @@ class Program(Protocol):
         ...
 
     def build(self, config: Config, world: World, stop: StopRequests, phases: Phases) -> WorkerParts:
-        """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone."""
+        """Builds model, optimizer, data and logs; a replacement for a lost worker builds without the others."""
         ...
 
     def topology(self, config: Config, world: World) -> Topology:
-        """This worker's share of the global batch."""
+        """Returns this worker's share of the global batch."""
         ...
 
     def schedule(self, parts: WorkerParts, topology: Topology) -> Schedule:
-        """The forward and backward passes of an iteration."""
+        """Returns the forward and backward passes of an iteration."""
         ...
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> AuxiliaryLosses:
-        """The collector of further losses."""
+        """Returns the collector of further losses."""
         ...
 
     def model(self, parts: WorkerParts) -> Model:
-        """The operators of the built model; a collective call."""
+        """Returns the operators of the built model; a collective call."""
         ...
 
     def checkpoints(self, parts: WorkerParts, model: Model) -> Saves:
-        """The checkpoints of ``--save`` and ``--load``."""
+        """Returns the checkpoints of ``--save`` and ``--load``."""
         ...
 
     def evaluate(self, run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
@@ -88,34 +88,34 @@ class Program(Protocol):
         ...
 
     def begin(self, run: TrainingRun) -> None:
-        """Does what is due before each iteration."""
+        """Runs before each iteration."""
         ...
 
     def completed(self, run: TrainingRun) -> None:
-        """Does what is due after each completed iteration."""
+        """Runs after each completed iteration."""
         ...
 
     def forget_iteration(self, parts: WorkerParts) -> None:
-        """Clears what an interrupted iteration or evaluation has left outside of :class:`WorkerParts`."""
+        """Clears state of an interrupted iteration or evaluation outside of :class:`WorkerParts`."""
         ...
 
 
 @dataclass
 class WorkerParts:
-    """The parts of a worker that are built once and survive the loss of other workers.
+    """Parts of a worker that are built once and survive the loss of other workers.
 
     Attributes:
-        world: this worker's place in the current generation.
+        world: this worker's rank and groups in the current generation.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
-        vocabulary_rows: of the embedding.
-        session: of the current generation, once it has started.
+        vocabulary_rows: rows of the embedding.
+        session: session of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
-        log_memory: of its upstream logs, kept likewise.
-        replicas: with ``--elastic``, of experts.
-        shards: with ``--elastic``, of the dense optimizer state, if that is sharded.
-        rebalancer: of the current generation; None without ``--elastic``.
+        log_memory: memory of its upstream logs, also kept.
+        replicas: with ``--elastic``, replicas of experts.
+        shards: with ``--elastic``, shards of the dense optimizer state, if it is sharded.
+        rebalancer: rebalancer of the current generation; None without ``--elastic``.
         began: iterations completed before this worker began to train; None until then.
     """
 
@@ -141,7 +141,7 @@ class WorkerParts:
     began: int | None = None
 
     def met(self, loss: Interruption | None) -> None:
-        """Takes the place of the generation in which all workers have met; logs it, if a worker was lost."""
+        """Takes over the rank and groups of the generation in which all workers reconnected; logs it after a loss."""
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
@@ -149,7 +149,7 @@ class WorkerParts:
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
     def go_on_after(self, loss: Interruption | None) -> None:
-        """Closes the interrupted session and resets everything but the state to between iterations."""
+        """Closes the interrupted session and resets everything except the state to between iterations."""
         self.met(loss)
         if self.checkpoints is not None:
             self.checkpoints.close()
@@ -171,10 +171,10 @@ class TrainingRun:
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
-        vocabulary_rows: of the embedding.
+        vocabulary_rows: rows of the embedding.
         rebalancer: as in :class:`WorkerParts`.
-        guests: nodes that come; None where their number does not vary, or workers are started anew.
-        stops: a worker was asked to stop in set-up, and there is state to save.
+        guests: joining nodes; None if the number of nodes is fixed, or changes restart the workers.
+        stops: a worker received a stop request during set-up, and there is state to save.
         missed: duties of the last completed iteration that are not done.
     """
 
@@ -201,6 +201,6 @@ class TrainingRun:
         return self.session.position
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
-        """This worker's micro batches of a split, from a sample on; None on stages that read no data."""
+        """Returns this worker's micro batches of a split from a sample on; None on stages that read no data."""
         stream = self.streams[split]
         return stream.iteration(self.stepper.topology, first_sample) if stream is not None else None

@@ -12,7 +12,7 @@ from megatron.pretraining.process.early_stop import end_at_once
 
 
 def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> None:
-    """Exits with a message if words of the command line are no options, for a launcher that starts workers.
+    """Exits with a message if the command line has unknown options, for a launcher that starts workers.
 
     Values are checked by the process that the workers are forked from (:mod:`megatron.pretraining.entry.words`).
     """
@@ -20,7 +20,7 @@ def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node
 
 
 def warm_up() -> None:
-    """Imports what training needs, and nothing more, for a launcher that forks its workers."""
+    """Imports only the modules that training needs, for a launcher that forks its workers."""
     import_module("moc.megatron").warm_up()
     import_module("megatron.pretraining.entry.gpt")
 

@@ -1,4 +1,4 @@
-"""Writes the pages of ``docs/reference`` that follow from the code: ``python -m megatron.pretraining.reference``."""
+"""Writes the generated pages of ``docs/reference``: ``python -m megatron.pretraining.reference``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTE = f"<!-- Generated from the code by `{COMMAND}`; a test compares them. -->
 
 
 def pages() -> dict[str, str]:
-    """The text of each page, by its path in the repository."""
+    """Returns the text of each page by its path in the repository."""
     return {
         "docs/reference/flags.md": flags_page(),
         "docs/reference/events.md": events_page(),
@@ -32,7 +32,7 @@ def pages() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """Flags of training and of the launcher, and the commands."""
+    """Returns the page of flags of training and of the launcher, and of the commands."""
     parts = [
         f"# Flags\n\n{_NOTE}\n",
         "Flags of this project, which `pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have beside\n"
@@ -55,7 +55,7 @@ def flags_page() -> str:
 
 
 def events_page() -> str:
-    """Types of events and their fields."""
+    """Returns the page of event types and their fields."""
     parts = [
         f"# Events\n\n{_NOTE}\n",
         "`--log-dir` receives `events.jsonl`: one JSON object a line, written by rank 0 (`inject`: the worker hit).\n"
@@ -72,12 +72,12 @@ def events_page() -> str:
 
 
 def sources() -> list[Path]:
-    """The files of the repository whose errors reach users."""
+    """Returns the files of the repository whose errors reach users."""
     return [path for package in ("moc", "megatron", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def documented() -> dict[str, list[str]]:
-    """By code, the messages of all errors: those in the source, of the operating system, and of parsers."""
+    """Returns the messages of all errors by code: from the source, the operating system and the parsers."""
     found = defaultdict(list, messages(sources()))
     for code, remedy in REMEDIES.items():
         found[code].append(f"<file>: <message of the operating system>. Fix: {remedy}")
@@ -86,7 +86,7 @@ def documented() -> dict[str, list[str]]:
 
 
 def errors_page() -> str:
-    """Codes of errors with their messages, causes and remedies."""
+    """Returns the page of error codes with their messages, causes and remedies."""
     rows = [(f"`{code}`", *cause_and_remedy(text)) for code, texts in documented().items() for text in texts]
     return "\n".join(
         [
@@ -121,7 +121,7 @@ def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def _commands() -> list[tuple[str, str, str]]:
-    """Name, file, and first line of the docstring of each console script."""
+    """Returns name, file, and first line of the docstring of each console script."""
     scripts = re.findall(r'^([\w-]+) = "([\w.]+):main"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     tools = {path.read_text(encoding="utf-8"): path for path in (ROOT / "tools").glob("*.py")}
     files = {"moc.launch": "python -m moc.launch", "megatron.pretraining.pretrain_gpt_moe": "pretrain_gpt_moe.py"}

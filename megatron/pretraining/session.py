@@ -25,7 +25,11 @@ _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
 
 def settings_of(config: Config, engine: Engine) -> Settings:
-    """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
+    """Returns the settings of this job's session.
+
+    Raises:
+        ConfigError: the policy cannot be built for this model.
+    """
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
         job = _job_shape(config, engine)
@@ -65,13 +69,13 @@ def _job_shape(config: Config, engine: Engine) -> JobShape:
     return replace(
         job_shape(config),
         stages=tuple(engine.stages),
-        bubble_share=0.0 if world.device.type == "cuda" else share,  # there, the host does not wait for other stages
+        bubble_share=0.0 if world.device.type == "cuda" else share,  # on CUDA, the host does not wait for other stages
     )
 
 
 @dataclass(frozen=True)
 class FlaggedChoices:
-    """The flags as given, as :class:`moc.session.auto.Choices`."""
+    """Given flags, as :class:`moc.session.auto.Choices`."""
 
     config: Config
 
@@ -80,12 +84,12 @@ class FlaggedChoices:
         in_force(self.config, flags)
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
-        """The session's settings with the chosen flags in force."""
+        """Returns the session's settings with the chosen flags in force."""
         return settings_of(in_force(self.config, flags), engine)
 
 
 def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
-    """The object that chooses the policy; None unless ``--ckpt-policy auto``."""
+    """Returns the object that chooses the policy; None unless ``--ckpt-policy auto``."""
     snapshot, parallel = config.snapshot, config.parallel
     if snapshot.ckpt_policy != AUTO:
         return None
@@ -106,7 +110,10 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 def lasting(config: Config) -> Lasting | None:
-    """What the job survives without a checkpoint; None if workers are started anew when nodes are lost or come."""
+    """Returns how the job survives losses without a checkpoint.
+
+    None if the number of nodes is fixed, or a change restarts the workers.
+    """
     least, most = numbers_of_nodes()
     if least == most or not goes_on_in_process(config):
         return None
@@ -122,7 +129,7 @@ def lasting(config: Config) -> Lasting | None:
 
 
 def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The layers with experts of each part of the model, of a node each."""
+    """Returns the layers with experts of each part of the model; each part is on one node."""
     parts, stages = parts_of_model(config), config.parallel.pipeline_model_parallel_size
     layers = config.network.num_layers
     found: list[list[int]] = [[] for _ in range(parts)]
@@ -133,7 +140,7 @@ def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
-    """The configuration with the chosen values of a policy in place of ``auto``.
+    """Returns the configuration with the chosen values of a policy in place of ``auto``.
 
     Raises:
         ConfigError: the other flags do not allow the choice.
@@ -150,7 +157,7 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
 
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
-    """Whether a flag applies to the chosen policy."""
+    """Returns whether a flag applies to the chosen policy."""
     if (owner := owners().get(flag)) is None:
         return flag not in _OWN_FLAGS
     needs = next(one.needs for one in owner.flags if one.name == flag)

@@ -37,7 +37,7 @@ from moc.session.tiers import LOOKING_S
 
 
 def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -> None:
-    """With ``--elastic``, sets the state that moves between workers: replicas of experts, and shards of dense layers.
+    """With ``--elastic``, sets the state that moves between workers: expert replicas and dense optimizer shards.
 
     Raises:
         ConfigError: modules of a user have state that cannot move.
@@ -62,7 +62,7 @@ def announce_restarts(config: Config, log: Records) -> None:
 
 
 def _goes_on_from(config: Config) -> str:
-    """What workers that are started anew begin with."""
+    """Describes the state that restarted workers begin with."""
     if config.snapshot.ckpt_policy is not None:
         return "resume from --ckpt-dir"
     return (
@@ -74,9 +74,9 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     """Starts a generation: resumes all workers from the same position.  A collective call.
 
     Raises:
-        ConfigError, CheckpointError: something that the flags name is unusable.
-        StopRequested: a worker was asked to stop, and nobody has anything to save.
-        NoRecoveryPoint: this worker has trained already, and no snapshot can restore it.
+        ConfigError, CheckpointError: a flag names something unusable.
+        StopRequested: a worker received a stop request, and no worker has state to save.
+        NoRecoveryPoint: this worker has already trained, and no snapshot can restore it.
     """
     config, world, log = parts.config, parts.world, parts.log
     loses = parts.remains.trained or stop.may_lose(world.job)
@@ -109,7 +109,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         if not is_settled(parts.replicas, parts.shards):
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
-            parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
+            parts.rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
     guests = Guests(world) if fewest_nodes() is not None and goes_on_in_process(config) else None
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer, guests))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
@@ -146,7 +146,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
 
 def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
-    """Duties of the last completed iteration that are not done; a collective call."""
+    """Returns the duties of the last completed iteration that are not done; a collective call."""
     at, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
 
     def known() -> list:
@@ -163,9 +163,9 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: 
 
 
 def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
-    """Agrees on where state is; returns whether it is where a run under way has put it.
+    """Agrees on the location of state; returns whether it is where a running job has placed it.
 
-    If something is on no worker any more, no state counts that workers still have.
+    If some state is on no worker, the workers discard their live state and load the newest checkpoint.
     """
     settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.helpers)
     if settled.lost:
@@ -177,12 +177,12 @@ def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
 
 
 def alone_of(parts: WorkerParts) -> NoNeighbours | None:
-    """What takes the place of a communicator on a worker without neighbours in a pipeline."""
+    """Returns the substitute for a pipeline communicator on a worker without neighbours."""
     return NoNeighbours(parts.chunks[0].config) if parts.world.helps else None
 
 
 def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
-    """The turns of a worker's micro batches."""
+    """Returns the hooks of a worker's micro batches."""
     seed = parts.config.rng.seed
     if not parts.config.elastic.elastic:
         return Turns(seed, topology)
@@ -190,5 +190,5 @@ def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
 
 
 def count_parameters(chunks) -> int:
-    """Parameters that this worker holds."""
+    """Returns the number of parameters that this worker holds."""
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())

@@ -1,4 +1,4 @@
-"""Words of a command line and keys of a configuration file; all problems of them can be reported together."""
+"""Reads command lines and configuration files, and collects all their problems."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moc.files.text import short, without_middle
 from moc.files.tree import CONFIG, open_named
 
 _SIMILAR = 0.8
-"""Least similarity of a word to a flag that is suggested, from 0 to 1."""
+"""Minimum similarity, from 0 to 1, of a word to a suggested flag."""
 
 _MOST_VALUES = 10_000
-"""Values of a configuration file; aliases of YAML make exponentially many of a short text."""
+"""Maximum values of a configuration file; YAML aliases can make exponentially many from a short text."""
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML has it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, if PyYAML has it
 
 Parse = Callable[[Sequence[str]], tuple[argparse.Namespace, list[str]]]
 
@@ -33,11 +33,11 @@ def read_words(
     Args:
         parser: raises ``ArgumentError``, instead of exiting.
         argv: the words.
-        parse: as ``parser.parse_known_args``, which is the default.
-        ignores_unknown: words that no flag takes are no problem.
+        parse: replacement for ``parser.parse_known_args``, the default.
+        ignores_unknown: do not report words that no flag takes.
 
     Returns:
-        Values by name, and the problems of the words; values that these conceal are ``UNKNOWN``.
+        Values by name, and the problems; values that cannot be read are ``UNKNOWN``.
     """
     problems, words, unreadable = Problems(), list(argv), {}
     while True:
@@ -76,10 +76,10 @@ def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
 
 
 def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Problems) -> dict[str, object]:
-    """Adds a problem for each word that is no flag.
+    """Adds a problem for each unknown word.
 
     Args:
-        words: those that no flag takes.
+        words: the words that no flag takes.
         spellings: names by the spellings of flags.
         problems: receives the problems.
 
@@ -101,7 +101,7 @@ def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Pr
 
 
 def closest(word: str, spellings: Collection[str]) -> str | None:
-    """The spelling that a word probably means; None if it is similar to none."""
+    """Returns the spelling that a word probably means; None if no spelling is similar."""
     bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in spellings}
     found = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), bare, n=1, cutoff=_SIMILAR)
     return bare[found[0]] if found else None
@@ -111,7 +111,7 @@ def load_config(path: str | os.PathLike) -> dict:
     """Reads keys and values of a YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such file.
+        ConfigError: the file cannot be read, or has other contents.
     """
     try:
         with open(open_named(path, CONFIG), encoding="utf-8") as file:
@@ -143,7 +143,7 @@ def load_config(path: str | os.PathLike) -> dict:
 
 
 def _is_larger(content: Any, most: int) -> bool:
-    """Whether there are more than so many values, each counted as often as it is referred to."""
+    """Returns whether there are more than ``most`` values, counting each once per reference."""
     waiting, count = [content], 0
     while waiting and count <= most:
         value = waiting.pop()

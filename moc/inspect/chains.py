@@ -1,4 +1,4 @@
-"""Ages of experts, and chains of gradients: what checkpoints of the same directory have of an operator before."""
+"""Computes ages of experts and chains of gradients from the checkpoints of one directory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 Details = Mapping[str, str]
-"""By operator, its detail in a checkpoint."""
+"""Detail of each operator in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Age:
-    """The newest version of an expert in a directory, at the iteration of a checkpoint.
+    """Newest version of an expert in a directory, at the iteration of a checkpoint.
 
     Attributes:
-        base: iteration of its newest state.
+        base: iteration of its newest saved state.
         until: last iteration whose gradients follow that state without a gap; ``base`` if there are none.
         age: iterations since its state was saved.
     """
@@ -38,7 +38,7 @@ class Age:
 
 
 def ages(checkpoint: Checkpoint) -> dict[str, Age]:
-    """By expert with a state in the checkpoint or in older ones beside it, its age.
+    """Returns the age of each expert with a state in the checkpoint or in older ones of its directory.
 
     Empty if its policy leaves no experts to older checkpoints.
     """
@@ -65,9 +65,9 @@ def _newest(there: Mapping[int, Details], operator: str, part: str) -> int | Non
 
 
 def bases(checkpoint: Checkpoint) -> dict[str, int]:
-    """By operator with gradients in a checkpoint, the iteration of the full save that they follow.
+    """Returns, for each operator with gradients in a checkpoint, the iteration of the full save that they follow.
 
-    If the chain has a gap, it is the negative of the iteration that is missing.
+    If the chain has a gap, the value is the negative of the missing iteration.
     """
     root, known = checkpoint.directory.parent, {checkpoint.iteration: _details(checkpoint)}
 
@@ -83,7 +83,7 @@ def bases(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def followed(iteration: int, there: Callable[[int], Details]) -> dict[str, int]:
-    """As :func:`bases`, of the checkpoint of an iteration; ``there`` returns the details at any iteration."""
+    """Returns the same as :func:`bases` for an iteration; ``there`` returns the details at any iteration."""
     found = {}
     for operator in (name for name, detail in there(iteration).items() if detail == Detail.GRAD.value):
         base = iteration
@@ -94,7 +94,7 @@ def followed(iteration: int, there: Callable[[int], Details]) -> dict[str, int]:
 
 
 def chain_problems(checkpoint: Checkpoint) -> list[str]:
-    """The operators whose gradients are of no use, since a checkpoint before them is missing, one sentence each."""
+    """Returns a sentence for each operator whose gradients are unusable because an earlier checkpoint is missing."""
     return [
         f"{operator}: its gradients follow the state of iteration {-base}, which is not there: keep all checkpoints of "
         "a chain"

@@ -28,29 +28,29 @@ _PARTS = ("rank_", ".rank_", f"{MANIFEST}.")  # files of Format v1 before its ma
 
 @dataclass
 class Checkpoint:
-    """A checkpoint's description of itself, and the problems that show without reading all of it."""
+    """Description of a checkpoint by its own files, and the problems that show without reading all of it."""
 
     directory: Path
     files: dict[str, dict]
-    """The manifest's entries by name: bytes, and xxh3_128 of all or (Format v1) header_bytes and header_xxh3_128."""
+    """Manifest entries by name: bytes, and xxh3_128 of all or (Format v1) header_bytes and header_xxh3_128."""
     format: str = DENSE
     """``snapshot`` for Format v1, or ``dense``."""
     iteration: int | None = None
     state: Mapping = field(default_factory=dict)
     """Non-tensor state: training_state.json, or in Format v1 a part of the manifest; empty if unreadable."""
     policy: str | None = None
-    """The policy that planned it; None for dense ones."""
+    """Policy that planned it; None for dense checkpoints."""
     layout: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the layout that wrote it, if stated."""
+    """Sizes of the layout that wrote it, if recorded."""
     operators: Mapping[str, OperatorEntry] | None = None
-    """Format v1: the manifest's entry for each operator; None for dense ones."""
+    """Format v1: the manifest's entry for each operator; None for dense checkpoints."""
     broken: set[str] = field(default_factory=set)
     """Files that are missing, of another size than listed, or otherwise damaged."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def region_files(self) -> list[str]:
-        """Names of the listed region files: all of Format v1, and those with optimizer state of dense checkpoints."""
+        """Names of the listed region files: in Format v1 all, in dense checkpoints the files with optimizer state."""
         return sorted(name for name in self.files if self.format == SNAPSHOT or is_of_optimizer(name))
 
     @property
@@ -59,23 +59,23 @@ class Checkpoint:
         return sorted(name for name in self.files if name.endswith(".distcp"))
 
     def bytes_of(self, names: list[str]) -> int:
-        """Bytes of these files, as listed."""
+        """Returns the listed bytes of these files."""
         return sum(self.files[name]["bytes"] for name in names)
 
 
 def is_of_optimizer(name: str) -> bool:
-    """Whether a file of a dense checkpoint has boxes of optimizer state."""
+    """Returns whether a file of a dense checkpoint has boxes of optimizer state."""
     return name.startswith(f"{OPTIMIZER}/") and name.endswith(".safetensors")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory is one checkpoint, rather than a --save directory of several."""
+    """Returns whether a directory is one checkpoint, rather than a --save directory of several."""
     named = iteration_of(path.resolve().name) is not None
     return named or any((path / name).is_file() for name in (MANIFEST, STATE))
 
 
 def format_of(directory: Path) -> str:
-    """``snapshot`` if the manifest is of Format v1, else ``dense``."""
+    """Returns ``snapshot`` if the manifest has Format v1, otherwise ``dense``."""
     try:
         written = decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST))["format"]
         return SNAPSHOT if written == manifests.FORMAT else DENSE
@@ -84,7 +84,7 @@ def format_of(directory: Path) -> str:
 
 
 def is_unpublished(directory: Path) -> bool:
-    """Whether a directory holds an unpublished save in Format v1, which without a manifest is no checkpoint."""
+    """Returns whether a directory holds an uncommitted save in Format v1, which is no checkpoint without a manifest."""
     try:
         names = Tree(directory).names()
     except OSError:
@@ -93,12 +93,12 @@ def is_unpublished(directory: Path) -> bool:
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations of the checkpoints in a directory, ascending."""
+    """Returns the iterations of the checkpoints in a directory, ascending."""
     return [i for i in dense_files.saved_iterations(root) if not is_unpublished(dense_files.directory_of(root, i))]
 
 
 def choose(root: Path, iteration: int | None) -> Path:
-    """The checkpoint of an iteration in a directory; by default the tracker's, else the newest.
+    """Returns the checkpoint of an iteration in a directory; by default the tracker's, otherwise the newest.
 
     Raises:
         CheckpointError: there is none.
@@ -147,7 +147,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
     stock = manifest["format"] == dense_files.OF_MEGATRON
-    for name in (".metadata",) if stock else (STATE, ".metadata"):  # scripts of users have no state of ours
+    for name in (".metadata",) if stock else (STATE, ".metadata"):  # checkpoints of user scripts lack STATE
         if name not in checkpoint.files:
             checkpoint.problems.append(f"{MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:
@@ -204,7 +204,7 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
 def _read_state(checkpoint: Checkpoint) -> None:
     path = checkpoint.directory / STATE
     if STATE in checkpoint.broken or not path.is_file():
-        return  # reported already
+        return  # already reported
     try:
         state = _checked(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)))
     except (ValueError, OSError) as error:
@@ -222,7 +222,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """The part of the non-tensor state that these tools use."""
+    """Part of the non-tensor state that these tools use."""
 
     iteration: Count | None = None
     consumed_samples: Count | None = None
@@ -234,15 +234,15 @@ class _State:
 
 
 def _checked(state: Any) -> Mapping:
-    """The non-tensor state; raises ValueError if a value that these tools use has another type."""
+    """Returns the non-tensor state; raises ValueError if a value that these tools use has another type."""
     decode.convert(state, _State)
     return state
 
 
 def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
-    """Boxes of all readable region files, and a problem for each other file.
+    """Returns the boxes of all readable region files, and a problem for each other file.
 
-    Missing files are among the checkpoint's own problems.
+    The checkpoint's own problems already include missing files.
     """
     boxes, problems = [], []
     for name in checkpoint.region_files:
@@ -256,10 +256,10 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
 
 
 def boxes_of(directory: Path, name: str) -> list[StoredBox]:
-    """The boxes that the header of a region file describes.
+    """Returns the boxes that the header of a region file describes.
 
     Raises:
-        CheckpointError: the header is invalid, or the file does not hold what it describes.
+        CheckpointError: the header is invalid, or does not match the file.
     """
     try:
         with open(Tree(directory).open(name), "rb", buffering=0) as file:

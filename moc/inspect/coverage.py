@@ -1,4 +1,4 @@
-"""Checks that boxes of tensors cover the whole state of a model exactly once."""
+"""Checks that boxes of tensors cover the complete state of a model exactly once."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
-"""The slots of every parameter, by optimizer.  Of others, such as Muon, parameters of different kinds have others."""
+"""Slots of every parameter, by optimizer.  With others, such as Muon, slots depend on the kind of parameter."""
 MASTER = "master"
-"""The slot that every parameter has, whatever its optimizer is."""
+"""Slot that every parameter has with any optimizer."""
 PARAM = "param"
-"""The slot of compute weights, and of module state, which no optimizer updates."""
+"""Slot of compute weights, and of module state, which no optimizer updates."""
 MOST_OPERATORS = 1 << 18
-"""Largest number of operators of a model that is read from a file."""
+"""Maximum number of operators of a model that is read from a file."""
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAMES = rf"^(?:embedding|output|layers\.{_NUMBER}\.(?:attention|mlp|router|expert\.{_NUMBER}))\Z"
 _Parameters = Annotated[dict[Annotated[str, Meta(pattern=_NAMES)], decode.Count], Meta(max_length=MOST_OPERATORS)]
-"""The number of parameters of each operator: a model that Megatron-LM has built."""
-_MOST_COMPARED = 100_000  # numbers of a box and a hole
-_MOST_SWEPT, _LEAST = 3_000_000, 200  # numbers of two boxes, and as many as a step of the sweep takes for itself
+"""Number of parameters of each operator of a model built by Megatron-LM."""
+_MOST_COMPARED = 100_000  # coordinates compared between boxes and holes
+_MOST_SWEPT, _LEAST = 3_000_000, 200  # coordinates of box pairs, and the cost of a sweep step in this unit
 _PRIME = (1 << 61) - 1
 
 
 def slots_of(optimizer: str | None) -> tuple[str, ...]:
-    """The slots that every parameter has in the state of an optimizer; the first is the master."""
+    """Returns the slots that every parameter has with an optimizer; the first is the master."""
     return SLOTS.get(optimizer, (MASTER,)) if optimizer else ()
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
-    """Missing and duplicate elements among the boxes of all region files of a checkpoint, one sentence each."""
+    """Returns missing and duplicate elements in the boxes of all region files of a checkpoint, one sentence each."""
     state, operators = checkpoint.state, checkpoint.operators
     tensors: dict[str, dict[str, list[StoredBox]]] = defaultdict(lambda: defaultdict(list))
     for box in boxes:
@@ -62,7 +62,7 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
 
 
 def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry]):
-    """Format v1: differences between the manifest's element counts of operators and the files'."""
+    """Yields, for Format v1, differences between the element counts of operators in the manifest and in the files."""
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, slots in tensors.items():
         for slot, boxes in slots.items():
@@ -78,17 +78,17 @@ def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], opera
 def _missing_slots_of_details(
     tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
 ) -> Iterator[str]:
-    """Format v1: missing slots that a tensor must have at the detail of its operator."""
+    """Yields, for Format v1, the slots that a tensor lacks at the detail of its operator."""
     for name in sorted(tensors):
         entry = operators.get(operator_or_other(name))
         if entry is None:
-            continue  # reported already
+            continue  # already reported
         if missing := sorted(set(_slots_of(name, entry.detail, optimizer)) - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
 
 
 def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
-    """The slots that a tensor must have at a detail of ``moc.state.detail``."""
+    """Returns the slots that a tensor must have at a detail of ``moc.state.detail``."""
     if is_module_state(name):
         return () if detail in ("moments", "grad") else (PARAM,)
     full = slots_of(optimizer)
@@ -97,7 +97,7 @@ def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
 
 
 def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
-    """The operators of a model that have no tensor among these; the shape is as in training_state.json.
+    """Returns the operators of a model that have no tensor among these; the shape is as in training_state.json.
 
     Raises:
         ValueError: the shape is invalid.
@@ -111,7 +111,7 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
 
 
 def operators_of(shape: Any) -> list[Operator]:
-    """The operators of a model; only names and places are set.
+    """Returns the operators of a model; only names and positions are set.
 
     Raises:
         ValueError: the shape is invalid.
@@ -135,7 +135,7 @@ def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[s
 
 @dataclass(frozen=True)
 class _Shape:
-    """The part of a model's shape that determines its operators."""
+    """Part of a model's shape that determines its operators."""
 
     num_layers: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)]
     num_experts: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)] | None
@@ -143,7 +143,7 @@ class _Shape:
     """Experts are in the first of every N layers; or 0 or 1 for each layer."""
 
     def expert_layers(self) -> list[bool]:
-        """Whether each layer has experts."""
+        """Returns, for each layer, whether it has experts."""
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
             return [layer % frequency == 0 for layer in range(self.num_layers)]
@@ -153,7 +153,7 @@ class _Shape:
 
 
 def _operators(shape: Any) -> list[str]:
-    """The operators of a model of this shape: the names of all, or sizes; raises ValueError if they are too many."""
+    """Returns the operators of a model's shape, by operator or by sizes; raises ValueError if they are too many."""
     if is_by_operator(shape):
         by_operator: Any = _Parameters
         return [*decode.convert(shape, by_operator)]
@@ -161,7 +161,7 @@ def _operators(shape: Any) -> list[str]:
 
 
 def is_by_operator(shape: Any) -> bool:
-    """Whether a shape counts the parameters of each operator, and does not list sizes of a GPT model."""
+    """Returns whether a shape counts the parameters of each operator, and does not list sizes of a GPT model."""
     return isinstance(shape, dict) and bool(shape) and "num_layers" not in shape
 
 
@@ -178,7 +178,7 @@ def _operators_of_sizes(shape: _Shape) -> list[str]:
 
 
 def operator_or_other(name: str) -> str:
-    """The operator of a tensor; ``other`` if it belongs to no known operator."""
+    """Returns the operator of a tensor; ``other`` if it belongs to no known operator."""
     try:
         return operator_of(name)
     except ValueError:
@@ -190,7 +190,7 @@ def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: st
     for slot in slots_of(optimizer):
         if tensors and slot not in found:
             yield f"{slot}: no file holds it for any tensor"
-    wanted = found if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not tell the optimizer
+    wanted = found if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not record the optimizer
     for name in sorted(tensors):
         if missing := sorted(wanted - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
@@ -223,17 +223,18 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
     if holes:
         lost = sum(hole.numel for hole in holes)
         yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
-    elif overlap is None:  # the search was given up
+    elif overlap is None:  # the search was stopped at its limit
         held = sum(box.region.numel for box in boxes)
         yield f"has holes, or boxes that overlap: files hold {held:,} elements, and the tensor has {whole.numel:,}"
 
 
 def _tile(whole: Region, boxes: list[Region]) -> bool:
-    """Whether boxes inside a region hold each of its elements exactly once, in linear time for any boxes.
+    """Returns whether boxes inside a region hold each of its elements exactly once, in linear time for any boxes.
 
     It compares two sums of indicator functions.  The indicator of a box is a product over axes of differences of step
-    functions, one step at each end.  Any steps are linearly independent, so with random numbers modulo a prime in their
-    place, different sums are equal with a probability below 2^-54.  The numbers are secret: no file can be made to fit.
+    functions, one step at each end.  Any steps are linearly independent.  So with random numbers modulo a prime in
+    their place, different sums are equal with a probability below 2^-54.  The numbers are secret, so no file can be
+    made to fit.
     """
     steps = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in whole.shape]
 
@@ -247,7 +248,7 @@ def _tile(whole: Region, boxes: list[Region]) -> bool:
 
 
 def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | None:
-    """Two boxes that overlap, and their overlap, by a sweep along the axis with most offsets; bounded in time."""
+    """Returns two overlapping boxes and their overlap, by a time-bounded sweep along the axis with most offsets."""
     offsets = numpy.array([box.region.offset for box in boxes], dtype=numpy.int64)
     ends = offsets + numpy.array([box.region.shape for box in boxes], dtype=numpy.int64)
     axes = offsets.shape[1]
@@ -270,7 +271,7 @@ def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | No
 
 
 def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region] | None:
-    """The parts of a tensor that no box holds; None if there are too many boxes and holes to compare."""
+    """Returns the parts of a tensor that no box holds; None if there are too many boxes and holes to compare."""
     rest, compared = [whole], 0
     for box in boxes:
         compared += len(rest) * len(whole.shape)

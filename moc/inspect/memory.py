@@ -1,8 +1,7 @@
-"""Lists what jobs have left in this machine's memory (/dev/shm), and removes what is named and no process uses.
+"""Lists memory that jobs have left on this machine (/dev/shm), and removes named parts that no process uses.
 
-A job that was killed leaves its snapshots there, so that it can go on from them.  If it is not to be started again,
-they only take memory.  Memory of a job that was alive within its lease (mocrun --silence-timeout) is kept: the job may
-be replacing its workers.
+A killed job leaves its snapshots there to resume from them.  If it is not restarted, they only use memory.  Memory of a
+job that was alive within its lease (mocrun --silence-timeout) is kept, because the job may be replacing its workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts that a partial checkpoint lacks, in the older checkpoints beside it."""
+"""Finds experts that a partial checkpoint lacks in the older checkpoints of its directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED = 8  # experts in a sentence
 
 
 def recovery_from(directory: Path) -> RecoveryPath | None:
-    """What a run would resume from at a checkpoint's iteration, if storage alone were left, without any gradients.
+    """Returns the recovery path at a checkpoint's iteration if only storage is left, without any gradients.
 
     Returns:
         None if its policy leaves no experts to older checkpoints, or if some state is in none of them.
@@ -54,7 +54,7 @@ def _without_gradients(one: AvailableCheckpoint) -> AvailableCheckpoint:
 
 
 def stale(way: RecoveryPath) -> dict[str, int]:
-    """By expert, the iteration of its state, of those older than the rest; the oldest first."""
+    """Returns, by expert whose state is older than the rest, the iteration of this state; oldest first."""
     older: dict[str, int] = {}
     for (name, _), held in way.sources.items():
         if held.iteration < way.iteration:
@@ -63,12 +63,12 @@ def stale(way: RecoveryPath) -> dict[str, int]:
 
 
 def chained(directory: Path) -> int:
-    """The number of experts whose gradients follow the state that a run would resume with at a checkpoint."""
+    """Returns the number of experts whose gradients follow the state that a run would load at a checkpoint."""
     return sum(age.until > age.base for age in ages(read_checkpoint(directory)).values())
 
 
 def sentence(older: Mapping[str, int]) -> str:
-    """How many experts are older, and which ones, the oldest first, in half a sentence; there is at least one."""
+    """Returns half a sentence with the number of older experts and their names, oldest first; there is at least one."""
     count = "1 expert is" if len(older) == 1 else f"{len(older):,} experts are"
     named: dict[int, list[str]] = {}
     for name, iteration in islice(older.items(), _NAMED):

@@ -1,4 +1,4 @@
-"""Shows what a checkpoint holds: position, model, and the bytes of its weights and optimizer state, by operator."""
+"""Shows the contents of a checkpoint: position, model, and bytes of weights and optimizer state, by operator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Only headers are read; tools/verify_checkpoint.py compares the content of files 
 
 
 def build_parser() -> Parser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Show what a checkpoint holds.",
         epilog=EPILOG,
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a checkpoint: totals by kind, operator or file, and how old experts are."""
+    """View of a checkpoint: totals by kind, operator or file, and the ages of experts."""
 
     checkpoint: Checkpoint
     by: str
@@ -99,7 +99,7 @@ class View:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, boxes: list[StoredBox], by: str) -> View:
-        """Groups boxes; by operator, experts that the checkpoint lacks have empty rows."""
+        """Groups boxes; by operator, experts missing in the checkpoint have empty rows."""
         rows, found = group(boxes, by), ages(checkpoint)
         if by == "operator":
             rows |= {name: Total({name}) for name in found.keys() - rows.keys()}
@@ -113,9 +113,9 @@ class Total:
 
     operators: set[str] = field(default_factory=set)
     elements: Counter[str] = field(default_factory=Counter)
-    """By slot."""
+    """Elements by slot."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """By slot."""
+    """Bytes by slot."""
 
     def add(self, box: StoredBox, operator: str) -> None:
         """Adds a box of an operator."""
@@ -151,7 +151,7 @@ def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
 
 
 def _kind(operator: str) -> str:
-    """The kind of an operator, such as ``expert`` of ``layers.3.expert.5``."""
+    """Returns the kind of an operator, such as ``expert`` of ``layers.3.expert.5``."""
     return operator.split(".")[2] if operator.startswith("layers.") else operator
 
 
@@ -162,7 +162,7 @@ def _place_of_operator(operator: str) -> tuple:
 
 
 def rows_to_dict(view: View) -> list[dict]:
-    """The rows, for JSON."""
+    """Returns the rows, for JSON."""
     by, checkpoint = view.by, view.checkpoint
     told, followed = [], bases(checkpoint) if by == "operator" else {}
     for name, row in view.rows.items():
@@ -177,7 +177,7 @@ def rows_to_dict(view: View) -> list[dict]:
 
 
 def facts(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
-    """Facts about a checkpoint as a whole; sizes in bytes."""
+    """Returns facts about a checkpoint; sizes are in bytes."""
     checkpoint, state = view.checkpoint, view.checkpoint.state
     told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
     told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
@@ -197,7 +197,7 @@ def facts(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
 
 
 def stale(found: Mapping[str, Age], iteration: int | None) -> dict[str, int]:
-    """By expert that is older than the checkpoint, the last iteration that its state and gradients reach."""
+    """Returns, by expert that is older than the checkpoint, the last iteration that its state and gradients reach."""
     older = {name: age.until for name, age in found.items() if age.until != iteration}
     return dict(sorted(older.items(), key=lambda one: one[1]))
 
@@ -207,7 +207,7 @@ def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
 
 
 def loss_scale(state: Mapping) -> float | None:
-    """The loss scale in training_state.json, of fp16 with a loss scale that adapts."""
+    """Returns the loss scale in training_state.json, for fp16 with an adaptive loss scale."""
     scale = (state.get("grad_scaler") or {}).get("scale")
     return next(iter(scale), None) if isinstance(scale, list) else scale
 
@@ -309,6 +309,6 @@ def _table(view: View):
 
 
 def _of_operator(entry: OperatorEntry | None, age: Age | None) -> tuple[str, ...]:
-    """The last cells of an operator's row: detail, updates, age, and the state and gradients that it comes from."""
+    """Returns the last cells of an operator's row: detail, updates, age, and iterations of its state and gradients."""
     detail, step = (entry.detail, entry.step) if entry else ("", None)
     return detail, "" if step is None else f"{step:,}", f"{age.age:,}" if age else "", str(age or "")

@@ -1,4 +1,4 @@
-"""Tells whether checkpoints are whole: every byte of every file, and every element of the state that they hold."""
+"""Verifies that checkpoints are complete: every byte of every file, and every element of their state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ exit codes: 0 all is whole, 1 something is damaged or missing (one line for each
 
 
 def build_parser() -> Parser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
         epilog=EPILOG,
@@ -70,7 +70,7 @@ def build_parser() -> Parser:
 
 @dataclass
 class Verdict:
-    """The findings on a checkpoint, or on a --save directory as such."""
+    """Findings on a checkpoint, or on a --save directory itself."""
 
     path: Path
     checkpoint: Checkpoint | None = None
@@ -79,10 +79,10 @@ class Verdict:
     hashed: int = 0
     """Bytes read and hashed."""
     tensors: int = 0
-    """Tensors in region files: those with optimizer state, and in Format v1 all."""
+    """Tensors in region files: with optimizer state, and in Format v1 all."""
 
     def to_dict(self) -> dict:
-        """The verdict, for JSON."""
+        """Returns the verdict, for JSON."""
         return {
             "path": str(self.path),
             "format": self.checkpoint.format if self.checkpoint else None,
@@ -96,7 +96,7 @@ class Verdict:
         }
 
     def lines(self) -> list[str]:
-        """The verdict, as text."""
+        """Returns the verdict, as text."""
         found = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
         count = len(self.problems)
         if count:
@@ -115,7 +115,7 @@ class Verdict:
 
 @escapes_output
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool; returns the exit status: 0 if all is whole, else 1."""
+    """Runs the tool; returns the exit status: 0 if all checkpoints are complete, otherwise 1."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.workers < 1:
@@ -155,7 +155,7 @@ def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
 
 
 def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
-    """Examines a PATH without reading much: a verdict for each checkpoint, and one for their directory."""
+    """Examines a PATH without reading much; returns a verdict for each checkpoint, and one for their directory."""
     if is_checkpoint(path):
         return [_opened(path)]
     directory = Verdict(path, notes=leftovers(path))
@@ -182,7 +182,7 @@ def _opened(directory: Path) -> Verdict:
 
 
 def tracker_problem(root: Path) -> str | None:
-    """The problem with the tracker file of a --save directory, or None; Format v1 has no tracker."""
+    """Returns the problem with the tracker file of a --save directory, or None; Format v1 has no tracker."""
     saved = saved_iterations(root)
     try:
         tracked = dense_files.latest_iteration(root)
@@ -197,7 +197,7 @@ def tracker_problem(root: Path) -> str | None:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Remains of killed or unfinished saves in a directory, as notes; all are harmless."""
+    """Returns notes on remains of killed or unfinished saves in a directory; all are harmless."""
     unpublished = [dense_files.directory_of(root, iteration) for iteration in dense_files.saved_iterations(root)]
     unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
     notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
@@ -211,7 +211,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 def check_hashes(verdicts: list[Verdict], workers: int) -> None:
-    """Compares every file that has its listed size with its hash or hashes, by some threads; adds the problems."""
+    """Compares every file of the listed size with its hash or hashes, in several threads; adds the problems."""
     there = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
     jobs = [(verdict, one, name) for verdict, one in there for name in one.files.keys() - one.broken]
     jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large files first, to balance the threads
@@ -220,7 +220,7 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
         results = list(pool.map(lambda job: _hash_problems(job[1], job[2], advance), jobs))
     for (verdict, one, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
         verdict.hashed += one.files[name]["bytes"]
-        if problems:  # they replace earlier problems with the file's content
+        if problems:  # replace earlier problems with the file's content
             before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
             verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
             one.broken.add(name)
@@ -240,7 +240,7 @@ def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], N
 
 
 def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
-    """Format v1: the manifest has the header's hash, and the header has those of all boxes."""
+    """Checks a file of Format v1: the manifest has the header's hash, and the header the hashes of all boxes."""
     entry = checkpoint.files[name]
     if digest_of_file(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
         return ["its header does not match its hash: it is damaged"]
@@ -258,7 +258,7 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
 
 
 def check_coverage(verdict: Verdict) -> None:
-    """Checks that files hold every element of the state once, and what gradients follow; adds the problems."""
+    """Checks that files hold every element of the state once, and the bases of gradients; adds the problems."""
     checkpoint = verdict.checkpoint
     if not checkpoint:
         return
@@ -270,5 +270,5 @@ def check_coverage(verdict: Verdict) -> None:
         if dense_files.STATE in checkpoint.broken:
             checkpoint.state = {}
         verdict.problems += coverage_problems(checkpoint, boxes)
-    else:  # each tensor in a lost file would be a problem of its own
+    else:  # each tensor in a lost file would be another problem
         verdict.notes.append("not searched for holes and overlaps, since files are lost")

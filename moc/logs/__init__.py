@@ -1,1 +1,1 @@
-"""Logs that a replay needs beside snapshots: tensors of iterations, by key; one kind has crossed pipeline stages."""
+"""Logs tensors of iterations by key, which a replay needs in addition to snapshots, such as upstream logs."""

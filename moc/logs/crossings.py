@@ -1,6 +1,6 @@
-"""Tensors that cross the boundaries of pipeline stages in an iteration, and their order.
+"""Lists the tensors that cross pipeline stage boundaries in an iteration, in order.
 
-Both follow from the schedule, so sender and receiver number the tensors alike without communication.
+They follow from the schedule, so sender and receiver number them identically without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that one stage sends to another, once per iteration.
+    """Tensor that one stage sends to another, once per iteration.
 
     Attributes:
         chunk: model chunk of the sender that computes it.
@@ -32,13 +32,13 @@ class Crossing:
 
     @property
     def key(self) -> str:
-        """Key of its tensor in logs."""
+        """Key of the tensor in logs."""
         return f"{self.direction.value} chunk {self.chunk} micro batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline stages, and the order in which they compute.
+    """Pipeline stages and their order of computation.
 
     Chunk c of stage s is the part c * stages + s of the model.
 
@@ -57,11 +57,11 @@ class Pipeline:
         return 1 + max(chunk for _, chunk in self.turns)
 
     def sender(self, stage: int, direction: Direction) -> int:
-        """Returns the stage that a stage receives from."""
+        """Returns the stage whose tensors a stage receives."""
         return (stage + (-1 if direction is Direction.FORWARD else 1)) % self.stages
 
     def sent(self, stage: int, direction: Direction) -> list[Crossing]:
-        """Returns what a stage sends in one direction per iteration, in order."""
+        """Returns the tensors that a stage sends in one direction per iteration, in order."""
         if direction is Direction.FORWARD:
             last = (self.stages - 1, self.chunks - 1)
             return [Crossing(direction, chunk, i) for i, chunk in self.turns if (stage, chunk) != last]
@@ -73,7 +73,7 @@ class Pipeline:
         return frozenset(self.sender(stage, way) for way in Direction if self.received(stage, way))
 
     def received(self, stage: int, direction: Direction) -> list[Crossing]:
-        """Returns what a stage receives in one direction per iteration, in order, named as by its sender.
+        """Returns the tensors that a stage receives in one direction per iteration, in order, named as by their sender.
 
         A stage sends to one other stage per direction, and channels keep their order.
         """

@@ -1,7 +1,7 @@
-"""Log files: the tensors that one rank has logged of one iteration, by key, with hashes.
+"""Reads and lays out log files: the tensors that one rank logged in one iteration, by key, with hashes.
 
-A file gets its name once it is whole.  It is a region file, like those of snapshots (``docs/reference/format.md``): the
-name of an entry is its iteration, its slot the key, and its box the whole tensor.
+A file gets its name when it is complete.  It is a region file, like snapshot files (``docs/reference/format.md``).  The
+name of an entry is its iteration, its slot the key, and its region the full tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE = re.compile(r"^iter_(\d{10})\.safetensors$")
 
 
 class LogEntry(NamedTuple):
-    """A tensor that is logged in every iteration, or in some; the key identifies it within an iteration."""
+    """Tensor that is logged in every iteration, or in some; the key identifies it within an iteration."""
 
     key: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ def directory_of(root: Path, rank: int, kind: str = "logs") -> Path:
 
 
 def path_of(directory: Path, iteration: int) -> Path:
-    """Returns the path of an iteration's whole log."""
+    """Returns the path of an iteration's complete log."""
     return directory / f"iter_{iteration:010d}.safetensors"
 
 
@@ -48,25 +48,25 @@ def iterations_in(directory: Path) -> list[int]:
 def layout_of(iteration: int, entries: Iterable[LogEntry]) -> FileLayout:
     """Returns the layout of an iteration's log; its size is equal for all iterations with the same entries.
 
-    The keys of the entries are the slots of the layout, which has an order of its own.
+    The keys of the entries are the slots of the layout, which has its own order.
     """
     name = _name(iteration)
     return FileLayout(Entry(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries)
 
 
 class LogReader:
-    """Reads what a rank has logged, even after that rank is gone."""
+    """Reader of a rank's logs, which also works after that rank has ended."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._opened: tuple[int | None, dict[tuple[str, str], Source]] = None, {}
 
     def iterations(self) -> list[int]:
-        """Returns the logged iterations, ascending, without one that is being written."""
+        """Returns the iterations with a complete log, ascending."""
         return iterations_in(self._directory)
 
     def read(self, iteration: int, key: str) -> torch.Tensor:
-        """Returns a logged tensor, on the host, in its shape; not to be changed.
+        """Returns a logged tensor on the host, in its shape; callers must not change it.
 
         Raises:
             MissingRegionError: it was not logged.

@@ -1,9 +1,9 @@
 """Logs the tensors of an iteration that a replay needs, into reused host memory that outlives the process.
 
-begin       takes a slot that no iteration needs any more, or a new one
-write       copies each tensor as it becomes available: on CUDA on a separate stream, on the CPU at once
-end         a thread waits for the copies, hashes them, and names the slot as the log of the iteration
-collect     frees the slots of iterations that a newer checkpoint supersedes
+begin       takes the buffer of an iteration that is no longer needed, or a new one
+write       copies each tensor as it becomes available: on CUDA on a separate stream, on the CPU immediately
+end         a thread waits for the copies, hashes them, and names the buffer as the log of the iteration
+collect     frees the buffers of iterations that a newer checkpoint supersedes
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 from moc.store.regions import FileLayout
 
-_FEWEST = 2  # slots: one is written while another is hashed
+_FEWEST = 2  # buffers: one is written while another is hashed
 
 
 class LogWriter:
-    """Writes the logs of one rank; not thread-safe.
+    """Writer of one rank's logs; not thread-safe.
 
-    If ``limit`` or the memory is exhausted, the oldest iterations are given up, and counted.
+    If ``limit`` or the memory is exhausted, the oldest iterations are removed and counted.
 
     Args:
-        directory: of the logs of this rank, in a memory file system.
-        entries: what an iteration may log; their keys differ.
+        directory: directory of this rank's logs, in a memory file system.
+        entries: tensors that an iteration may log; their keys differ.
         limit: bytes that logs may take.
-        device: where the tensors are.
-        name: of these logs, in messages.
+        device: device of the tensors.
+        name: name of these logs, in messages.
         more: how to allow more bytes, in messages.
         otherwise: how to do without these logs, in messages.
 
     Raises:
-        CheckpointError: limit or memory do not suffice for two iterations.
+        CheckpointError: limit or memory is too small for two iterations.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LogWriter:
         self._name, self._otherwise = name, otherwise
         self._pin = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pin else None
-        # CUDA's current device is a thread's own; otherwise an event's wait makes a context on device 0
+        # each thread has its own current CUDA device; without it, an event's wait creates a context on device 0
         enter = functools.partial(torch.cuda.set_device, device) if self._pin else None
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal", initializer=enter)
         self._sealed: Future | None = None
@@ -72,7 +72,7 @@ class LogWriter:
         self.given_up = 0
         """Iterations whose logs were removed for lack of room."""
         self.slot_bytes = layout_of(0, self._entries.values()).nbytes
-        """Size of the log of an iteration."""
+        """Size of an iteration's log."""
         self._most = int(limit // self.slot_bytes)
         if self._most < _FEWEST:
             raise CheckpointError(
@@ -91,11 +91,11 @@ class LogWriter:
         return self._slots * self.slot_bytes
 
     def bytes_for(self, iterations: int) -> int:
-        """Host memory that :meth:`reserve` allocates in all."""
+        """Returns the host memory that :meth:`reserve` allocates in total."""
         return self._slots_for(iterations) * self.slot_bytes
 
     def reserve(self, iterations: int) -> None:
-        """Allocates memory for the logs of so many iterations, up to the limit.
+        """Allocates memory for the logs of this many iterations, up to the limit.
 
         Raises:
             CheckpointError: the node has too little memory.
@@ -108,11 +108,11 @@ class LogWriter:
 
     @property
     def iterations(self) -> list[int]:
-        """Iterations with a log that is, or soon will be, whole; ascending."""
+        """Iterations whose log is complete, or is being hashed; ascending."""
         return sorted(self._used)
 
     def begin(self, iteration: int, keys: Collection[str] | None = None) -> None:
-        """Starts the log of an iteration; drops logs of this and later ones, left by a run that went back.
+        """Starts the log of an iteration; drops logs of this and later ones, left by a run that rolled back.
 
         It logs the entries of ``keys``, by default all.
         """
@@ -148,10 +148,10 @@ class LogWriter:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 target.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)  # its memory is not reused before that
+            tensor.record_stream(self._stream)  # its memory is not reused before the copy is done
 
     def end(self) -> None:
-        """Ends the iteration; its log is whole once a thread has hashed it.
+        """Ends the iteration; its log is complete after a thread has hashed it.
 
         Raises:
             CheckpointError: an entry of the iteration was not logged.
@@ -163,24 +163,24 @@ class LogWriter:
                 f"{next(iter(self._views))} was not logged in iteration {iteration}. Fix: {self._otherwise}",
                 code="logging-unsupported",
             )
-        # blocking: otherwise the thread that waits keeps a core busy
+        # blocking: otherwise the waiting thread keeps a core busy
         copied = None if self._stream is None else self._stream.record_event(torch.cuda.Event(blocking=True))
         self._current, self._used[iteration] = None, buffer
         self._sealed = self._sealing.submit(self._seal, iteration, layout, buffer, copied)
 
     def collect(self, before: int) -> None:
-        """Frees the memory of earlier iterations for later ones."""
+        """Frees the memory of logs before iteration ``before`` for later ones."""
         for iteration in [one for one in self._used if one < before]:
             self._drop(iteration)
 
     def failure(self) -> str | None:
-        """Returns what went wrong beside training, or None."""
+        """Returns the failure of background work, or None."""
         if self._sealed is not None and self._sealed.done():
             self.wait()
         return self._failure
 
     def wait(self) -> None:
-        """Returns once every ended log is whole, or :meth:`failure` says why not."""
+        """Waits until every ended log is complete, or :meth:`failure` returns the reason."""
         if self._sealed is not None and (error := self._sealed.exception()) is not None:
             self._failure = with_code(
                 CheckpointError(
@@ -191,17 +191,17 @@ class LogWriter:
             )
 
     def pause(self) -> None:
-        """Ends pending work, and gives up an interrupted iteration; whole logs stay in place."""
+        """Ends pending work and discards an interrupted iteration; complete logs stay in place."""
         self.wait()
         if self._current is None:
             return
         if self._stream is not None:
-            self._stream.synchronize()  # it may still be copied, into memory that is used again or freed
+            self._stream.synchronize()  # a pending copy would write into reused or freed memory
         self._free.append(self._current[2])
         self._current, self._views = None, {}
 
     def close(self) -> None:
-        """Ends pending work, and frees the memory; whole logs stay in place."""
+        """Ends pending work and frees the memory; complete logs stay in place."""
         self.pause()
         self._sealing.shutdown(wait=True)
         buffers = [*self._free, *self._used.values()]
@@ -210,7 +210,7 @@ class LogWriter:
             buffer.close()
 
     def delete(self) -> None:
-        """Removes all logs: there is nothing left to recover."""
+        """Removes all logs, because nothing is left to recover."""
         self.close()
         with contextlib.suppress(OSError):  # other logs remain
             remove_own(self._directory)
@@ -222,7 +222,7 @@ class LogWriter:
         return len(self._free) + len(self._used) + (self._current is not None)
 
     def _find(self) -> None:
-        """Adopts the logs of the previous process, and removes incomplete ones, and those of another layout."""
+        """Registers the logs of the previous process; removes incomplete, surplus and other layouts' logs."""
         with contextlib.suppress(OSError):
             remove_own(self._directory / "slots")
         for iteration in reversed(iterations_in(self._directory)):
@@ -243,14 +243,14 @@ class LogWriter:
             try:
                 if self._slots < self._most:
                     return self._slot()
-            except CheckpointError:  # memory is exhausted: as if the limit were lower
+            except CheckpointError:  # memory is exhausted: treated as a lower limit
                 self._most = max(_FEWEST, self._slots)
             self.given_up += 1
             self._drop(min(self._used))
         return self._free.pop()
 
     def _drop(self, iteration: int) -> None:
-        """Removes a log: first its name, so that no partial log counts as whole; then its slot is free."""
+        """Removes a log: first its name, so that no partial log counts as complete; then frees its buffer."""
         self.wait()
         remove_own(path_of(self._directory, iteration))
         buffer = self._used.pop(iteration)

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from moc.simulate.recoveries import ByIteration, is_kill, recovered, stretches
 
 Event = Mapping
-"""One event of ``events.jsonl``, in file order, since clocks of nodes differ."""
+"""Event of ``events.jsonl``; sequences of events are in file order, since clocks of nodes differ."""
 
 _PAUSES = ("evaluation", "save", "exit")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of the wall clock by use; they add up to the whole.
+    """Seconds of the wall clock by use; they add up to the total.
 
     Attributes:
         useful_s: iterations that count, each at the duration of an undisturbed one.
-        stalls_s: training waited for snapshots.
-        slower_s: other slowdown of iterations: copies beside them, warm-up after a start.  Negative if most were faster
+        stalls_s: waits of training for snapshots.
+        slower_s: other slowdown of iterations: concurrent copies, warm-up after a start.  Negative if most were faster
             than the median.
         again_s: iterations lost by a recovery, and iterations replayed to restore a state.
         recoveries_s: the rest of recoveries: detection, rebuilding and reconnecting, loading, a slow first iteration.
-        stopped_s: a killed job was down until it was restarted.
+        stopped_s: downtime of a killed job until its restart.
         start_up_s: start-up from the launch of rank 0's process, at first or after an orderly exit, and changes of
             policy.
         pauses_s: evaluation, dense checkpoints, and saving at an orderly exit.
@@ -45,25 +45,25 @@ class Spent:
 
     @property
     def wall_s(self) -> float:
-        """The whole wall clock."""
+        """Total wall clock."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class RecoveryTimes:
-    """A recovery, including all losses during it.
+    """Recovery, including all losses during it.
 
     Attributes:
         time: when training resumed, in Unix seconds.
-        reasons: the launcher's descriptions of the losses; empty without a launcher's.
-        newest: the last iteration completed before the loss became known.
-        iteration: the iteration that training resumed from.
-        detect_s: from the loss, or the report of it, until the survivors had stopped; None if unknown.
+        reasons: the launcher's descriptions of the losses; empty without a launcher.
+        newest: the last iteration completed before the loss was detected.
+        iteration: the iteration from which training resumed.
+        detect_s: from the loss, or its report, until the survivors had stopped; None if unknown.
         outside_s: time outside of useful work, including lost and replayed iterations.
         workers: workers of the job.
         kept: workers that kept their state.
         stages: pipeline stages that replayed while others waited; empty if all replayed, or none.
-        undone: completed iterations that were given up, and trained again.
+        undone: completed iterations that were discarded, and trained again.
         replayed: iterations replayed to restore a state.
         exact: whether all undone and replayed iterations reproduced their loss; None if none could be compared.
         lost_tokens: share of their tokens that experts lost; 0 with exact policies.
@@ -91,14 +91,14 @@ class RecoveryTimes:
 
 @dataclass(frozen=True)
 class Undone:
-    """The last iteration completed before a ``start``, and the events of those that it gave up."""
+    """Last iteration completed before a ``start``, and the events of the iterations that the start discarded."""
 
     newest: int
     iterations: tuple[Event, ...]
 
 
 def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone]]:
-    """Iterations that count, by number; and the iterations that each ``start`` gave up, by its ``id``."""
+    """Returns iterations that count, by number, and the iterations that each ``start`` discarded, by its ``id``."""
     counted, undone, newest = ByIteration[Event](), {}, 0
     for event in events:
         if event["type"] == "start":
@@ -112,14 +112,14 @@ def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone
 
 
 def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[RecoveryTimes, ...]]:
-    """The uses of the wall clock, and all recoveries, of one or more events; an iteration usually takes ``usual_s``."""
+    """Returns the uses of the wall clock and all recoveries; an undisturbed iteration takes ``usual_s``."""
     walk = _Walk(events, usual_s)
     recoveries = tuple(walk.recoveries())
     return Spent(**walk.spent), recoveries
 
 
 def began(events: Sequence[Event]) -> float:
-    """Start of rank 0's process in Unix seconds; without a ``start``, the time of the first event."""
+    """Returns the start of rank 0's process in Unix seconds; without a ``start``, the time of the first event."""
     first = next((event for event in events if event["type"] == "start"), None)
     return min([events[0]["time"], *([] if first is None else [_process_began(first)])])
 
@@ -129,7 +129,7 @@ def _process_began(start: Event) -> float:
 
 
 class _Walk:
-    """Walks through the events and assigns the time between them to its uses."""
+    """Pass over the events that assigns the time between them to its uses."""
 
     def __init__(self, events: Sequence[Event], usual_s: float):
         self.spent: dict[str, float] = defaultdict(float)
@@ -140,7 +140,7 @@ class _Walk:
         self._stretch_of = {id(event): stretch for stretch in lost for event in stretch}
         self._mark = began(events)  # all time before it is accounted for
         self._since: list[Event] = []  # events after the mark
-        self._lost = False  # one of them is a loss
+        self._lost = False  # whether one of them is a loss
         self._fresh, self._ended = True, False  # the next start is no recovery; the job was down before it
         self._stalled_s, self._workers = 0.0, 1
 
@@ -235,13 +235,13 @@ class _Walk:
         )
 
     def _seconds(self, event: Event) -> float:
-        """The duration booked for an iteration; in a recovery, any excess belongs to the recovery."""
+        """Returns the duration booked for an iteration; in a recovery, any excess belongs to the recovery."""
         stretch = self._stretch_of.get(id(event))
         usual = stretch is not None and (id(event) in self._counted or event is stretch[-1])
         return self._usual_s if usual else event["elapsed_s"]
 
     def _stopped_s(self, window: Sequence[Event]) -> float:
-        """Seconds without any worker, before starts that no launcher announced as a new generation."""
+        """Returns the seconds without any worker, before starts that no launcher announced as a new generation."""
         seconds, newest, regrouped = 0.0, self._mark, False
         times = sorted(event["time"] for event in window)
         for event in window:
@@ -260,5 +260,5 @@ def _is_loss(event: Event) -> bool:
 
 
 def of_kind(kind: str, events: Sequence[Event]) -> list[Event]:
-    """The events of one type."""
+    """Returns the events of one type."""
     return [event for event in events if event["type"] == kind]

@@ -22,7 +22,7 @@ _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s
 
 
 class ReportError(UserError, ValueError):
-    """Events that no report can be made from; the message names the cause and the remedy."""
+    """Unusable events for a report; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Trend:
-    """A value over the iterations that count."""
+    """Value over the iterations that count."""
 
     first: float
     last: float
@@ -46,24 +46,24 @@ class Trend:
 
 @dataclass(frozen=True)
 class Saving:
-    """The cost of snapshots; seconds are means over workers and snapshots, unless noted.
+    """Cost of snapshots; seconds are means over workers and snapshots, unless noted.
 
     Attributes:
-        tier: where snapshots were safe.
-        snapshot_bytes: of all snapshots.
-        bubble_bytes: of these, copied in the pipeline's bubbles.
+        tier: tiers of the snapshots.
+        snapshot_bytes: bytes of all snapshots.
+        bubble_bytes: bytes of snapshots copied in the pipeline's bubbles.
         copy_s: from the device to host memory.
         stall_s: total time that training waited for snapshots.
         replicated: snapshots with all copies made.
-        replicated_bytes: between nodes.
-        not_sent_bytes: of copies, more: what their nodes hold alike.
+        replicated_bytes: bytes sent between nodes.
+        not_sent_bytes: further bytes of copies, not sent because their nodes already store identical bytes.
         replicate_s: copying by a node.
         persisted: snapshots written to storage.
-        persisted_bytes: to storage.
+        persisted_bytes: bytes written to storage.
         write_s: writing, including fsync.
         restored: snapshots of lost nodes restored from replicas.
-        folded: new bases of experts, made of their gradients beside training.
-        survival: by number of nodes lost at once, the probability that their state survives.
+        folded: expert bases to which gradients were applied in the background.
+        survival: by number of nodes lost together, the probability that their state survives.
     """
 
     tier: str
@@ -93,11 +93,11 @@ class Recoveries:
     Attributes:
         injected: injected faults, by action.
         kept: workers that kept their state.
-        alone: recoveries in which some stages replayed while others waited.
+        alone: recoveries with stages that replayed while others waited.
         stages: number of these stages.
         again: iterations computed again.
-        exact: recoveries in which every repeated iteration that could be compared was reproduced.
-        not_exact: recoveries with a difference, or in which experts lost tokens.
+        exact: recoveries that reproduced every repeated iteration that could be compared.
+        not_exact: recoveries with a difference or with lost tokens of experts.
     """
 
     count: int
@@ -114,7 +114,7 @@ class Recoveries:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tuner's choice after an iteration, why it reconsidered (None if it always does), and why it chose this."""
+    """Tuner's choice after an iteration, with the cause of the review (None if it always reviews) and the reason."""
 
     iteration: int
     chosen: Mapping[str, object]
@@ -124,7 +124,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a run.
+    """Figures of a run.
 
     Attributes:
         workers: workers at the end.
@@ -132,7 +132,7 @@ class Report:
         first: first iteration that counts.
         last: last iteration that counts.
         iterations: iterations that count, each once.
-        skipped: of these, iterations without an update.
+        skipped: counted iterations without an update.
         computed: iterations computed in training, including repeated ones.
         iteration_s: median seconds of an undisturbed iteration.
         began: start of the run, in Unix seconds.
@@ -142,12 +142,12 @@ class Report:
         validation: the newest validation loss, by split.
         ended: why the run ended; None without an orderly exit.
         saving: None if nothing was saved.
-        plt_by_layer: after the newest recovery that lost tokens.
-        made_up: tokens made up by more capacity, of those to make up since the newest recovery; None without.
-        choices: of tuners.
-        not_written: number of writes that failed or were too late, by kind.
-        periods: of training, with the number of workers in each.
-        moves: of experts, when nodes were lost or came; None without.
+        plt_by_layer: PLT of each layer after the newest recovery that lost tokens.
+        made_up: tokens compensated by more capacity, and tokens to compensate since the newest recovery; None without.
+        choices: choices of tuners.
+        not_written: number of failed or late writes, by kind.
+        periods: periods of training, with the number of workers in each.
+        moves: moves of experts after membership changes; None without.
     """
 
     name: str
@@ -184,7 +184,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
     """Computes the figures of a run from all its events, in file order.
 
     Raises:
-        ValueError: there is no iteration event, or all events are of one moment.
+        ValueError: there is no iteration event, or all events have the same time.
     """
     counted, _ = history(events)
     if not counted:
@@ -238,7 +238,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
 def _usual_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
     try:
         return profile_of(events).iteration_s
-    except ValueError:  # a run too short to leave out its first iterations
+    except ValueError:  # the run is too short to leave out its first iterations
         return median(event["elapsed_s"] for event in counted.values())
 
 
@@ -294,7 +294,7 @@ def _made_up(events: Sequence[Event], last: Event) -> tuple[int, int] | None:
 
 
 def _not_written(events: Sequence[Event]) -> dict[str, int]:
-    """Counts failed saves, snapshots skipped since storage was too slow, and times when logs could not be written."""
+    """Counts failed saves, snapshots skipped because storage was too slow, and logs that could not be written."""
     told = [event["what"] for event in of_kind("save_failed", events)]
     told += ["skipped"] * len(of_kind("save_skipped", events))
     told += ["log"] * len(of_kind("log_failed", events))

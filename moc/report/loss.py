@@ -27,7 +27,7 @@ validation loss; a light vertical line marks where a run was resumed."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Draw training and validation loss over iterations as a PNG.",
         epilog=EPILOG,
@@ -84,7 +84,7 @@ def _event_files(args: argparse.Namespace) -> list[Path]:
 
 @dataclass
 class LossCurve:
-    """The contents of one events.jsonl, by iteration."""
+    """Contents of one events.jsonl, by iteration."""
 
     name: str
     train: ByIteration[Mapping] = field(default_factory=ByIteration)
@@ -93,7 +93,7 @@ class LossCurve:
     resumed: list[int] = field(default_factory=list)
 
     def between(self, start: int, end: int | None) -> LossCurve:
-        """The part of the run from iteration `start` to `end`, inclusive; None for the run's own end."""
+        """Returns the part of the run from iteration `start` to `end`, inclusive; None is the run's own end."""
         stop = math.inf if end is None else end
         return LossCurve(
             self.name,
@@ -103,7 +103,7 @@ class LossCurve:
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of one field of the iteration events, without missing and non-finite values."""
+        """Returns iterations and values of one field of the iteration events, without missing and non-finite values."""
         iterations = [i for i in sorted(self.train) if _is_finite(self.train[i].get(key))]
         return iterations, [self.train[i][key] for i in iterations]
 
@@ -144,7 +144,7 @@ def read_run(path: Path) -> LossCurve:
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """The moving average of values, with up to `width` neighbours on each side; towards the ends, equally fewer."""
+    """Returns the moving average with up to `width` neighbours on each side; fewer, symmetrically, near the ends."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):

@@ -1,4 +1,4 @@
-"""On how many workers a run has trained, and for how long; pure functions of its events."""
+"""Summarizes the number of workers of a run over time, from its events; pure functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moc.report.clock import Event, of_kind
 
 @dataclass(frozen=True)
 class Period:
-    """Iterations that the same number of workers has computed, from a ``start`` to the last of them.
+    """Iterations that the same number of workers computed, from a ``start`` to the last of them.
 
     Attributes:
-        workers: how many.
-        began_s: seconds since the run began; training then began, or continued.
-        ended_s: when the last iteration was complete.
-        iterations: completed in it, repeated ones included.
+        workers: number of workers.
+        began_s: seconds from the start of the run until training began or continued.
+        ended_s: seconds from the start of the run until the last iteration was complete.
+        iterations: iterations completed in it, repeated ones included.
     """
 
     workers: int
@@ -28,13 +28,13 @@ class Period:
 
 @dataclass(frozen=True)
 class Moves:
-    """What went from worker to worker since nodes were lost or came, with ``--elastic``.
+    """Moves of experts between workers after membership changes, with ``--elastic``.
 
     Attributes:
-        count: changes of members after which experts moved.
-        bytes: in all.
-        seconds: of one, on average.
-        fallbacks: losses after which a checkpoint was read, since an expert was on no node any more.
+        count: membership changes that moved experts.
+        bytes: total bytes moved.
+        seconds: mean seconds of a change.
+        fallbacks: losses after which a checkpoint was read, because no node had some expert.
     """
 
     count: int
@@ -44,11 +44,11 @@ class Moves:
 
 
 def periods(events: Sequence[Event], began: float) -> tuple[Period, ...]:
-    """The periods of a run in order; those without an iteration are left out.
+    """Returns the periods of a run in order, without periods that have no iteration.
 
     Args:
-        events: of the run, in file order.
-        began: when it began, in Unix seconds.
+        events: events of the run, in file order.
+        began: start of the run, in Unix seconds.
     """
     found: list[Period] = []
     workers, start, times = 1, began, list[float]()
@@ -66,7 +66,7 @@ def periods(events: Sequence[Event], began: float) -> tuple[Period, ...]:
 
 
 def seconds_by_workers(of: Sequence[Period]) -> Mapping[int, float]:
-    """By number of workers, the seconds that so many have trained, most workers first."""
+    """Returns the seconds of training by number of workers, most workers first."""
     found: dict[int, float] = defaultdict(float)
     for period in of:
         found[period.workers] += period.ended_s - period.began_s
@@ -74,7 +74,7 @@ def seconds_by_workers(of: Sequence[Period]) -> Mapping[int, float]:
 
 
 def moves(events: Sequence[Event]) -> Moves | None:
-    """What has moved since members changed; None if nothing has, and no checkpoint was read for it."""
+    """Returns the moves of experts; None without moves and fallbacks."""
     migrations, fallbacks = of_kind("migration", events), of_kind("fallback", events)
     if not migrations and not fallbacks:
         return None

@@ -11,7 +11,7 @@ from moc.report.tables import PARTS
 
 
 def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    """Draws runs, with the events of each, into a PNG, which is replaced atomically."""
+    """Draws runs, with the events of each, into a PNG; replaces it atomically."""
     varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
     panels = [_progress, *([_workers] if varies else []), _parts]
     panels += [_skewness] if any("skewness" in run.gauges for run in runs) else []
@@ -62,7 +62,7 @@ def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> 
 
 
 def _drawn(run: Report, name: str) -> float:
-    """Seconds to draw; a negative ``slower_s`` is taken off the useful time."""
+    """Returns the seconds to draw; a negative ``slower_s`` is subtracted from the useful time."""
     faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
     return getattr(run.spent, name) + faster_s
 

@@ -1,4 +1,4 @@
-"""Says what a run was like, or several side by side, from their events.jsonl."""
+"""Reports on one or more runs, side by side, from their events.jsonl."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ disturbs. The lines below it are all parts of the wall clock; docs/how-to/read-a
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
         epilog=EPILOG,
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @escapes_output
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool; returns the exit status: 0, or 1 where something is wrong."""
+    """Runs the tool; returns the exit status: 0, or 1 on an error."""
     args = build_parser().parse_args(argv)
     path = ""
     try:

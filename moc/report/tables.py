@@ -20,7 +20,7 @@ PARTS = {
     "pauses_s": "evaluation, saves",
     "other_s": "other",
 }
-"""Fields of :class:`moc.report.clock.Spent`, in order of the wall clock."""
+"""Titles of the fields of :class:`moc.report.clock.Spent`, in table order."""
 
 _SETTINGS = {
     "sparse_window": "window W",
@@ -35,14 +35,14 @@ Cell = Callable[[Report], "str | None"]
 
 
 def show(runs: Sequence[Report]) -> None:
-    """Prints a table with a column for each run, and what tuners chose."""
+    """Prints a table with a column for each run, and the choices of tuners."""
     console(width=_WIDE).print(_table(runs))
     for run in runs:
         print_lines(*_choices(run, len(runs) > 1))
 
 
 def rows(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
-    """Sections of lines, each with a cell for each run; lines without any value are left out."""
+    """Yields sections of lines, each with a cell for each run; leaves out lines without any value."""
     for section, lines in _SECTIONS.items():
         told = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
         filled = [(name, [cell or "" for cell in cells]) for name, cells in told if any(cells)]
@@ -74,7 +74,7 @@ def _choices(run: Report, named: bool) -> Iterable[str]:
 
 
 def seconds(value: float | None) -> str | None:
-    """A readable time; None for None."""
+    """Returns a readable time; None for None."""
     if value is None:
         return None
     if abs(value) >= 3600:
@@ -95,12 +95,12 @@ def _part(name: str) -> Cell:
 
 
 def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str | None:
-    """Median and maximum."""
+    """Returns median and maximum as text."""
     return spread and f"{text(spread.median)}, {text(spread.most)}"
 
 
 def _by_workers(run: Report) -> str | None:
-    """Seconds and share by number of workers, if it has changed."""
+    """Returns seconds and share by number of workers, if the number has changed."""
     found = seconds_by_workers(run.periods)
     trained_s = sum(found.values())
     told = (f"{workers}: {seconds(time)}, {_percent(time / trained_s, 1)}" for workers, time in found.items())
@@ -133,7 +133,7 @@ def _highest(name: str, text: Callable[[float], str]) -> Cell:
 
 
 def _share(of: str, whole: str) -> Cell:
-    """The share of one gauge in another, by their means."""
+    """Returns a cell with the share of one gauge in another, by their means."""
 
     def cell(run: Report) -> str | None:
         if of not in run.gauges:

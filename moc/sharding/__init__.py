@@ -1,4 +1,4 @@
-"""Sharding: exactly one of the ranks that hold a byte of a checkpoint saves it."""
+"""Assigns each byte of a checkpoint to exactly one of the ranks that hold it."""
 
 from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads, scheme_named
 from moc.sharding.contents import StateBytes, contents

@@ -12,12 +12,12 @@ from moc.sharding.rules import RULES, Rule
 
 
 class ShardingError(UserError, ValueError):
-    """A sharding scheme, rule or set of holdings is invalid; the message names it."""
+    """Invalid sharding scheme, rule or set of holdings; the message names it."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The names of the two rules that shard a checkpoint."""
+    """Names of the two rules that shard a checkpoint."""
 
     experts: str
     others: str
@@ -30,11 +30,11 @@ SCHEMES: Mapping[str, Scheme] = {
     "EE+AN": Scheme("equal", "adaptive"),
     "AE+AN": Scheme("adaptive", "adaptive"),
 }
-"""The schemes of MoC's Figure 10 by its names, and ``AE+AN``, which places experts adaptively too."""
+"""Schemes of MoC's Figure 10 by their names there, and ``AE+AN``, which also places experts adaptively."""
 
 
 def scheme_named(text: str) -> Scheme:
-    """The scheme of a flag value: a name in :data:`SCHEMES`, or two rules, ``EXPERTS_RULE,OTHERS_RULE``.
+    """Returns the scheme of a flag value: a name in :data:`SCHEMES`, or two rules, ``EXPERTS_RULE,OTHERS_RULE``.
 
     Raises:
         ShardingError: the text is neither.
@@ -63,10 +63,10 @@ def _known(name: str) -> Rule:
 
 
 def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
-    """The rank that saves each item; identical on every rank, without communication.
+    """Returns the rank that saves each item; identical on every rank, without communication.
 
-    An item with a single holder is saved by that rank and counts towards its load.  Experts are assigned next, then the
-    rest, so that the rule for the rest sees all other load.
+    An item with one holder is saved by that rank and counts towards its load.  Experts are assigned next, then the
+    rest, so that the rule for the rest receives all other load.
 
     Raises:
         ShardingError: a rule is unknown, raises an exception, assigns too few or too many items, or chooses a rank that
@@ -109,7 +109,7 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
 
 
 def loads(items: Sequence[Item], savers: Sequence[int], world: int) -> list[int]:
-    """Bytes that each of ``world`` ranks saves."""
+    """Returns the bytes that each of ``world`` ranks saves."""
     result = [0] * world
     for item, rank in zip(items, savers, strict=True):
         result[rank] += item.nbytes

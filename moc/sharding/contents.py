@@ -1,4 +1,4 @@
-"""The items of a checkpoint and their holders, from operators, layout and number formats."""
+"""Lists the save items of a checkpoint and their holders, from operators, layout and number formats."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class StateBytes:
 
     @property
     def optimizer(self) -> int:
-        """B_o."""
+        """B_o, bytes of master weights and moments."""
         return self.master + self.moments
 
     @property
     def gradient(self) -> float | None:
-        """Bytes of fp32 gradients relative to the saved state; None without moments, which updates would need."""
+        """Bytes of fp32 gradients relative to the saved state; None without moments, which their application needs."""
         return 4 / ((self.master or self.weights) + self.moments) if self.moments else None
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of an operator at the same place of the buffer on every tensor-parallel rank."""
+    """Part of an operator at the same position of the buffer on every tensor-parallel rank."""
 
     operator: Operator
     elements: int
     sliced: bool
-    """Each tensor-parallel rank holds its own slice; otherwise all hold the same."""
+    """Whether each tensor-parallel rank holds its own slice; otherwise all hold the same data."""
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Consecutive segments in the flat buffers of some ranks: ``grid[slice][data-parallel place]``."""
+    """Consecutive segments in the flat buffers of some ranks: ``grid[slice][data-parallel position]``."""
 
     segments: list[_Segment]
     grid: list[tuple[int, ...]]
 
     def copies(self, segment: _Segment) -> Iterator[tuple[int | None, list[tuple[int, ...]]]]:
-        """The holders of each slice of a segment (None if unsliced), by data-parallel place."""
+        """Yields the holders of each slice of a segment (None if unsliced), by data-parallel position."""
         if not segment.sliced:
             yield None, list(zip(*self.grid, strict=True))
             return
@@ -70,18 +70,18 @@ def contents(
     chosen: Collection[str] | None = None,
     keep_master: bool = False,
 ) -> list[Item]:
-    """The items of a checkpoint.
+    """Returns the save items of a checkpoint.
 
-    A weight shared by embedding and output is saved by the first pipeline stage.
+    The first pipeline stage saves a weight shared by embedding and output.
 
     Args:
         operators: operators of the unpartitioned model, in order.
         layout: parallel layout of the ranks.
-        state: bytes per parameter; by default those of 16-bit training with Adam.
+        state: bytes per parameter; by default for 16-bit training with Adam.
         zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise it is
             replicated, and rules shard it like weights.
         chosen: names of the experts that partial experts checkpointing saves (MoC, section 3); None for all.
-        keep_master: save the master weights also of experts that are not chosen.
+        keep_master: also save the master weights of experts that are not chosen.
 
     Raises:
         LayoutError: layers, experts or slices do not divide evenly over ranks.
@@ -118,7 +118,7 @@ def _optimizer(
 
 
 def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, int, int]]:
-    """ZeRO's partition: cuts a buffer of consecutive segments into equal contiguous parts.
+    """Cuts a buffer of consecutive segments into equal contiguous parts, as ZeRO does.
 
     DeepSpeed's ZeRO-1 and ZeRO-2 and megatron-core's distributed optimizer all give each data-parallel rank one
     such part of the optimizer state.  The buffer is padded to a multiple of the parts.

@@ -1,4 +1,4 @@
-"""Lower bounds of any assignment, and when partial experts checkpointing is unbalanced (MoC, eqs. 8-9)."""
+"""Computes lower bounds of any assignment, and balance of partial experts checkpointing (MoC, eqs. 8-9)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.sharding.layout import Layout
 
 
 def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
-    """Bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
+    """Returns the bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
 
     With one stage and a full checkpoint, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place of
     D_ep.  The two agree for one expert-parallel group; with several, each rank holds only 1 / D_dp of the optimizer
@@ -23,7 +23,7 @@ def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
 
 
 def forced_bytes(items: Sequence[Item]) -> int:
-    """Maximum bytes of which one rank is the only holder: a lower bound of every assignment's bottleneck."""
+    """Returns the maximum bytes that have one rank as only holder: a lower bound of every assignment's bottleneck."""
     load: Counter[int] = Counter()
     for item in items:
         if len(item.holders) == 1:
@@ -32,7 +32,7 @@ def forced_bytes(items: Sequence[Item]) -> int:
 
 
 def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: int, ep: int) -> float:
-    """MoC's eq. 8 as printed: the bytes that each rank ideally saves of a full checkpoint.
+    """Returns MoC's eq. 8 as printed: the bytes that each rank ideally saves of a full checkpoint.
 
     Args:
         non_expert: P_ne, dense parameters.
@@ -46,7 +46,7 @@ def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: i
 
 
 def pec_leaves_ranks_unequal(k: int, moe_layers: int, dp: int, ep: int) -> bool:
-    """MoC's eq. 9: whether the chosen experts cannot be sharded equally.
+    """Returns whether the chosen experts cannot be sharded equally (MoC's eq. 9).
 
     Either they do not divide over expert-parallel ranks, or the experts of one such rank do not divide over the
     expert-parallel groups.

@@ -1,4 +1,4 @@
-"""Items, the unit of assignment: a byte range of one operator, and the ranks that hold a copy of it."""
+"""Defines save items: a byte range of one operator, and the ranks that hold a copy of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The bytes [start, stop) of one slot of one operator.
+    """Bytes [start, stop) of one slot of one operator.
 
     Attributes:
         operator: name of the operator.
-        slot: ``weights`` (the compute copy), ``optimizer``, its part ``master`` alone, ``gradients``, or ``modules``
+        slot: ``weights`` (the compute copy), ``optimizer``, only its part ``master``, ``gradients``, or ``modules``
             (state of modules that no optimizer updates).
         slice: index of the tensor-parallel slice; None if every tensor-parallel rank holds the same.
         start: first byte.
@@ -40,16 +40,16 @@ class Item:
         return ".expert." in self.operator
 
 
-_ALIGNMENT = 4096  # bytes: keeps pages and elements whole
-_PIECES_PER_SHARE = 64  # small enough to level whole layers, large enough to write efficiently
+_ALIGNMENT = 4096  # bytes; pages and elements are not split
+_PIECES_PER_SHARE = 64  # small enough to balance layers, large enough to write efficiently
 
 
 def cut_large(items: Sequence[Item]) -> list[Item]:
     """Cuts items larger than an even share, which would otherwise be the bottleneck of a rank.
 
-    Only dense items with several holders are cut; an even share is the bytes of all such items with the same holders,
-    divided by the number of holders.  In most models, layers are smaller than a share, so only the embedding is cut:
-    whole, it would be the bottleneck; in pieces, it fills the gaps between whole layers.
+    Only dense items with several holders are cut.  An even share is the bytes of all such items with the same holders,
+    divided by the number of holders.  In most models, layers are smaller than a share, so only the embedding is cut.
+    Uncut, it would be the bottleneck; its pieces fill the gaps between layers.
     """
     of_holders: dict[tuple[int, ...], int] = defaultdict(int)
     for item in items:

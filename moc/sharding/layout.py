@@ -1,4 +1,4 @@
-"""Ranks in tensor, expert, data and pipeline parallelism: arithmetic without process groups."""
+"""Computes the ranks of tensor, expert, data and pipeline parallelism, without process groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moc.errors import UserError
 
 
 class LayoutError(UserError, ValueError):
-    """Parallel sizes are incompatible; the message names them."""
+    """Incompatible parallel sizes; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Layout:
         world: number of ranks.
         tp: tensor-parallel ranks of each dense layer.
         pp: pipeline stages.
-        ep: ranks that the experts of a layer are distributed over.
+        ep: ranks that share the experts of a layer.
         expert_tp: tensor-parallel ranks of each expert; by default ``tp``.
         vpp: virtual stages per pipeline stage.
     """
@@ -59,31 +59,31 @@ class Layout:
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert, which is the number of expert-parallel groups: D_dp / D_ep."""
+        """Replicas of each expert, equal to the number of expert-parallel groups: D_dp / D_ep."""
         return self.world // (self.etp * self.ep * self.pp)
 
     def rank(self, tp: int, dp: int, pp: int) -> int:
-        """The rank at dense coordinates."""
+        """Returns the rank at dense coordinates."""
         return tp + self.tp * (dp + self.dp * pp)
 
     def expert_rank(self, etp: int, ep: int, expert_dp: int, pp: int) -> int:
-        """The rank at expert coordinates."""
+        """Returns the rank at expert coordinates."""
         return etp + self.etp * (ep + self.ep * (expert_dp + self.expert_dp * pp))
 
     def replicas(self, tp: int, pp: int) -> tuple[int, ...]:
-        """The ranks that hold one slice of the dense operators of a stage, in data-parallel order."""
+        """Returns the ranks that hold one slice of the dense operators of a stage, in data-parallel order."""
         return tuple(self.rank(tp, dp, pp) for dp in range(self.dp))
 
     def expert_replicas(self, etp: int, ep: int, pp: int) -> tuple[int, ...]:
-        """The ranks that hold one slice of the same experts, one in each expert-parallel group, in order."""
+        """Returns the ranks that hold one slice of the same experts, one in each expert-parallel group, in order."""
         return tuple(self.expert_rank(etp, ep, group, pp) for group in range(self.expert_dp))
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
+        """Returns the pipeline stage of a rank."""
         return rank // (self.world // self.pp)
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """The pipeline stage that computes a layer, interleaved with virtual stages."""
+        """Returns the pipeline stage that computes a layer, interleaved with virtual stages."""
         chunks = self.pp * self.vpp
         if num_layers % chunks:
             raise LayoutError(

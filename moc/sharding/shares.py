@@ -1,15 +1,14 @@
-"""Shares: the part of a checkpoint that each rank saves, from live fragments by the sharding rules.
+"""Computes each rank's share of a checkpoint from live tensor chunks by the sharding rules.
 
-    told = describe(state.fragments(operators, detail), detail)     # per detail that a policy may plan
-    # once: all-gather pack(told) within the pipeline stage; only its ranks can hold copies
+    holdings = describe(state.fragments(operators, detail), detail)  # per detail that a policy may plan
+    # once: all-gather pack(holdings) within the pipeline stage; only its ranks can hold copies
     stage = StageHoldings({rank: unpack(text) for rank, text in gathered.items()})
-    parts = shares(stage, {operator: detail, ...}, scheme)          # per plan, without communication
+    parts = shares(stage, {operator: detail, ...}, scheme)           # per plan, without communication
     mine = share_of(state.fragments(...), parts.get(rank, []))
 
-With snapshots in the memory of nodes, each node saves what its ranks hold, so that it can resume from its own memory:
-of state that several nodes hold alike there is a copy on each, in the same pieces, and one of them goes to storage.
-
-Nothing here communicates or needs torch.
+With snapshots in node memory, each node saves the state of its ranks, so that it can resume from its own memory.  State
+that is identical on several nodes has a copy on each, in the same pieces; one of them is written to storage.  Nothing
+here communicates or needs torch.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from moc.state.detail import Detail
 from moc.state.operators import is_module_state
 from moc.state.region import boxes_of_range
 
-if TYPE_CHECKING:  # which imports torch
+if TYPE_CHECKING:  # imports torch
     from moc.state.fragments import Fragment
 
 _OPTIMIZER, _MODULES = "optimizer", "modules"
 _SLOTS = {"param": "weights", "grad": "gradients"}
-"""The :class:`Item` slot of each fragment slot, but of module state; all others belong to the optimizer."""
+""":class:`Item` slot of each chunk slot, except for module state; all others belong to the optimizer."""
 
 
 class Holding(NamedTuple):
-    """What one rank holds of one operator, as told to the other ranks.
+    """Part of one operator on one rank, as described to the other ranks.
 
-    An operator has up to one holding for state that all tensor-parallel ranks share, one for this rank's slices, and
-    one for state that only this rank saves; a router's biases add one more.
+    An operator has up to one holding for state shared by all tensor-parallel ranks, one for this rank's slices, and one
+    for state saved only by this rank.  A router's biases add one more.
 
     Attributes:
         operator: name of the operator.
@@ -67,7 +66,7 @@ class Holding(NamedTuple):
 
 
 class ByteRange(NamedTuple):
-    """The bytes [start, stop) of the holding ``copy`` of an operator: see :class:`Holding`."""
+    """Bytes [start, stop) of the holding ``copy`` of an operator: see :class:`Holding`."""
 
     operator: str
     copy: str
@@ -76,11 +75,11 @@ class ByteRange(NamedTuple):
 
 
 def describe(fragments: Iterable[Fragment], detail: Detail) -> list[Holding]:
-    """This rank's holdings.
+    """Returns this rank's holdings.
 
-    Of replicated state, only copies on the first stage that holds it are candidates: embeddings tied across stages are
-    saved with the embedding.  Of state that ZeRO shards, the first copy is always saved; it is described only because
-    it counts as load.  There are at most four holdings per operator, however many tensors it has.
+    For replicated state, only copies on the first stage that holds it are candidates: embeddings tied across stages are
+    saved with the embedding.  For state that ZeRO shards, the first copy is always saved; it is described only because
+    it counts as load.  There are at most four holdings per operator, for any number of tensors.
     """
     return [group.holding(detail.value) for group in _groups(fragments)]
 
@@ -89,7 +88,7 @@ def pack(holdings: Sequence[Holding]) -> bytes:
     """Serializes holdings, at about 15 bytes each.
 
     A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends about 9
-    kB, so 1,000 ranks of a stage gather about 9 MB, once per model and layout.
+    kB.  So 1,000 ranks of a stage gather about 9 MB, once per model and layout.
     """
     parts = ([holding for holding in holdings if bool(holding.copy) == has_copies] for has_copies in (True, False))
     copies, alone = (zlib.compress(json.dumps(part, separators=(",", ":")).encode()) for part in parts)
@@ -97,24 +96,24 @@ def pack(holdings: Sequence[Holding]) -> bytes:
 
 
 def unpack(text: bytes) -> list[Holding]:
-    """The inverse of :func:`pack`; holdings with copies come first."""
+    """Restores holdings from the bytes of :func:`pack`; holdings with copies are first."""
     middle = 4 + int.from_bytes(text[:4], "big")
     return [*_inflated(text[4:middle]), *_inflated(text[middle:])]
 
 
-@functools.lru_cache(maxsize=64)  # replicas that hold the same experts describe their copies alike
+@functools.lru_cache(maxsize=64)  # replicas of the same experts describe identical copies
 def _inflated(text: bytes) -> tuple[Holding, ...]:
     return tuple(Holding(*row) for row in parse(zlib.decompress(text)))
 
 
 class StageHoldings:
-    """The holdings of all ranks of one pipeline stage.
+    """Holdings of all ranks of one pipeline stage.
 
     Args:
         told: holdings of every rank of the stage, from :func:`describe`, all details together.
 
     Attributes:
-        ranks: of the stage.
+        ranks: ranks of the stage.
 
     Raises:
         ShardingError: the holdings of an operator overlap or are incomplete.
@@ -127,7 +126,7 @@ class StageHoldings:
             for holding in told[rank]:
                 ranks[holding].append(rank)
         slots: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
-        for holding in sorted(ranks, key=lambda holding: not holding.copy):  # the order that unpack() gives
+        for holding in sorted(ranks, key=lambda holding: not holding.copy):  # the order of unpack()
             slots[holding.operator, holding.detail, holding.slot].append(holding)
         known = {holders: holders for holders in map(tuple, ranks.values())}  # thousands of operators share a few
         self._items: dict[tuple[str, str], list[Item]] = defaultdict(list)
@@ -141,28 +140,28 @@ class StageHoldings:
                 self._copies[operator, detail, slot, number] = holding.copy or None
 
     def items(self, plan: Mapping[str, Detail]) -> list[Item]:
-        """The items of a checkpoint before any is cut, without other stages' operators; identical on every rank."""
+        """Returns the uncut save items of a checkpoint, without other stages' operators; identical on every rank."""
         wanted = {(operator, detail.value) for operator, detail in plan.items()}
         return [item for key, items in self._items.items() if key in wanted for item in items]
 
     def copy(self, item: Item, detail: Detail) -> str | None:
-        """The ``copy`` of the :class:`Holding` behind an item, or a piece of one; None if only one rank can save it."""
+        """Returns the ``copy`` of an item's (or piece's) :class:`Holding`; None if only one rank can save it."""
         return self._copies[item.operator, detail.value, item.slot, item.slice]
 
 
 def shares(
     stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
 ) -> dict[int, list[ByteRange]]:
-    """The shares of replicated state of each rank of a stage; identical on every rank, without communication.
+    """Returns the shares of replicated state of each rank of a stage; identical on every rank, without communication.
 
-    Operators stay whole, as in MoC's section 4, except those larger than an even share of their holders
+    Operators are not cut, as in MoC's section 4, unless they exceed an even share of their holders
     (:func:`moc.sharding.cut_large`).  Operators of other stages are ignored.
 
     Args:
-        stage: who holds what.
+        stage: holdings of all ranks.
         plan: operators, each at its detail.
         scheme: the rules.
-        nodes: by rank, the name of its node; each node then saves what its ranks hold.  Empty for no regard to nodes.
+        nodes: by rank, the name of its node; each node then saves the state of its ranks.  Empty to ignore nodes.
 
     Returns:
         Byte ranges by rank, which together cover every byte of every copy exactly once, on each node that has it.
@@ -176,7 +175,7 @@ def shares(
 def stored_shares(
     stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
 ) -> dict[int, list[ByteRange]]:
-    """The part of :func:`shares` that goes to storage: of what several nodes save, the least loaded rank's."""
+    """Returns the part of :func:`shares` for storage: the rules choose one of the ranks that save an item."""
     savers: dict[Item, list[int]] = defaultdict(list)
     for item, rank in _assigned(stage, plan, scheme, nodes):
         savers[dataclasses.replace(item, holders=())].append(rank)
@@ -187,7 +186,7 @@ def stored_shares(
 def rank_loads(
     stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
 ) -> Counter[int]:
-    """Bytes of each rank of a stage under a plan (:func:`shares`), where any."""
+    """Returns the bytes of each rank of a stage under a plan (:func:`shares`), without ranks that save nothing."""
     load: Counter[int] = Counter()
     for item, rank in _assigned(stage, plan, scheme, nodes):
         load[rank] += item.nbytes
@@ -197,7 +196,7 @@ def rank_loads(
 def nodes_alike(
     stage: StageHoldings, plan: Mapping[str, Detail], nodes: Sequence[str]
 ) -> dict[tuple[str, ...], dict[str, int]]:
-    """By the nodes that hold it alike, if several, the operators of a stage, with the bytes of each node's copy.
+    """Returns the operators of a stage with identical copies on several nodes, by these nodes, with bytes per copy.
 
     ``nodes`` names the node of each rank.
     """
@@ -211,12 +210,12 @@ def nodes_alike(
 def _assigned(
     stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
 ) -> list[tuple[Item, int]]:
-    items = [part for item in cut_large(stage.items(plan)) for part in _by_node(item, nodes)]  # cut alike on all nodes
+    items = [part for item in cut_large(stage.items(plan)) for part in _by_node(item, nodes)]  # identical on all nodes
     return list(zip(items, assign(items, scheme), strict=True))
 
 
 def _by_node(item: Item, nodes: Sequence[str]) -> list[Item]:
-    """The item once for each node that holds it."""
+    """Returns the item once for each node that holds it."""
     if not nodes or len(item.holders) == 1:
         return [item]
     on: dict[str, list[int]] = defaultdict(list)
@@ -237,12 +236,12 @@ def _ranges(
 
 
 def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: bool = True) -> list[Fragment]:
-    """The fragments that this rank saves, as views of live memory, cut where an operator was cut.
+    """Returns the tensor chunks that this rank saves, as views of live memory, cut where an operator was cut.
 
     Args:
-        fragments: what this rank holds.
-        parts: this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are saved besides.
-        joins: adjacent parts become one.  Otherwise all nodes that hold them alike save the same boxes.
+        fragments: tensor chunks of this rank.
+        parts: this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are also saved.
+        joins: merge adjacent parts.  Otherwise all nodes with identical parts save the same boxes.
 
     Raises:
         ShardingError: a part is not among the fragments.
@@ -267,7 +266,7 @@ def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: b
 
 @dataclass(frozen=True)
 class _Box:
-    """The slots of one box of a tensor."""
+    """Slots of one box of a tensor."""
 
     slots: list[Fragment]
 
@@ -291,7 +290,7 @@ class _Box:
         return [first.name, first.region.offset, first.region.shape, sizes]
 
     def between(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The elements that begin within bytes [start, stop), with the slots of an element adjacent."""
+        """Yields the elements that begin within bytes [start, stop), with the slots of an element adjacent."""
         size, region = self.element_bytes, self.slots[0].region
         first, last = (min(max(-(-position // size), 0), region.numel) for position in (start, stop))
         if (first, last) == (0, region.numel):
@@ -309,7 +308,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Group:
-    """The boxes of an operator with the same holders, in an order that these agree on."""
+    """Boxes of an operator with the same holders, in an order that is identical on these."""
 
     operator: str
     slot: str
@@ -362,7 +361,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding]]:
-    """The distinct holdings of an operator's slot with their slice numbers, if they are consistent."""
+    """Returns the distinct holdings of an operator's slot with their slice numbers, if they are consistent."""
     alone = [holding for holding in holdings if not holding.copy]
     whole = [holding for holding in holdings if holding.copy and holding.nbytes == holding.total]
     slices = [holding for holding in holdings if holding.copy and holding.nbytes != holding.total]

@@ -1,1 +1,1 @@
-"""Simulates the policies: what checkpoints, failures and recovery cost on a cluster that is not available."""
+"""Simulates the costs of checkpoints, failures and recovery by policy, for clusters that are not available."""

@@ -1,4 +1,4 @@
-"""ETTR in closed form, and the checkpoint interval that maximizes it (MoEvement, section 2.4 and Appendix C)."""
+"""Computes ETTR in closed form, and its maximizing checkpoint interval (MoEvement, section 2.4 and Appendix C)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.simulate.policy_costs import PolicyCosts
 
 
 def recovery_s(saving: PolicyCosts) -> float:
-    """E[R]: mean seconds from a failure until the run has regained its position.
+    """Returns E[R]: mean seconds from a failure until the run has regained its position.
 
     A failure falls uniformly between two checkpoints, so half an interval and the lag are replayed: I / 2 for dense
     checkpoints, 3/2 W for a sparse window (section 3.6).
@@ -19,9 +19,9 @@ def recovery_s(saving: PolicyCosts) -> float:
 
 
 def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> float:
-    """The useful share of time: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
+    """Returns the useful share of time: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
 
-    Assumes that failures are rare enough that none falls into a recovery; an MTBF of infinity is for none at all.
+    It assumes that failures are so rare that none falls into a recovery.  An infinite MTBF means no failures.
     """
     overhead = saving.per_iteration_s() / iteration_s
     recovery = 0.0 if math.isinf(mtbf_s) else recovery_s(saving) / mtbf_s
@@ -29,9 +29,9 @@ def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> flo
 
 
 def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
-    """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
+    """Returns the interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
-    The costs are of a policy with global rollback, at any interval; ``at_least`` is a checkpoint's own duration.
+    ``saving`` is a policy with global rollback, at any interval; ``at_least`` is a checkpoint's own duration.
     """
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
     if not math.isfinite(young):
@@ -52,22 +52,22 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
 
 
 def at_interval(saving: PolicyCosts, interval: int, iteration_s: float) -> PolicyCosts:
-    """The same policy at another interval; with global rollback, checkpoints during replay also take their time."""
+    """Returns the same policy at another interval; with global rollback, checkpoints during replay take time, too."""
     slower = saving.replay_s / (iteration_s + saving.per_iteration_s())
     replay_s = slower * (iteration_s + saving.stall_s / interval)
     return dataclasses.replace(saving, interval=interval, replay_s=replay_s)
 
 
 def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
-    """The longest interval up to ``best`` that keeps to a limit on lost tokens, or the ``least`` one possible.
+    """Returns the longest interval up to ``best`` within a limit on lost tokens, and not below ``least``.
 
-    ``plt_of_one`` is the expected proportion of lost tokens at an interval of one iteration; it grows with that.
+    The expected proportion of lost tokens is ``plt_of_one`` times the interval.
     """
     return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
 
 
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
-    """CheckFreq's rule: the shortest interval whose stalls stay within a share of the time (MoEvement, section 5.2)."""
+    """Returns CheckFreq's interval: the shortest whose stalls stay within a share of time (MoEvement, section 5.2)."""
     if not cap > 0:
         raise SimulationError(
             f"a cap of {cap} on the overhead leaves no interval. Fix: give one above 0, such as 0.03",

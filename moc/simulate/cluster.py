@@ -1,4 +1,4 @@
-"""Clusters in numbers: compute, bandwidths, and times to recover."""
+"""Describes clusters in numbers: compute, bandwidths, and recovery times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from moc.simulate.errors import SimulationError
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of one kind.  Bandwidths are in bytes per second, times in seconds.
+    """Cluster of machines of one kind.  Bandwidths are in bytes per second, times in seconds.
 
     Attributes:
         gpus_per_node: GPUs that fail together and share a network card.
         flops: peak of one GPU in 16-bit arithmetic, operations per second.
         utilisation: share of the peak that a stage reaches while it computes, without pipeline bubbles.
         memory_bandwidth: of a GPU's own memory, which bounds the optimizer's update.
-        intra_bandwidth: of a GPU to others in its node.
-        inter_bandwidth: of a node to other nodes.
-        latency_s: alpha, of one message or one step of a collective.
+        intra_bandwidth: from a GPU to others in its node.
+        inter_bandwidth: from a node to other nodes.
+        latency_s: alpha, latency of one message or one step of a collective.
         host_bandwidth: from one GPU to host memory during computation, with pinned copies.
-        storage_bandwidth: of the whole job to storage.
+        storage_bandwidth: from all nodes of the job to storage.
         detect_s: from a fault until all workers have stopped and groups can be rebuilt.
         restart_s: additional time of a global rollback until replay starts: processes, groups, loading.
         replay_slowdown: duration of a replayed iteration relative to an ordinary one, in a global rollback.
@@ -59,8 +59,8 @@ class Cluster:
 
 
 # MoEvement (NSDI '26), section 5.1: NC96ads_A100_v4, 600 GB/s NVLink, 80 Gbps between nodes, 40 Gbps to Blob Storage.
-# Pinned copies reach 25 of the 32 GB/s of PCIe 4 x16.  No data sheet gives the utilisation or restart_s (here that of
-# the paper's recoveries): measure yours.
+# Pinned copies reach 25 of the 32 GB/s of PCIe 4 x16.  No data sheet gives the utilisation or restart_s (here the time
+# of the paper's recoveries): measure yours.
 _A100 = Cluster(
     name="a100-80gb",
     gpus=96,
@@ -105,7 +105,7 @@ _H100_FITTED = dataclasses.replace(
 )
 
 FITTED: Mapping[str, Cluster] = {c.name: c for c in (_A100_FITTED, _H100_FITTED)}
-"""By name: clusters fitted to a paper's figures, which predict nothing of a real cluster."""
+"""Clusters fitted to a paper's figures, by name; they predict nothing of a real cluster."""
 
 CLUSTERS: Mapping[str, Cluster] = {c.name: c for c in (_A100, _H100, _A800_MOC, _H100_MOC)} | FITTED
 """All presets by name."""
@@ -118,7 +118,7 @@ EXPLAINED = (
 
 
 def cluster_named(text: str) -> Cluster:
-    """The cluster of a flag's value: ``NAME`` or ``NAME:GPUS``.
+    """Returns the cluster of a flag's value: ``NAME`` or ``NAME:GPUS``.
 
     Raises:
         ValueError: the preset does not exist, or the number of GPUs is invalid.

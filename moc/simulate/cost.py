@@ -1,4 +1,4 @@
-"""The duration of an iteration: computation, communication and the pipeline (MoEvement, Appendix C)."""
+"""Computes the duration of an iteration: computation, communication and the pipeline (MoEvement, Appendix C)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _UPDATE_BYTES = 34  # per parameter: gradient, master and moments read, the latt
 
 @dataclass(frozen=True)
 class Work:
-    """The work of an iteration.
+    """Work of an iteration.
 
     Attributes:
         global_batch: sequences.
         micro_batch: sequences per micro batch of one pipeline, over all of its data- or expert-parallel ranks.
         seq_length: tokens per sequence.
         hidden_size: elements of a token between layers.
-        topk: experts that each token is routed to.
-        pipelines: pipelines in parallel; 0 for as many as data-parallel ranks.  If expert parallelism runs over
-            data-parallel ranks, a pipeline may be as wide as ``ep`` and a micro batch is divided among them, as in
+        topk: experts per token.
+        pipelines: parallel pipelines; 0 for the number of data-parallel ranks.  If expert parallelism uses
+            data-parallel ranks, a pipeline may be as wide as ``ep``, and a micro batch is divided among them, as in
             MoEvement (section 5.1).
         overlap: share of the gradients' reduction that the backward pass hides.
     """
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of an iteration, in seconds.
+    """Duration of an iteration, in seconds.
 
     Attributes:
         pipeline_s: forward and backward of all micro batches, including bubbles.
@@ -82,12 +82,12 @@ class Timing:
 
     @property
     def without_bubbles(self) -> float:
-        """Share of an iteration that a stage needs alone: M of M + S - 1 (MoEvement, section 3.4)."""
+        """Share of an iteration that a stage needs without waiting: M of M + S - 1 (MoEvement, section 3.4)."""
         return self.micro_batches / (self.micro_batches + self.stages - 1)
 
 
 def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1) -> Timing:
-    """The timing of a measured iteration, whose parts are unknown."""
+    """Returns the timing of a measured iteration whose parts are unknown."""
     if not (math.isfinite(iteration_s) and iteration_s > 0):
         raise SimulationError(
             f"an iteration cannot take {iteration_s} s. Fix: give the seconds that were measured",
@@ -97,7 +97,7 @@ def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1)
 
 
 def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -> float:
-    """Seconds of a collective or a message: alpha(p) + beta(p) m (Appendix C); alpha grows with the logarithm of p.
+    """Returns the seconds of a collective or message: alpha(p) + beta(p) m (Appendix C); alpha grows as log p.
 
     ``nbytes`` is m, of one rank, counting both directions.  Across nodes, the ranks of a node share its network card.
     """
@@ -108,14 +108,14 @@ def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -
 
 
 def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work) -> Timing:
-    """The timing of an iteration of plain or interleaved 1F1B, from sizes alone.
+    """Returns the timing of an iteration of plain or interleaved 1F1B, only from sizes.
 
-    T_pipeline = (M + S - 1) max t_s (Appendix C); with v virtual stages the warm-up is v times shorter, which gives
-    M + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  The exposed part of the gradients' reduction and the
+    T_pipeline = (M + S - 1) max t_s (Appendix C).  With v virtual stages the warm-up is v times shorter, which gives M
+    + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  The exposed part of the gradients' reduction and the
     update are added.
 
     Raises:
-        ValueError: the batch is not a whole number of micro batches per pipeline.
+        ValueError: the batch does not divide into micro batches per pipeline.
     """
     stages = split_stages(operators, layout.pp)
     pipelines = work.pipelines or layout.dp
@@ -126,10 +126,10 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
             f"{pipelines} pipelines. Fix: change one of them",
             code="batch-not-divisible",
         )
-    wide = layout.world // (layout.pp * pipelines)  # ranks that share a stage of a pipeline
+    wide = layout.world // (layout.pp * pipelines)  # ranks per stage of a pipeline
     slowest_s = max(_stage_s(stage, layout, cluster, work, wide) for stage in stages)
     pipeline_s = (micro_batches + (layout.pp - 1) / layout.vpp) * slowest_s
-    holders = {True: layout.etp * layout.ep, False: layout.tp}  # by whether it is an expert
+    holders = {True: layout.etp * layout.ep, False: layout.tp}  # by whether the operator is an expert
     held = max(sum(o.parameters / holders[o.kind == "expert"] for o in stage) for stage in stages)
     gradients = 2 * 2 * held  # reduce-scatter and all-gather, 2 bytes each
     across = layout.dp * layout.tp > cluster.gpus_per_node
@@ -139,7 +139,7 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
 
 
 def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
-    """t_s: computation and communication of one micro batch."""
+    """Returns t_s: computation and communication of one micro batch."""
     tokens = work.micro_batch * work.seq_length
     operations = _FORWARD_AND_BACKWARD * tokens * sum(active(stage, work.topk))
     compute_s = operations / (wide * cluster.flops * cluster.utilisation)
@@ -153,7 +153,7 @@ def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: 
 
 
 def active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
-    """Parameters that a token uses; the embedding is only looked up."""
+    """Yields parameters that a token uses; the embedding is only looked up."""
     yield from (o.parameters for o in stage if o.kind not in ("expert", "embedding"))
     experts = {o.layer: o.parameters for o in stage if o.kind == "expert"}
     yield from (topk * parameters for parameters in experts.values())

@@ -1,6 +1,6 @@
-"""An elastic job (Lazarus) in simulation: which losses leave every expert, and what an iteration then takes.
+"""Simulates an elastic job (Lazarus): losses that leave every expert, and the duration of an iteration afterwards.
 
-By what plans elastic training (:mod:`moc.elastic`), for each number of nodes that occurs.
+The planner of elastic training (:mod:`moc.elastic`) plans for each number of nodes that occurs.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
 
 REGROUP_S = 30.0
-"""20 to 40 seconds from a loss until training goes on, with transfers (Lazarus, section 6.3)."""
+"""Seconds from a loss until training continues, with transfers: 20 to 40 (Lazarus, section 6.3)."""
 
 _EQUAL = 10**6  # tokens of each expert, if loads are unknown
-_Rows = tuple[tuple[int, ...], ...]  # loads of layers that differ
+_Rows = tuple[tuple[int, ...], ...]  # distinct loads of layers
 
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """What an elastic job is asked for.
+    """Requested settings of an elastic job.
 
     Attributes:
-        slots: experts of a layer that a rank can hold; None for as many as hold ``least`` replicas on MIN nodes.
+        slots: experts of a layer that a rank can hold; None for the number that holds ``least`` replicas on MIN nodes.
         least: replicas of each expert on different nodes (f).
-        everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
-        regroup_s: seconds from the end of detection until training goes on, with transfers.
-        losses: nodes lost at once, of each loss that is expected: for the interval of fallback checkpoints.
-        domain: ranks among which tokens are dispatched, at most.
+        everywhere: number of hottest experts that are on every node (h); None to choose it by the load.
+        regroup_s: seconds from the end of detection until training continues, with transfers.
+        losses: numbers of nodes lost together in the expected losses, for the interval of fallback checkpoints.
+        domain: maximum number of ranks that dispatch tokens to each other.
     """
 
     slots: int | None = None
@@ -56,21 +56,21 @@ class ElasticSettings:
 
 @dataclass(frozen=True, eq=False)
 class ElasticMembers(Members):
-    """The nodes of an elastic job.
+    """Nodes of an elastic job.
 
-    Stages get equally many nodes, or one more; where there are fewer nodes than stages, a node has several.  Every
-    rank of a stage holds experts; its tensor-parallel groups train on different samples, and as many as the smallest
-    stage has do.  The dense part is on every rank of its stage.
+    Stages get equally many nodes, or one more.  With fewer nodes than stages, a node has several stages.  Every rank of
+    a stage holds experts.  Tensor-parallel groups of a stage train on different samples; the smallest stage limits
+    their number.  The dense part is on every rank of its stage.
 
     Attributes:
-        ranks: of a node.
+        ranks: ranks of a node.
         tp: ranks that share the dense part of a stage.
         vpp: virtual stages of a stage.
-        micro_batches: B, of the global batch.
-        usual: of these, the micro batches of a rank in the job's iteration.
+        micro_batches: B, micro batches of the global batch.
+        usual: micro batches of a rank in the job's iteration.
         stages: by stage, the loads of its layers with experts.
-        share: of an iteration's operations that experts do.
-        settings: what was asked for.
+        share: share of an iteration's operations in experts.
+        settings: requested settings.
     """
 
     ranks: int = 1
@@ -99,26 +99,26 @@ class ElasticMembers(Members):
             self.slowdown(nodes)  # raises if the slots do not suffice
 
     def _stage(self, nodes: int) -> tuple[int, int]:
-        """Nodes of the smallest stage, and its ranks on each."""
+        """Returns the nodes of the smallest stage, and its ranks on each."""
         stages = len(self.stages)
         return max(1, nodes // stages), min(self.ranks, self.ranks * nodes // stages)
 
     def trained_on(self, nodes: int) -> int:
-        """D: data-parallel ranks of so many nodes."""
+        """Returns D: data-parallel ranks of this many nodes."""
         of_stage, ranks = self._stage(nodes)
         return of_stage * (ranks // self.tp)
 
     def slowdown(self, nodes: int) -> float:
-        """As :meth:`Members.slowdown`: rounds of micro batches, and the wait for the rank with most tokens."""
+        """Returns :meth:`Members.slowdown`, from rounds of micro batches and the wait for the rank with most tokens."""
         now = steps(-(-self.micro_batches // self.trained_on(nodes)), len(self.stages), self.vpp)
         return now / steps(self.usual, len(self.stages), self.vpp) * self.load_factor(nodes)
 
     def load_factor(self, nodes: int) -> float:
-        """Duration of a micro batch relative to one with equal work for all ranks, in the busiest stage."""
+        """Returns the duration of a micro batch in the busiest stage, relative to equal work for all ranks."""
         return 1 + self.share * (max(self._imbalance(rows, *self._stage(nodes)) for rows in self.stages) - 1)
 
     def survival(self, nodes: int, lost: int) -> float:
-        """Probability that a loss of ``lost`` of so many nodes leaves every expert and every stage."""
+        """Returns the probability that losing ``lost`` of this many nodes leaves every expert and every stage."""
         return self._survival(nodes, lost)
 
     @cached_property
@@ -157,7 +157,7 @@ class ElasticMembers(Members):
         def survival(nodes: int, lost: int) -> float:
             base, more = divmod(nodes, len(self.stages))
             if lost > nodes or not base:
-                return float(lost == 0)  # without a node for each stage, every node has a stage alone
+                return float(lost == 0)  # with fewer nodes than stages, each loss takes a stage
             ways = [1]
             for number, rows in enumerate(self.stages):
                 ways = _product(ways, self._survived(rows, base + (number < more), lost), lost)
@@ -169,7 +169,7 @@ class ElasticMembers(Members):
     def _survived(self):
         @cache
         def choices(rows: _Rows, nodes: int, lost: int) -> list[int]:
-            """By number of nodes lost from a stage, the choices that leave everything; at least so many if large."""
+            """Returns, by nodes lost from a stage, the choices that leave everything; a lower bound if large."""
             held = numpy.ones((1, nodes), numpy.int64)  # the dense part
             if rows:
                 placed = self._plan(rows, nodes, self.ranks)
@@ -193,17 +193,17 @@ def elastic_members(
     members: Members,
     ranks: int,
 ) -> ElasticMembers:
-    """The members of an elastic job of a model.
+    """Returns the members of an elastic job of a model.
 
     Args:
-        operators: of the unpartitioned model.
-        layout: TP, PP and VPP of all nodes; experts are on the ranks of a stage as planned.
+        operators: operators of the unpartitioned model.
+        layout: TP, PP and VPP of all nodes; plans place experts on the ranks of a stage.
         micro_batches: B.
-        topk: experts of a token.
-        loads: recorded, by iteration and layer, whose sum is planned for; equal ones if empty.
-        settings: what is asked for.
+        topk: experts per token.
+        loads: recorded loads by iteration and layer; plans use their sum, or equal loads if empty.
+        settings: requested settings.
         members: MIN, MAX and the waits.
-        ranks: of a node.
+        ranks: ranks of a node.
 
     Raises:
         ValueError: MIN nodes cannot hold the model.
@@ -216,7 +216,7 @@ def elastic_members(
     for stage in stages:
         places = [at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)]
         found = (tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places)
-        rows.append(tuple(dict.fromkeys(found)))  # layers alike are planned alike
+        rows.append(tuple(dict.fromkeys(found)))  # equal layers have equal plans
     dense = sum(active([o for o in operators if o.kind != "expert"], topk))
     return ElasticMembers(
         **{name: getattr(members, name) for name in ("least", "most", "grow_wait_s")},
@@ -233,7 +233,7 @@ def elastic_members(
 
 
 def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
-    """Loads of another number of experts, of the same shape: hottest first, read off at equal distances."""
+    """Returns loads of another number of experts in the same shape: hottest first, sampled at equal distances."""
     descending = numpy.sort(numpy.asarray(tokens))[::-1]
     if len(descending) == experts:
         return descending.tolist()
@@ -243,16 +243,16 @@ def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ElasticCosts(PolicyCosts):
-    """Costs of a job that goes on without a checkpoint as long as every expert is left."""
+    """Costs of a job that continues without a checkpoint while every expert is left."""
 
     def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
-        """As :meth:`PolicyCosts.way_back`, by the members' survival."""
+        """Returns :meth:`PolicyCosts.way_back` by the members' survival."""
         assert isinstance(self.members, ElasticMembers) and self.beyond is not None
         return self if chance < self.members.survival(loss.of, loss.total) else self.beyond
 
 
 def _product(one: Sequence[int], other: Sequence[int], most: int) -> list[int]:
-    """The product of two polynomials, up to a degree."""
+    """Returns the product of two polynomials, up to a degree."""
     result = [0] * (most + 1)
     for i, a in enumerate(one):
         for j, b in enumerate(other[: most + 1 - i]):

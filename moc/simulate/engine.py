@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a run: failures, replacements and recoveries; one step from event to event."""
+"""Simulates a run by discrete events: failures, replacements and recoveries; a step leads to the next event."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moc.simulate.result import Result
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """The job to simulate, and for how long.
+    """Job to simulate, and its duration.
 
     Attributes:
         iteration_s: seconds of an iteration without checkpoints.
         samples: sequences per iteration.
         nodes: nodes that the job needs.
-        stages: pipeline stages, some of which a local recovery replays.
+        stages: pipeline stages; a local recovery replays some of them.
         wall_s: seconds to simulate.
         spares: spare nodes; None for unlimited.
         repair_s: seconds until a lost node is a spare again.
@@ -82,22 +82,22 @@ class _Run:
         self.rng = random.Random(job.seed)
         self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
         self.event = next(self.events, None)
-        self.returns: list[tuple[float, int]] = []  # when lost nodes return, and how many
+        self.returns: list[tuple[float, int]] = []  # times and numbers of returning nodes
         self.now = self.exposed = self.event_at = 0.0
         self.up = job.available  # nodes; None for unlimited
         if self.up is None and job.spares is not None:
             self.up = job.nodes + job.spares
         self.members = strategy.saving.members or Members(job.nodes, job.nodes)
         self._train_on(self.members.usable(self.up))
-        self.grows_at = math.inf  # when nodes that have come are taken in
+        self.grows_at = math.inf  # when newly arrived nodes join
         if 0 < self.used < self.members.most and self.members.grow_wait_s:
             self.grows_at = self.members.grow_wait_s
             self._train_on(0)
-        self.whole, self.gone, self.chance = self.used, 0, 0.0  # nodes that had their state, those lost since, and luck
+        self.whole, self.gone, self.chance = self.used, 0, 0.0  # nodes that had state, later losses, random number
         self.done = 0.0  # iterations, including the fraction of the current one
         self.way, self.base = strategy.saving, 0  # costs of the recovery, and the iteration that it restores
         self.replay_starts = self.ends = self.failed_at = 0.0
-        self.oldest, self.lost_at, self.again = 0, 0.0, False  # least iteration to restore; that of the loss; twice?
+        self.oldest, self.lost_at, self.again = 0, 0.0, False  # least iteration to restore; that at the loss; again?
         self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they finish
         self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
@@ -111,7 +111,7 @@ class _Run:
         """Advances to the next event."""
         event_s = self._event_s()
         back_s = self.returns[0][0] if self.returns else math.inf
-        grow_s = max(self.grows_at, self.replay_starts)  # not before everybody has state
+        grow_s = max(self.grows_at, self.replay_starts)  # not before all workers have state
         until = min(self.job.wall_s, event_s, back_s, grow_s, self.ends if self._recovers() else math.inf)
         self._pass(until)
         if until == event_s:
@@ -127,7 +127,7 @@ class _Run:
             self._grow()
 
     def _train_on(self, nodes: int) -> None:
-        """From now on that many nodes train; with none, the job waits."""
+        """Sets the number of training nodes; with 0, the job waits."""
         self.used, self.waits = nodes, nodes == 0
         self.slowdown = 1.0 if self.waits else self.members.slowdown(nodes)
 
@@ -171,12 +171,12 @@ class _Run:
             self.iterations[part] += iterations * max(0.0, within) / (until - start) if until > start else 0.0
 
     def _parts(self, start: float, until: float) -> range:
-        """The parts of the run that a time falls into."""
+        """Returns the parts of the run that a time span overlaps."""
         part_s, last = self.job.wall_s / self.job.parts, self.job.parts - 1
         return range(min(int(start / part_s), last), min(int(until / part_s), last) + 1)
 
     def _book(self, iterations: float) -> float:
-        """Books iterations (negative to undo), returns their seconds; useful time is that of the full job's nodes."""
+        """Books iterations (negative to undo) and returns their seconds; useful time is at the full job's speed."""
         useful, saving = iterations * self.job.iteration_s, iterations * self.strategy.saving.per_iteration_s()
         slower = (useful + saving) * (self.slowdown - 1)
         self.useful, self.saving, self.slower = self.useful + useful, self.saving + saving, self.slower + slower
@@ -189,12 +189,12 @@ class _Run:
             if not self.faults.trace and math.isfinite(self.job.repair_s):
                 heapq.heappush(self.returns, (self.now + self.job.repair_s, nodes))
         if hit and self.waits:
-            self._decide(hit, again=True)  # what those hold that wait may be lost, too
+            self._decide(hit, again=True)  # waiting nodes may lose state, too
         elif hit:
             self._fail(hit)
 
     def _hit(self, nodes: int) -> int:
-        """Of the lost nodes, those of the job: all by an MTBF, which is the job's own; a trace also has others."""
+        """Returns how many lost nodes are the job's: all with an MTBF, which is the job's; a trace also has others."""
         job = self.whole - self.gone if self.waits else self.used
         if self.up is None or not self.faults.trace:
             return min(nodes, job)
@@ -213,7 +213,7 @@ class _Run:
         elif not self.way.local:  # replayed iterations are saved again, and the restored checkpoint still exists
             self.oldest, self.lost_at = self.base, self._replayed()
         self.strategy.failed(int(self.lost_at))
-        fixed = self.strategy.saving.members is None  # replaces what it lost at once, as in the closed form
+        fixed = self.strategy.saving.members is None  # replaces lost nodes immediately, as in the closed form
         if fixed or self.now >= self.replay_starts:
             self.whole, self.gone, self.chance = self.used, 0, self._luck()
         self.grows_at = math.inf
@@ -229,13 +229,13 @@ class _Run:
         return self.rng.random() if saving.copies or saving.members else 0.0
 
     def _decide(self, nodes: int, again: bool) -> None:
-        """Chooses the way back after a loss of this many more nodes, and the iteration that it restores."""
+        """Chooses the recovery path after a loss of this many more nodes, and the iteration that it restores."""
         loss = Loss(nodes, self.whole, self.gone, self.used)
         way = self.strategy.saving.way_back(loss, self.chance)
         self.gone = loss.total
-        if not (again and way.local):  # during a global rollback, another failure's stages roll back globally, too
+        if not (again and way.local):  # in a global rollback, stages of another failure also roll back globally
             if way.why and not self.way.why:
-                self.oldest = 0  # what was restored before is lost
+                self.oldest = 0  # the previously restored state is lost
             self.way = way
         if self.way.why and not self.waits:
             self.fallbacks[f"{self.way.why}: {loss.total} of {loss.of} nodes lost"] += 1
@@ -258,7 +258,7 @@ class _Run:
                 break
 
     def _replayed(self) -> float:
-        """The iteration, with its fraction, that the current recovery has replayed up to."""
+        """Returns the iteration, with its fraction, up to where the current recovery has replayed."""
         seconds = (self.now - self.replay_starts) / self.slowdown
         return min(self.done, self.base + self.way.replayed(seconds)) if seconds > 0 else self.base
 
@@ -297,7 +297,7 @@ class _Run:
             self.grows_at = min(self.grows_at, self.now + wait_s)
 
     def _grow(self) -> None:
-        """Takes in the nodes that have come, or begins, or goes on after waiting."""
+        """Adds newly arrived nodes to the job, or starts or resumes it after waiting."""
         self.grows_at = math.inf
         after = self.members.usable(self.up)
         if after <= self.used:
@@ -313,7 +313,7 @@ class _Run:
         self._recover(again=False)
 
     def _regroup(self, nodes: int) -> None:
-        """All workers stop, which costs the current iteration, and meet again on more nodes."""
+        """Stops all workers, which costs the current iteration, and reconnects them on more nodes."""
         way = self.way
         if self._recovers():
             self.base = int(self._replayed())

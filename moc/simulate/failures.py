@@ -1,4 +1,4 @@
-"""Loss and return of nodes: random, evenly spaced, or from a recorded trace."""
+"""Generates losses and returns of nodes: random, evenly spaced, or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moc.files.tree import MANIFEST, open_named
 from moc.simulate.errors import SimulationError
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
-"""Text of a number in a trace."""
+"""Pattern of a number in a trace."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A loss or return of nodes, ``at_s`` seconds after the start or, if given, ``after_s`` after the last event."""
+    """Loss or return of nodes, ``at_s`` seconds after the start or, if given, ``after_s`` after the last event."""
 
     at_s: float
     lost: int = 0
@@ -31,16 +31,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Faults:
-    """The source of failures.
+    """Source of failures.
 
     Attributes:
         mtbf_s: mean seconds between failures of the job; None with a trace.
         evenly: one failure in each MTBF, as for injected faults, instead of a Poisson process.
-        together: nodes that a failure takes at once, such as those behind one switch.
+        together: nodes lost together in a failure, such as the nodes behind one switch.
         trace: events of :func:`read_trace`; failures end with the trace.
-        while_training: failure time advances only while training does, as in the closed form (MoEvement, section 2.4),
-            so that only events with ``after_s`` fall into a recovery.  With a trace, the time of an interrupted
-            iteration counts again, since the trace's times are positions in the run.
+        while_training: failure time advances only during training, as in the closed form (MoEvement, section 2.4), so
+            that only events with ``after_s`` fall into a recovery.  With a trace, the time of an interrupted iteration
+            counts again, since the trace's times are positions in the run.
 
     Raises:
         ValueError: neither MTBF nor trace is given, or both.
@@ -70,7 +70,7 @@ class Faults:
             )
 
     def events(self, rng: random.Random) -> Iterator[Event]:
-        """Yields the events in order of time; endless unless they come from a trace."""
+        """Yields the events in order of time; endless unless they are from a trace."""
         yield from self.trace
         if self.mtbf_s is None or math.isinf(self.mtbf_s):
             return
@@ -86,7 +86,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace: nodes at the start, changes, and a sentence on lines out of order, empty if there are none."""
+    """Recorded trace: nodes at the start, changes, and a sentence on lines out of order (empty if there are none)."""
 
     nodes: int
     events: tuple[Event, ...]
@@ -99,8 +99,8 @@ def read_trace(path: str | Path) -> Trace:
     Two formats are recognized by content (Bamboo, NSDI '23): lines ``milliseconds,add|remove,node``, and lines
     ``date, time, instances alive``.  Times count from the earliest line.
 
-    If time steps back, lines of the first format are sorted, since each is a change of its own.  A line of the second
-    format gives a total, and the later line is right: Bamboo's recorder wrote its observation for minutes ahead, and
+    If time steps back, lines of the first format are sorted, since each is a separate change.  A line of the second
+    format is a total, and the later line is right.  Bamboo's recorder wrote its observation for minutes ahead, and
     started over when it observed a change before they had passed.  Earlier lines about later times are dropped.
 
     Raises:
@@ -177,7 +177,7 @@ def _by_count(rows: Rows) -> Trace:
 
 
 def _doubt(rows: Sequence[tuple], done: str) -> str:
-    """A sentence on lines that are earlier than the line before them, and how they were handled."""
+    """Returns a sentence on lines that are earlier than the line before them, and how they were handled."""
     back = [number for (_, before, _), (number, at, _) in itertools.pairwise(rows) if at < before]
     if not back:
         return ""

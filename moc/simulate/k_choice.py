@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
-    """The measurements given by the flags, for bytes of the busiest rank by K.
+    """Returns the measurements given by the flags, for bytes of the busiest rank by K.
 
     Raises:
         ValueError: a flag is missing or invalid.
@@ -62,7 +62,7 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
 
 
 def explained(choice: TunedSettings) -> list[str]:
-    """The choice, as lines."""
+    """Returns the choice, as lines."""
     return [
         f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",
         *sentences(choice.reason),

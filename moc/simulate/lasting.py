@@ -1,11 +1,10 @@
-"""How seldom a loss takes state along in an elastic job: else nodes that are left go on without a checkpoint.
+"""Computes how rarely a loss in an elastic job destroys an expert, which then requires a checkpoint.
 
-What a checkpoint is good for there is the rare loss after which an expert is on no node any more.  It happens if more
-nodes are lost at once than each expert has holders; and *at once* is what is lost until all have gone on.
+Such a loss takes more nodes together than an expert has holders.  *Together* means before all workers have continued.
 
-Where a copy of the model takes several nodes, each has a *part* of it, and an expert's holders are nodes of its part.
-All keep their state, those that only help too; but one gives it up that goes over to another part, which has lost more
-(:mod:`moc.runtime.seats`).
+If a copy of the model spans several nodes, each has a *part* of it, and an expert's holders are nodes of its part.  All
+nodes keep their state, including partial-model nodes.  Only a node that moves to another part, which has lost more,
+discards its state (:mod:`moc.runtime.seats`).
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from math import comb, prod
 from moc.simulate.elastic import REGROUP_S, ElasticMembers, ElasticSettings
 
 AT_ONCE = 4
-"""Most nodes lost at once that are looked at; of more, none leaves every expert."""
+"""Maximum number of nodes lost together that is considered; a larger loss counts as the loss of an expert."""
 MEMBERSHIPS = 8
-"""Numbers of nodes that are looked at, from the smallest on, where a loss hurts most."""
+"""Numbers of nodes that are considered, from the smallest, where a loss hurts most."""
 
 Tokens = Mapping[int, Sequence[int]]
-"""By layer, the tokens of each expert."""
+"""Tokens of each expert, by layer."""
 Survival = Callable[[int, int], float]
-"""Of a part of the model: the probability that all of it is left, of so many nodes, when so many lose their state."""
+"""Probability that all of a part of the model is left, by its number of nodes and of nodes that lose their state."""
 
 
 @dataclass(frozen=True)
 class Lasting:
-    """What an elastic job survives without a checkpoint.
+    """Losses that an elastic job survives without a checkpoint.
 
     Attributes:
         least: MIN nodes.
         most: MAX nodes.
-        ranks: of a node, that hold experts of a layer.
-        experts: of a layer.
-        settings: of the plans.
-        parts: of the model, of a node each: the layers with experts.  One part where each node has whole copies.
+        ranks: ranks of a node that hold experts of a layer.
+        experts: experts of a layer.
+        settings: settings of the plans.
+        parts: layers with experts of each part of the model, one part per node; one part if each node has complete
+            copies.
     """
 
     least: int
@@ -49,10 +49,10 @@ class Lasting:
     parts: tuple[tuple[int, ...], ...] = ((0,),)
 
     def survivals(self, loads: Tokens | None = None) -> tuple[float, ...]:
-        """By nodes lost at once, from 1 on: the probability that every expert is left, with the riskiest members.
+        """Returns, by nodes lost together (from 1), the probability that every expert is left, at the worst membership.
 
         Args:
-            loads: that plans follow; experts are alike if unknown.
+            loads: loads that plans follow; equal for all experts if unknown.
         """
         sizes = range(self.least, min(self.most, self.least + MEMBERSHIPS - 1) + 1)
         parts = [self._survival(layers, loads) for layers in self.parts]
@@ -60,14 +60,15 @@ class Lasting:
 
     def _survival(self, layers: Sequence[int], loads: Tokens | None) -> Survival:
         known, alike, parts = loads or {}, (1,) * self.experts, len(self.parts)
-        rows = dict.fromkeys(tuple(known.get(layer, alike)) for layer in layers)  # layers alike are planned alike
+        rows = dict.fromkeys(tuple(known.get(layer, alike)) for layer in layers)  # equal layers have equal plans
         copies = self.least // parts, self.most // parts
         return ElasticMembers(*copies, ranks=self.ranks, stages=(tuple(rows),), settings=self.settings).survival
 
     def rarer(self, mtbf_s: float, loads: Tokens | None = None) -> float:
-        """Losses for each one that takes an expert along.
+        """Returns the number of losses per loss that destroys an expert.
 
-        Another one follows before all have gone on with the probability of a loss in :data:`REGROUP_S` seconds.
+        The probability of another loss before all have continued is the probability of a loss in :data:`REGROUP_S`
+        seconds.
 
         Args:
             mtbf_s: seconds between losses.
@@ -82,15 +83,15 @@ class Lasting:
 
 
 def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
-    """Probability that a loss of ``lost`` of so many nodes, each choice alike, leaves all of every part of the model.
+    """Returns the probability that a loss of ``lost`` random nodes leaves all of every part of the model.
 
-    Nodes beyond whole copies count as if they had no state; those that help have more than is counted here.
+    Nodes beyond complete copies count as nodes without state, although partial-model nodes have some.
 
     Args:
-        parts: of the model.
-        nodes: in all, at least as many as there are parts.
-        lost: at once.
-        least: nodes with which the job goes on (MIN).
+        parts: probabilities of the parts of the model.
+        nodes: total number of nodes, at least the number of parts.
+        lost: nodes lost together.
+        least: minimum number of nodes to continue (MIN).
     """
     copies, waiting = divmod(nodes, len(parts))
     found = 0.0
@@ -105,15 +106,15 @@ def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> fl
 
 
 def nodes_kept(copies: int, lost: Sequence[int], left: int, least: int) -> list[int]:
-    """Nodes of each part that keep their state after a loss; pure, as the controller's choice is.
+    """Returns the nodes of each part that keep their state after a loss; pure, as is the controller's choice.
 
-    A node goes over to another part where that makes one more copy.  Where it could be of one of several parts, each
-    counts as if it were its own.  If fewer than MIN nodes are left, all keep what they have, and wait.
+    A node moves to another part if that completes one more copy.  If several parts could give it, each counts as giving
+    a node.  With fewer than MIN nodes left, all keep their state and wait.
 
     Args:
-        copies: of the model before.
-        lost: nodes of each part.
-        left: nodes that are left, with those that have no part.
+        copies: copies of the model before.
+        lost: lost nodes of each part.
+        left: remaining nodes, including nodes without a part.
         least: MIN nodes.
     """
     there = [copies - of_part for of_part in lost]

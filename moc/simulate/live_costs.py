@@ -1,7 +1,7 @@
 """Predicts each policy's cost for a live run from the run's own measurements: ``--ckpt-policy auto``.
 
-The recoveries are the program's own: snapshots go to ``--ckpt-tier``, and all workers roll back together.  The time to
-detect a fault and to restart is left out, since it is the same for every choice.
+The recoveries are the program's own: snapshots go to ``--ckpt-tier``, and all workers roll back together.  Times to
+detect a fault and to restart are omitted, since they are the same for every choice.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from moc.state.operators import Operator
 _TIERS = ("disk", "memory", "peers")
 
 _HEADROOM = 1.25
-"""Time between two writes to storage, relative to the mean time of one: with less, every other one would be late."""
+"""Time between two writes to storage, relative to the mean time of one; with less, every other write would be late."""
 
 _SELDOM = 10
-"""Iterations between snapshots in storage, at least, where those in memory have gradients."""
+"""Minimum iterations between snapshots in storage if snapshots in memory have gradients."""
 
 NAMES = tuple(POLICIES)
-"""The policies that can be priced."""
+"""Policies that can be priced."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Saved:
     """Bytes that the busiest rank saves.
 
     Attributes:
-        full: of everything.
-        by_k: with K experts of each layer, for the candidates of K; the largest K is all experts; empty without
+        full: bytes of everything.
+        by_k: bytes with K experts of each layer, for the candidates of K; the largest K is all experts; empty without
             experts.
-        stages: of each operator, by pipeline stage, in the order in which sparse snapshots save them.
-        gradient: of an expert's gradients, relative to its state; None where no snapshot may have gradients.
+        stages: bytes of each operator, by pipeline stage, in the save order of sparse snapshots.
+        gradient: bytes of an expert's gradients, relative to its state; None if no snapshot may have gradients.
     """
 
     full: float
@@ -64,26 +64,26 @@ class Saved:
     gradient: float | None = None
 
     def with_experts(self, k: int) -> float:
-        """Bytes with K experts of each layer; a K between two candidates is interpolated."""
+        """Returns the bytes with K experts of each layer; interpolates a K between two candidates."""
         known = sorted(self.by_k)
         return float(numpy.interp(k, known, [self.by_k[one] for one in known]))
 
 
 @dataclass(frozen=True)
 class Running:
-    """A live run, in terms of its snapshots.  Rates are in bytes per second.
+    """Live run, in terms of its snapshots.  Rates are in bytes per second.
 
     Attributes:
-        tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
+        tier: tier where snapshots are durable: ``disk``, ``memory`` or ``peers``.
         nodes: nodes of the job.
         ranks: ranks per node.
         saved: sizes.
         iteration_s: seconds of an iteration.
         forward_backward_s: the part of it before the update, which can hide a copy.
         copy_rate: from a rank to host memory.
-        write_rate: of a rank to storage while all ranks write; reading is assumed to be as fast.
-        replicate_rate: of a node from other nodes; only for the tier ``peers``.
-        loads: tokens given to each expert since training began, by layer; None if nobody counts them.
+        write_rate: from a rank to storage while all ranks write; reading is assumed to be equally fast.
+        replicate_rate: to a node from other nodes; only for the tier ``peers``.
+        loads: tokens given to each expert since training began, by layer; None if they are not counted.
 
     Raises:
         ValueError: a value that must be positive is not.
@@ -114,22 +114,22 @@ class Running:
                 )
 
     def iterations(self, seconds: float) -> int:
-        """Iterations in this many seconds, rounded up; at least one, since a vote decides when a snapshot counts."""
+        """Returns the iterations in these seconds, rounded up; at least one, since snapshots count after a commit."""
         return max(1, math.ceil(seconds / self.iteration_s))
 
     def persist_s(self, nbytes: float) -> float:
-        """Seconds between two writes of a rank's bytes to storage that keep up, though rates vary."""
+        """Returns the seconds between two writes of a rank's bytes that storage sustains, although rates vary."""
         return _HEADROOM * nbytes / self.write_rate
 
     def safe_s(self, nbytes: float, replicas: int) -> float:
-        """Seconds from the copy of a rank's bytes until they are safe in the tier."""
+        """Returns the seconds from the copy of a rank's bytes until they are durable in the tier."""
         if self.tier == "peers":
             return replicas * self.ranks * nbytes / self.replicate_rate
         return nbytes / self.write_rate if self.tier == "disk" else 0.0
 
     @cached_property
     def machine(self) -> Machine:
-        """The machine that policies are priced for, where a lost node's snapshots are lost, too.
+        """Machine for which policies are priced; losing a node also loses its snapshots.
 
         A snapshot hides if copy (and, on disk, write) fit an iteration.
         """
@@ -148,16 +148,16 @@ class Running:
         )
 
     def machine_with(self, options: Options) -> Machine:
-        """The machine with these copies, which may have gradients where a snapshot is taken in every iteration."""
+        """Returns the machine with these copies; with a snapshot in every iteration, they may have gradients."""
         may = options.replicas and options.interval in (None, 1)
         return dataclasses.replace(self.machine, gradient=self.saved.gradient) if may else self.machine
 
     def price(self, name: str, options: Options) -> Price:
-        """The price of a policy."""
+        """Returns the price of a policy."""
         return POLICIES[name].price(self.machine_with(options), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """As :meth:`moc.simulate.planner.Priced.offered`, without those whose snapshots cannot follow fast enough."""
+        """Yields :meth:`moc.simulate.planner.Priced.offered`, without settings whose snapshots are too slow."""
         for number in replicas if self.tier == "peers" else (0,):
             options = dataclasses.replace(basic, replicas=number)
             for settings in POLICIES[name].candidates(self.machine_with(options)):
@@ -167,7 +167,7 @@ class Running:
                     yield found
 
     def weighed(self, name: str, options: Options) -> Weighed:
-        """As :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
+        """Returns :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
         if POLICIES[name].replays:
             saving, plt = _windows(self, name, options), 0.0
         else:
@@ -184,7 +184,7 @@ class Running:
 def saved_by_rules(
     operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED, gradients: bool = False
 ) -> Saved:
-    """Sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
+    """Returns sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
     alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
     for stage in split_stages(operators, layout.pp):
@@ -199,14 +199,14 @@ def saved_by_rules(
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price | None = None) -> float:
-    """Bytes of a node's memory that are allocated for snapshots, and for copies of other nodes' snapshots.
+    """Returns the bytes of a node's memory for its snapshots, and for copies of other nodes' snapshots.
 
     Args:
-        tier: where snapshots are safe.
+        tier: tier where snapshots are durable.
         ranks: ranks per node.
         full: bytes of a rank's full snapshot.
         replicas: other nodes that keep copies.
-        price: of the policy; None for full snapshots.
+        price: price of the policy; None for full snapshots.
     """
     spare = spare_buffers(tier)
     if tier == "disk":
@@ -219,7 +219,7 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price |
 
 
 def flags_of_candidate(found: Candidate) -> dict[str, object]:
-    """The training flags of a candidate, by name with underscores."""
+    """Returns the training flags of a candidate, by name with underscores."""
     options, kind = found.options, POLICIES[found.saving.name]
     flags: dict[str, object] = {"ckpt_policy": kind.name}
     if not kind.replays:  # a window's interval is its length
@@ -233,7 +233,7 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
 
 
 def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
-    """The inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
+    """Returns the inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
     interval, whose = flags.get("snapshot_interval"), owners()
     fixed, replicas = None if interval is None else int(interval), int(flags.get("replicas", 0))
     basic = Options(interval=fixed, mtbf_s=mtbf_s, dynamic=False, replicas=replicas)
@@ -246,7 +246,7 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 
 
 def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
-    """Full snapshots, or some experts of each layer, at an interval; and the expected PLT."""
+    """Returns costs of snapshots, full or with some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
     nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
@@ -268,7 +268,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
     interval = options.interval or price.every or best_interval(saving, run.iteration_s, options.mtbf_s, least)
     if k is None or not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
-    # whichever memory is lost: copies remain, or every snapshot's experts are also in storage, which is as recent
+    # any lost memory leaves copies, or every snapshot's experts in storage, which is equally recent
     rate = run.iteration_s / options.mtbf_s
     of_one = rate * saving.at_risk
     if not (options.interval or price.every):
@@ -277,7 +277,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
 
 
 def shortest_interval(run: Running, name: str, options: Options) -> int:
-    """Iterations until the next snapshot can start, for a policy without windows."""
+    """Returns the iterations until the next snapshot can start, for a policy without windows."""
     price = run.price(name, options)
     nbytes = price.size.busiest
     copy_s, write_s, safe_s = nbytes / run.copy_rate, run.persist_s(nbytes), run.safe_s(nbytes, options.replicas)
@@ -288,7 +288,7 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
 
 
 def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
-    """Each operator once per window, some in each iteration; all workers replay (MoEvement, section 3.3)."""
+    """Returns costs of saving each operator once per window; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
     window, snapshots, nbytes = price.length, price.snapshots, price.size.busiest
     copying_s = sum(max(0.0, one / run.copy_rate - run.forward_backward_s) for one in snapshots)
@@ -302,7 +302,7 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
 
 
 def _carried(run: Running, price: Price) -> float:
-    """Bytes of a rank in memory in addition to its buffers: experts, also of snapshots not known to be safe."""
+    """Returns a rank's bytes in memory besides its buffers: experts, also of snapshots not known to be durable."""
     most = run.machine.num_experts
     if run.tier == "disk" or price.k is None or price.k >= most:
         return 0.0
@@ -320,15 +320,15 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
 
 
 def _of_rank(run: Running, saving: PolicyCosts) -> float:
-    """Bytes of a rank's checkpoint; for a window, of all its snapshots."""
+    """Returns the bytes of a rank's checkpoint; for a window, of all its snapshots."""
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
 def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | None:
-    """With a tier in memory: the shortest persist interval that storage sustains.
+    """Returns the shortest persist interval that storage sustains, for a tier in memory; None for disk.
 
-    With fewer experts every snapshot is persisted.  Of one that would have gradients, storage takes half of the budget
-    for states: so it is persisted so rarely that chains hardly notice.
+    With fewer experts every snapshot is persisted.  If a snapshot would have gradients, storage takes half of the
+    budget for states.  Such snapshots are persisted so rarely that chains are hardly affected.
     """
     if run.tier == "disk":
         return None
@@ -339,7 +339,7 @@ def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | 
 
 
 def _from_storage(run: Running, saving: PolicyCosts, every: int | None) -> PolicyCosts | None:
-    """Costs of recovery from storage if memory is lost; None if it is always from storage."""
+    """Returns the costs of recovery from storage if memory is lost; None if recovery is always from storage."""
     if every is None:
         return None
     write_s = run.saved.full / run.write_rate

@@ -1,4 +1,4 @@
-"""On how many nodes a job trains, and how much longer an iteration takes there than on all of them."""
+"""Determines the number of nodes on which a job trains, and the slowdown of an iteration there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moc.simulate.errors import SimulationError
 
 @dataclass(frozen=True)
 class Members:
-    """A job that trains on any number of nodes between two; here n of N nodes take N / n times as long.
+    """Job that trains on any number of nodes between two limits; here n of N nodes take N / n times as long.
 
     Attributes:
-        least: MIN, nodes without which it waits.
+        least: MIN; with fewer nodes the job waits.
         most: MAX, the job's nodes.
-        grow_wait_s: that it waits for more nodes at the start, and when some come, unless all are there.
-        grow_s: from then until all train; nothing is replayed.
+        grow_wait_s: wait for more nodes at the start, and after some arrive, unless all are present.
+        grow_s: time from then until all train; nothing is replayed.
 
     Raises:
         ValueError: the numbers of nodes are no range.
@@ -35,31 +35,31 @@ class Members:
             )
 
     def usable(self, nodes: int | None) -> int:
-        """Of so many nodes (None for unlimited), those that train; 0 if they are too few."""
+        """Returns how many of this many nodes (None for unlimited) train; 0 if they are too few."""
         there = self.most if nodes is None else min(nodes, self.most)
         return next((n for n in range(there, self.least - 1, -1) if n == self.most or self.fits(n)), 0)
 
     def fits(self, nodes: int) -> bool:
-        """Whether the job can be divided among so many nodes."""
+        """Returns whether the job can be divided among this many nodes."""
         return True
 
     def slowdown(self, nodes: int) -> float:
-        """Duration of an iteration on so many nodes, relative to the job's iteration."""
+        """Returns the duration of an iteration on this many nodes, relative to the job's iteration."""
         return self.most / nodes
 
 
 def steps(micro_batches: float, stages: int, vpp: int) -> float:
-    """Duration of a pipeline's iteration in micro batches: M + (S - 1) / v, as in :mod:`moc.simulate.cost`."""
+    """Returns the duration of a pipeline's iteration in micro batches: M + (S - 1) / v (:mod:`moc.simulate.cost`)."""
     return micro_batches + (stages - 1) / vpp
 
 
 @dataclass(frozen=True)
 class WholePipelines(Members):
-    """A job whose pipelines get equally many micro batches of the same global batch.
+    """Job whose pipelines get equally many micro batches of the same global batch.
 
     Attributes:
-        work: with the pipelines of all nodes.
-        stages: of a pipeline.
+        work: work with the pipelines of all nodes.
+        stages: stages of a pipeline.
         vpp: virtual stages of a stage.
     """
 
@@ -68,12 +68,12 @@ class WholePipelines(Members):
     vpp: int = 1
 
     def fits(self, nodes: int) -> bool:
-        """Whether there are whole pipelines, and a whole number of micro batches for each."""
+        """Returns whether nodes form complete pipelines, and micro batches divide among them."""
         pipelines, rest = divmod(self.work.pipelines * nodes, self.most)
         return not rest and pipelines > 0 and not self.work.global_batch % (self.work.micro_batch * pipelines)
 
     def slowdown(self, nodes: int) -> float:
-        """As :meth:`Members.slowdown`."""
+        """Returns :meth:`Members.slowdown`."""
         return self._steps(nodes) / self._steps(self.most)
 
     def _steps(self, nodes: int) -> float:

@@ -1,4 +1,4 @@
-"""The settings of a policy in simulation."""
+"""Defines the settings of a policy in simulation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NAMED = ("k", "window")  # settings of policies that are fields of Options
 
 @dataclass(frozen=True)
 class Options:
-    """The settings that a user can fix.
+    """Settings that a user can fix.
 
     Attributes:
         interval: iterations between checkpoints; None for the best, or the policy's own rule.
-        mtbf_s: the MTBF that intervals are chosen for.
+        mtbf_s: MTBF that determines intervals.
         k: experts of each layer in a partial checkpoint; None for one in eight.
         dynamic: raise K when faults have used up its share of ``plt_limit``.
         plt_limit: see ``moc.policy.dynamic_k``.
@@ -45,7 +45,7 @@ class Options:
         return fixed | dict(self.own)
 
     def with_settings(self, settings: Settings) -> Options:
-        """A copy with other policy settings."""
+        """Returns a copy with other policy settings."""
         named = {name: value for name, value in settings.items() if name in _NAMED}
         others = {name: value for name, value in settings.items() if name not in _NAMED}
         return dataclasses.replace(self, **named, own={**self.own, **others})

@@ -15,7 +15,7 @@ from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
 from moc.simulate.policy_costs import PolicyCosts
 
 NEAR = 1e-3
-"""ETTR difference within which candidates count as equal."""
+"""ETTR difference up to which candidates count as equal."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PlanLimits:
         plt_by_policy: the same for single policies.
         policies: the policies to choose from.
         replicas: the numbers of copies in peers' memory to choose from.
-        rarer: failures for each one after which a checkpoint is needed.
+        rarer: failures per failure that needs a checkpoint.
     """
 
     exact_only: bool = False
@@ -49,13 +49,13 @@ class PlanLimits:
             )
 
     def plt_of(self, policy: str) -> float:
-        """The highest expected proportion of lost tokens of a policy."""
+        """Returns the highest allowed proportion of lost tokens of a policy."""
         return self.plt_by_policy.get(policy, self.plt)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A priced policy (:class:`~moc.simulate.policies.Weighed`) with its expected ETTR."""
+    """Priced policy (:class:`~moc.simulate.policies.Weighed`) with its expected ETTR."""
 
     options: Options
     saving: PolicyCosts
@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The policy with its chosen settings."""
+        """Policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
         if kind is not None and kind.replays:
             how = [f"window {self.saving.interval}"]
@@ -82,7 +82,7 @@ class Candidate:
 
 
 class Priced(Protocol):
-    """A cluster (:class:`~moc.simulate.policies.Setup`) or a live run (:mod:`moc.simulate.live_costs`)."""
+    """Cluster (:class:`~moc.simulate.policies.Setup`) or live run (:mod:`moc.simulate.live_costs`)."""
 
     @property
     def iteration_s(self) -> float:
@@ -90,17 +90,17 @@ class Priced(Protocol):
         ...
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """The candidate settings of a policy, with each number of replicas that applies here."""
+        """Yields the candidate settings of a policy, with each number of replicas that applies here."""
         ...
 
     def weighed(self, name: str, options: Options) -> Weighed:
-        """The costs of a policy with these settings."""
+        """Returns the costs of a policy with these settings."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """The best candidate, the best one of each other policy by descending ETTR, and the reason in a few sentences."""
+    """Best candidate, the best one of each other policy by descending ETTR, and the reason in a few sentences."""
 
     best: Candidate
     others: tuple[Candidate, ...]
@@ -108,19 +108,19 @@ class PolicyChoice:
 
 
 def plan(setup: Setup, mtbf_s: float, limits: PlanLimits | None = None) -> PolicyChoice:
-    """The best of all candidates on a cluster, or ValueError (:func:`best_of`); by default, lost tokens are limited."""
+    """Returns the best candidate on a cluster (:func:`best_of`); by default, lost tokens are limited."""
     limits = limits or PlanLimits()
     return best_of(every_candidate(setup, mtbf_s, limits), setup.timing.iteration_s, mtbf_s, limits)
 
 
 def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, limits: PlanLimits) -> PolicyChoice:
-    """The candidate with the highest expected ETTR.
+    """Returns the candidate with the highest expected ETTR.
 
-    Among those within a tenth of a percentage point, exact ones are preferred, then those that survive the most lost
-    nodes, then those expected to lose the fewest tokens, then those that take the least host memory.
+    Candidates within a tenth of a percentage point are ranked by exactness, then by survived node losses, expected lost
+    tokens, and host memory.
 
     Raises:
-        ValueError: no candidate keeps to the limits.
+        ValueError: no candidate is within the limits.
     """
     every = [found for found in candidates if keeps_to(found, limits)]
     if not every:
@@ -140,9 +140,9 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
 
 
 def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
-    """All settings of all policies in the limits, whether or not they keep to the other limits.
+    """Yields all settings of the policies in the limits, even beyond the other limits.
 
-    Intervals keep to the limit on lost tokens if they can.
+    Intervals stay within the limit on lost tokens if they can.
     """
     for name in limits.policies:
         basic = Options(mtbf_s=limits.rarer * mtbf_s, dynamic=False, plt_limit=limits.plt_of(name))
@@ -151,7 +151,7 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
 
 
 def priced(on: Priced, name: str, options: Options) -> Candidate:
-    """A policy with some settings as a candidate, with its expected ETTR; open settings are filled in.
+    """Returns a policy with some settings as a candidate with its expected ETTR; open settings are filled in.
 
     Without ``interval`` the best is chosen, or with fewer experts one short enough for ``plt_limit``.
     """
@@ -160,7 +160,7 @@ def priced(on: Priced, name: str, options: Options) -> Candidate:
 
 
 def keeps_to(found: Candidate, limits: PlanLimits) -> bool:
-    """Whether a candidate keeps to the limits."""
+    """Returns whether a candidate is within the limits."""
     return (
         (found.saving.exact or not limits.exact_only)
         and found.plt <= limits.plt_of(found.saving.name)

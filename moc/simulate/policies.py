@@ -1,4 +1,4 @@
-"""The policies in simulation, with sizes from their sharding rules and windows."""
+"""Prices the policies in simulation, with sizes from their sharding rules and windows."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ _B_WEIGHT = 1 / 3  # share of forward and backward that a frozen operator skips 
 _CAP = 0.03  # CheckFreq's (MoEvement, section 5.2)
 
 SNAPSHOT_OVERHEAD = 0.02
-"""Share of an iteration that a snapshot costs though its copy is hidden: MoEvement's maximum (section 5.2; 0.6 to 2.2
-percent in Table 3).  This project measured -0.0 and +1.5 percent on a CPU, and +2.6 for full snapshots in every
-iteration (docs/results)."""
+"""Share of an iteration that a snapshot costs even if its copy is hidden: MoEvement's maximum (section 5.2).
+
+MoEvement has 0.6 to 2.2 percent in Table 3.  This project measured -0.0 and +1.5 percent on a CPU, and +2.6 for full
+snapshots in every iteration (docs/results).
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on a cluster.
+    """Model on a cluster.
 
     Attributes:
         operators: operators of the unpartitioned model.
         state: bytes of each parameter.
-        total_iterations: of the whole training.
-        overhead: least cost of a snapshot beside training, as a share of an iteration, though its copy is hidden.
+        total_iterations: iterations of the full training.
+        overhead: minimum cost of a snapshot, as a share of an iteration, even if its copy is hidden.
         program: measured costs of this program's recovery, which policies then use; None for the papers' recoveries.
         loads: by iteration and layer, tokens of each expert in some run of such a model; empty if unknown.
-        members: MIN, MAX and the wait for more of a job that goes on with fewer nodes; by default MIN is half of all.
-        shrinks: policies other than ``elastic`` go on with fewer nodes, too: all workers are started anew there.
+        members: MIN, MAX and the wait for more nodes of a job that continues with fewer; by default MIN is half of all.
+        shrinks: policies other than ``elastic`` also continue with fewer nodes, after a restart of all workers.
         elastic: further settings of an elastic job.
     """
 
@@ -85,7 +87,7 @@ class Setup:
 
     @cached_property
     def varying(self) -> Members:
-        """The nodes of a job that goes on with fewer."""
+        """Nodes of a job that continues with fewer."""
         nodes = self.cluster.nodes
         return self.members or Members(-(-nodes // 2), nodes)
 
@@ -100,14 +102,14 @@ class Setup:
         return operator_sizes(self.operators, self.layout, self.state)
 
     def stall_s(self, nbytes: float, waits: float = 0.0) -> float:
-        """Seconds that a snapshot adds to an iteration.
+        """Returns the seconds that a snapshot adds to an iteration.
 
-        The part of the copy that forward and backward do not hide (MoC, eq. 10), and at least ``overhead``: even a
-        hidden copy costs something.
+        They are the part of the copy that forward and backward do not hide (MoC, eq. 10), and at least ``overhead``:
+        even a hidden copy costs something.
 
         Args:
-            nbytes: of a rank's copy.
-            waits: of these, bytes that are copied while training waits.
+            nbytes: bytes of a rank's copy.
+            waits: part of these bytes that is copied while training waits.
         """
         rate = self.cluster.host_bandwidth
         exposed_s = (nbytes - waits) / rate - self.timing.forward_backward_s
@@ -115,11 +117,11 @@ class Setup:
 
     @property
     def network_rate(self) -> float:
-        """Bytes per second of one rank to other nodes, while all ranks of its node send."""
+        """Bytes per second from one rank to other nodes, while all ranks of its node send."""
         return self.cluster.inter_bandwidth / self.cluster.gpus_per_node
 
     def iterations(self, seconds: float) -> float:
-        """Iterations in this many seconds."""
+        """Returns the iterations in this many seconds."""
         return seconds / self.timing.iteration_s
 
     @property
@@ -136,16 +138,16 @@ class Setup:
         return by_share(self.loads)
 
     def machine(self, replicas: int, interval: int | None = None) -> Machine:
-        """The machine that policies are priced for, with this many copies in peers' memory.
+        """Returns the machine for which policies are priced, with this many copies in peers' memory.
 
-        Gradients may replace state where a snapshot is taken in every iteration, and copied.
+        Gradients may replace state if a snapshot is taken in every iteration, and copied.
         """
         rate = self.cluster.host_bandwidth
         return Machine(
             ranks=self.layout.world,
             everything=self.full,
             with_experts=self._with_experts,
-            # the busiest rank's, which bounds all others
+            # the busiest rank's operators, which bound all others
             stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
             hidden_s=self.timing.forward_backward_s,
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
@@ -155,11 +157,11 @@ class Setup:
         )
 
     def price(self, kind: type[Policy], options: Options) -> Price:
-        """The price of a training policy."""
+        """Returns the price of a training policy."""
         return kind.price(self.machine(options.replicas, options.interval), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """As :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
+        """Yields :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
         if name not in REGISTERED:
             yield basic if name == elastic.__name__ else dataclasses.replace(basic, replicas=0)
             return
@@ -169,7 +171,7 @@ class Setup:
                 yield options.with_settings(settings)
 
     def weighed(self, name: str, options: Options) -> Weighed:
-        """As :meth:`moc.simulate.planner.Priced.weighed`."""
+        """Returns :meth:`moc.simulate.planner.Priced.weighed`."""
         price = self.price(REGISTERED[name], options) if name in REGISTERED else None
         if price is not None and price.every is not None:
             options = dataclasses.replace(options, interval=price.every)
@@ -190,7 +192,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A policy with its settings, its costs, the expected proportion of lost tokens, and bytes in a node's memory."""
+    """Policy with settings, costs, expected proportion of lost tokens, and bytes in a node's memory."""
 
     options: Options
     saving: PolicyCosts
@@ -199,12 +201,12 @@ class Weighed:
 
 
 def none(setup: Setup, options: Options) -> Strategy:
-    """No checkpoints: a failure loses everything."""
+    """Saves no checkpoints: a failure loses everything."""
     return Strategy(_global(setup, "none", interval=NEVER))
 
 
 def blocking(setup: Setup, options: Options) -> Strategy:
-    """Training waits until the full state is in storage, as in Megatron-DeepSpeed."""
+    """Lets training wait until the full state is in storage, as in Megatron-DeepSpeed."""
     sizes = setup.full
     stall_s = sizes.busiest / setup.cluster.host_bandwidth + sizes.total / setup.cluster.storage_bandwidth
     saving = _global(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
@@ -213,16 +215,16 @@ def blocking(setup: Setup, options: Options) -> Strategy:
 
 
 def checkfreq(setup: Setup, options: Options) -> Strategy:
-    """Snapshots beside training, then written to storage; the interval caps the overhead at 3 % (CheckFreq)."""
+    """Takes snapshots in the background, then writes them; the interval caps the overhead at 3 % (CheckFreq)."""
     stall_s, least = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
     interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, least)
     return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
 def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
-    """Costs with a window of snapshots, of which a lost stage replays W iterations and those since (MoEvement, 3.6).
+    """Returns costs with a window: a lost stage replays its W iterations and all later ones (MoEvement, 3.6).
 
-    ``saving`` has the other costs; ``replay_s`` is for one iteration of a stage alone, without frozen operators.
+    ``saving`` has the other costs; ``replay_s`` is for one iteration of only this stage, without frozen operators.
     """
     frozen = (window - 1) / (2 * window)  # mean share of frozen operators during a conversion
     return dataclasses.replace(
@@ -239,8 +241,8 @@ def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCo
 def elastic(setup: Setup, options: Options) -> Strategy:
     """Replicates experts, and continues training with the remaining nodes (Lazarus).
 
-    Checkpoints are written beside training for losses that leave not every expert, at the best interval for those: for
-    an MTBF that is divided by their share of all losses.
+    Background checkpoints cover losses that destroy an expert.  Their interval is the best for an MTBF that is divided
+    by the share of these losses.
     """
     asked, nodes = setup.elastic, setup.cluster.nodes
     members = elastic_members(
@@ -274,7 +276,7 @@ def elastic(setup: Setup, options: Options) -> Strategy:
 
 
 def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
-    """The strategy of a training policy, by its own price."""
+    """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
         if kind.replays:
@@ -294,13 +296,13 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
     **{name: _of(kind) for name, kind in REGISTERED.items()},
     elastic.__name__: elastic,
 }
-"""By name: the training policies, and systems for comparison."""
+"""Training policies, and systems for comparison, by name."""
 
 
 def _global(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
 ) -> PolicyCosts:
-    """Costs with a global rollback."""
+    """Returns costs with a global rollback."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
     saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
@@ -315,7 +317,7 @@ def _global(
 
 
 def _whole_pipelines(setup: Setup, saving: PolicyCosts) -> Members:
-    """Members of a job whose workers save, and start anew from storage, when nodes come."""
+    """Returns the members of a job whose workers save, and restart from storage, when nodes arrive."""
     members, layout, work = setup.varying, setup.layout, setup.work
     return WholePipelines(
         members.least,
@@ -337,13 +339,13 @@ def _write_s(setup: Setup) -> float:
 
 
 def _micro_batches(setup: Setup) -> int:
-    """Micro batches of all data-parallel ranks together, where each of them has its own."""
+    """Returns the micro batches of all data-parallel ranks together, where each of them has its own."""
     pipelines = setup.work.pipelines or setup.layout.dp
     return setup.work.global_batch * setup.layout.dp // (setup.work.micro_batch * pipelines)
 
 
 def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
-    """Costs of full snapshots beside training, then written to storage."""
+    """Returns costs of full snapshots in the background that are then written to storage."""
     sizes, write_s = setup.full, _write_s(setup)
     lag = setup.iterations(_copy_s(setup, sizes) + write_s)
     saving = _global(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
@@ -352,7 +354,7 @@ def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
 
 
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
-    """Costs with checkpoints in the memory of the node and its peers, as Gemini's, with buffers for the full state."""
+    """Returns costs with checkpoints in own and peers' memory, as in Gemini, with buffers for the full state."""
     sizes = price.size
     held = _VERSIONS * setup.full.total + price.chained
     if price.kept is not None:  # and one in progress
@@ -372,7 +374,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Polic
 
 
 def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
-    """Some experts of each layer at a time, in every iteration by default."""
+    """Returns a strategy of some experts of each layer at a time, in every iteration by default."""
     by_k, key, count = {}, k, setup.num_experts
     while key not in by_k:
         now = options if kind.grows is None else options.with_settings({kind.grows: key})
@@ -383,7 +385,7 @@ def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Stra
 
 
 def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
-    """Every operator once per window; only lost stages replay (MoEvement)."""
+    """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
     window, largest, held = price.length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
@@ -404,7 +406,8 @@ def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
 def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
     """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive.
 
-    A snapshot in memory is whole only with the nodes that wrote it, so other numbers of nodes take the one in storage.
+    A snapshot in memory is complete only with the nodes that wrote it, so other numbers of nodes use the one in
+    storage.
     """
     write_s = _write_s(setup)
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
@@ -432,6 +435,6 @@ def _replicate_s(setup: Setup, options: Options, nbytes: float) -> float:
 
 
 def _log_bytes(setup: Setup) -> float:
-    """Bytes of an iteration's log: 16-bit activations and gradients at stage boundaries (MoEvement, section 3.4)."""
+    """Returns bytes of an iteration's log: 16-bit activations and gradients between stages (MoEvement, section 3.4)."""
     work = setup.work
     return 2 * 2 * work.global_batch * work.seq_length * work.hidden_size * (setup.layout.pp - 1)

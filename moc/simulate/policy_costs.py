@@ -1,4 +1,4 @@
-"""Policies in simulation: the cost of a save, the loss by a failure, and the cost of recovery."""
+"""Models policies in simulation: the cost of a save, the loss by a failure, and the cost of recovery."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Traffic:
     storage: float = 0.0
 
     def after(self, saves: float, each: Traffic) -> Traffic:
-        """The sum with that of so many saves; spelled out, since simulations ask for it at each of their events."""
+        """Returns the sum with this many saves; written out, since simulations call it at each of their events."""
         return Traffic(
             self.host + saves * each.host, self.network + saves * each.network, self.storage + saves * each.storage
         )
@@ -35,13 +35,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of nodes.
+    """Loss of nodes.
 
     Attributes:
-        nodes: of the job's, that are lost now.
-        of: nodes on which the job trained when all of them had their state last.
-        before: of these, lost since; what they held is not elsewhere yet.
-        left: nodes on which training goes on, 0 to wait for more.
+        nodes: nodes of the job that are lost now.
+        of: training nodes when all of them last had their state.
+        before: nodes of these lost since; their state is not on other nodes yet.
+        left: nodes that continue training; 0 to wait for more.
     """
 
     nodes: int
@@ -51,34 +51,34 @@ class Loss:
 
     @property
     def total(self) -> int:
-        """Nodes that are lost as if at once."""
+        """Nodes that count as lost together."""
         return min(self.of, self.nodes + self.before)
 
 
 @dataclass(frozen=True)
 class PolicyCosts:
-    """The costs of a policy.
+    """Costs of a policy.
 
-    A checkpoint starts every ``interval`` iterations and is usable ``lag`` iterations later, which need not be a whole
-    number.  For a sparse window both are W: its checkpoint starts with the window, and is complete with the window's
-    last snapshot.
+    A checkpoint starts every ``interval`` iterations and is usable ``lag`` iterations later, which may be fractional.
+    For a sparse window both are W: its checkpoint starts with the window, and is complete with the window's last
+    snapshot.
 
     Attributes:
         interval: iterations between checkpoints.
         stall_s: seconds that training waits per checkpoint.
         lag: iterations from a checkpoint's start until it is usable.
-        restart_s: from a failure until replay starts.
+        restart_s: seconds from a failure until replay starts.
         replay_s: seconds of a replayed iteration, with the checkpoints saved during replay.
         conversion_s: seconds of a replayed iteration with frozen operators; the first ``conversion`` ones.
         conversion: number of these (MoEvement, section 3.3).
         local: only the lost stages replay; the others wait with their state (section 3.4).
-        survives: simultaneous node losses, of any nodes, that copies in memory survive.
+        survives: simultaneous losses of any nodes that copies in memory survive.
         copies: placement of copies, which decides whether more losses are survived; None without copies.
         beyond: costs of recovery if copies are lost; None if they are the same.
         changed: costs of recovery on another number of nodes; None if they are the same.
-        members: numbers of nodes on which training goes on; None to wait for all of the job's.
-        why: of a recovery, the reason why it is not the policy's usual one.
-        traffic: of one checkpoint.
+        members: numbers of nodes that can train; None to wait for all of the job's.
+        why: reason why a recovery is not the policy's usual one.
+        traffic: traffic of one checkpoint.
         host_bytes: bytes of all ranks' checkpoints and logs in host memory.
         exact: after a recovery the run is bit-identical to the run without the failure.
         at_risk: tokens that a failure loses, in iterations, for each iteration of the interval.
@@ -119,11 +119,11 @@ class PolicyCosts:
             )
 
     def restored(self, iterations: float) -> int:
-        """The iteration restored after a failure, given those completed with the fraction of the current one."""
+        """Returns the iteration restored after a failure; ``iterations`` includes the fraction of the current one."""
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
     def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
-        """The costs of recovery from a loss.
+        """Returns the costs of recovery from a loss.
 
         ``chance`` is a random number from 0 to 1, which decides whether copies remain; the same for losses that add up.
         """
@@ -134,37 +134,37 @@ class PolicyCosts:
         return self if self.copies and chance < _survival(self.copies, loss.total) else self.beyond
 
     def replay_total_s(self, iterations: float) -> float:
-        """Seconds to replay this many iterations."""
+        """Returns the seconds to replay this many iterations."""
         frozen = min(iterations, self.conversion)
         return frozen * self.conversion_s + (iterations - frozen) * self.replay_s
 
     def replayed(self, seconds: float) -> float:
-        """Iterations replayed in this many seconds; the inverse of :meth:`replay_total_s`."""
+        """Returns the iterations replayed in this many seconds; the inverse of :meth:`replay_total_s`."""
         frozen_s = self.conversion * self.conversion_s
         if seconds < frozen_s:
             return seconds / self.conversion_s
         return self.conversion + ((seconds - frozen_s) / self.replay_s if self.replay_s else 0.0)
 
     def per_iteration_s(self) -> float:
-        """Mean seconds that saving adds to an iteration."""
+        """Returns the mean seconds that saving adds to an iteration."""
         return self.stall_s / self.interval
 
 
 @lru_cache(maxsize=64)
 def _survival(copies: Placement, nodes: int) -> float:
-    """See :func:`moc.recovery.placement.survival`, which is slow for thousands of nodes."""
+    """Caches :func:`moc.recovery.placement.survival`, which is slow for thousands of nodes."""
     return survival(copies, nodes) if nodes <= sum(map(len, copies.groups)) else 0.0
 
 
 def at_risk(price: Price, num_experts: int) -> float:
-    """Tokens at risk if a checkpoint is taken in each iteration, in iterations: by the policy, or as if in turn."""
+    """Returns tokens at risk, in iterations, with a checkpoint in each: by the policy, or for experts in turn."""
     if price.k is None or price.k >= num_experts:
         return 0.0
     return uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1) if price.at_risk is None else price.at_risk
 
 
 class Strategy:
-    """A policy during a run; constant, unless a failure changes it."""
+    """Policy during a run; constant, unless a failure changes it."""
 
     plt = 0.0
     k: int | None = None
@@ -177,14 +177,14 @@ class Strategy:
 
 
 class PecStrategy(Strategy):
-    """K experts at a time, raised as faults lose tokens (MoC, sections 3.2 and 5.3).
+    """Policy of K experts at a time; K is raised as faults lose tokens (MoC, sections 3.2 and 5.3).
 
-    A fault loses what the planner expects (:func:`at_risk`); ``moc.policy.dynamic_k`` decides whether K is raised.
+    A fault loses the expected tokens (:func:`at_risk`); ``moc.policy.dynamic_k`` decides whether K is raised.
 
     Args:
         by_k: the costs for every K that can occur.
         dynamic: K, its limit and the tokens lost so far.
-        total: iterations of the whole training, whose tokens PLT is a proportion of.
+        total: iterations of the full training; PLT is a proportion of their tokens.
         fixed: never raise K.
     """
 

@@ -1,4 +1,4 @@
-"""Measurements of a run from its ``events.jsonl``, to replace a cluster's data-sheet figures."""
+"""Reads measurements of a run from its ``events.jsonl``, to replace a cluster's data-sheet figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def profile_of(events: Iterable[Mapping]) -> Profile:
-    """The profile of the events of a run, or of a part of it.
+    """Returns the profile of the events of a run, or of a part of it.
 
     Raises:
         ValueError: there are too few iterations.

@@ -1,4 +1,4 @@
-"""Simulates this program's recovery instead of the papers': by its recovery planner, with measured times."""
+"""Simulates this program's recovery instead of the papers': with its recovery planner and measured times."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SURVIVOR, _LOST = 0, 1
 
 @dataclass(frozen=True)
 class RecoveryCosts:
-    """The parts of a recovery in seconds, as measured in a run (:mod:`moc.simulate.profile`).
+    """Parts of a recovery in seconds, as measured in a run (:mod:`moc.simulate.profile`).
 
     Attributes:
         detect_s: from the loss until the survivors have stopped.
         regroup_s: from then until a new worker is built, all are connected, and the remaining state is known.
         transfer_s: loading, and copying from others, without replay.
         warm_up_s: excess of the first iteration over others.
-        frozen_s: of a replayed iteration with frozen operators; None if none was observed.
-        alone_s: of an iteration that the lost stages replay by themselves, without frozen operators, while others wait
-            with their state; None if none was observed.
-        more_s: added by each further worker lost at once, since replacements share the resources to build on.
+        frozen_s: a replayed iteration with frozen operators; None if none was observed.
+        alone_s: an iteration that only the lost stages replay, without frozen operators, while others wait with their
+            state; None if none was observed.
+        more_s: added by each further worker lost together, since replacements share the build resources.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -55,20 +55,20 @@ class RecoveryCosts:
 
     @property
     def restart_s(self) -> float:
-        """From the loss of one worker until replay or new iterations start."""
+        """Seconds from the loss of one worker until replay or new iterations start."""
         return self.detect_s + self.regroup_s + self.transfer_s + self.warm_up_s
 
 
 @dataclass(frozen=True)
 class ProgramSaving(PolicyCosts):
-    """A policy whose restored iteration is that of :func:`moc.recovery.plan.plans`, the program's recovery planner.
+    """Policy whose restored iteration the program's recovery planner chooses (:func:`moc.recovery.plan.plans`).
 
-    One worker stands for the survivors and one for the lost.  Each of the W snapshots of a window starts with its own
-    iteration, and becomes usable as much later as the last one does: ``lag`` - (W - 1) iterations.
+    One worker represents the survivors and one the lost.  Each of the W snapshots of a window starts with its own
+    iteration, and becomes usable with the same delay as the last one: ``lag`` - (W - 1) iterations.
 
     Attributes:
         replicas: survivors hold replicas of all lost state, as data-parallel ranks without ZeRO do.
-        more_s: added to ``restart_s`` by each further worker lost at once.
+        more_s: added to ``restart_s`` by each further worker lost together.
     """
 
     replicas: bool = False
@@ -80,7 +80,7 @@ class ProgramSaving(PolicyCosts):
         return self.conversion + 1
 
     def restored(self, iterations: float) -> int:
-        """As :meth:`PolicyCosts.restored`: the first iteration of the loaded window, or the one that survivors hold."""
+        """Returns :meth:`PolicyCosts.restored`: the first iteration of the loaded window, or the survivors' one."""
         operators = [Operator(f"layers.{n}.mlp", "mlp", n, None, 1) for n in range(self.window)]
         alike = {_SURVIVOR: "a", _LOST: "a" if self.replicas else "b"}
         pieces = {rank: dict.fromkeys((one.name for one in operators), piece) for rank, piece in alike.items()}
@@ -92,12 +92,12 @@ class ProgramSaving(PolicyCosts):
         return plan.way.moments[0].iteration if plan.way else plan.iteration
 
     def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
-        """As :meth:`PolicyCosts.way_back`."""
+        """Returns :meth:`PolicyCosts.way_back`, with ``more_s`` for each further lost worker."""
         way = super().way_back(loss, chance)
         return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * max(0, loss.total - 1))
 
     def _held(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
-        """The usable snapshots, from the newest complete window on; the initial state counts as one."""
+        """Yields the usable snapshots, from the newest complete window on; the initial state counts as one."""
         turns = generate_schedule([operator.name for operator in operators], 1)
         delay = self.lag - self.conversion
         for begin in range(super().restored(iterations), math.floor(iterations) + 1, self.interval):
@@ -110,11 +110,11 @@ class ProgramSaving(PolicyCosts):
 def program_way(
     saving: PolicyCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
 ) -> ProgramSaving:
-    """The same policy with this program's recovery.
+    """Returns the same policy with this program's recovery.
 
-    With full snapshots, survivors keep their state if the lost worker's state of the same iteration exists; else all
-    roll back to the newest snapshot.  With sparse ones, all roll back to the newest complete window and replay it.  If
-    the measured recoveries were local, only the lost stages replay.
+    With full snapshots, survivors keep their state if the lost worker's state of the same iteration exists.  Otherwise
+    all roll back to the newest snapshot.  With sparse ones, all roll back to the newest complete window and replay it.
+    If the measured recoveries were local, only the lost stages replay.
 
     ``lag`` is iterations from a snapshot's start until it is usable; the interval of a sparse policy is its window.
     """

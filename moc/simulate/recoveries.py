@@ -1,4 +1,4 @@
-"""The recoveries of a run and their parts, from its ``events.jsonl``; pure functions."""
+"""Extracts the recoveries of a run and their parts from its ``events.jsonl``; pure functions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from moc.simulate.program_recovery import RecoveryCosts
 
 TOGETHER_S = 0.25
-"""Kills closer together than this are one fault; the next fault waits until workers train again, or recover."""
+"""Seconds within which kills are one fault; the next fault waits until workers train again, or recover."""
 
 _LIVE = "live"  # tier of a resume from live workers without a loss, after a change of policy
 
 Event = Mapping
-"""One event of ``events.jsonl``, in order of time."""
+"""Event of ``events.jsonl``, in order of time."""
 
 
 class ByIteration[T](dict[int, T]):
-    """Values by iteration, of which a resumed run undoes the last ones."""
+    """Values by iteration; a resumed run removes the last ones."""
 
     def __init__(self, values: Iterable[tuple[int, T]] = ()):
         super().__init__()
@@ -41,11 +41,11 @@ class ByIteration[T](dict[int, T]):
 
 
 def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """The events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
+    """Yields the events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
 
     A loss during a recovery belongs to it.  A recovery that is unfinished when the job or the events end is left out.
-    A job restarted without an ``exit`` counts as a loss, too; it shows only when the state is restored (``resume``), or
-    when training starts without one.
+    A job restarted without an ``exit`` also counts as a loss.  It shows only when the state is restored (``resume``),
+    or when training starts without one.
     """
     under_way, started = None, False
     running = live = False  # since the last start: has the run not exited; was state taken over from live workers
@@ -67,7 +67,7 @@ def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
 
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """Times of kills, in Unix seconds, and the number of workers killed at once."""
+    """Returns the times of kills, in Unix seconds, and the number of workers killed together."""
     found: list[tuple[float, int]] = []
     for event in filter(is_kill, events):
         if found and event["time"] - found[-1][0] < TOGETHER_S:
@@ -78,14 +78,14 @@ def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
 
 
 class Recovered(NamedTuple):
-    """A recovery from its last loss on, in which ``lost`` workers were lost at once."""
+    """Recovery from its last loss on, with the number of workers lost together."""
 
     lost: int
     parts: RecoveryCosts
 
 
 def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
-    """The recovery of a stretch (:func:`stretches`), where an iteration usually takes ``usual_s``.
+    """Returns the recovery of a stretch (:func:`stretches`), where an iteration usually takes ``usual_s``.
 
     None if the time of the loss is unknown, or there was no state to resume from.
     """
@@ -111,7 +111,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
 
 
 def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
-    """The mean of one or more recoveries, as a line over the number of workers lost at once."""
+    """Returns the mean of one or more recoveries, as a line over the number of workers lost together."""
     parts = [one.parts for one in recoveries]
     restarts = [one.restart_s for one in parts]
     detect_s = _mean(one.detect_s for one in parts if one.detect_s) or 0.0
@@ -133,11 +133,11 @@ def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
 
 
 def is_kill(event: Event) -> bool:
-    """Whether an event is an injected fault that kills a worker."""
+    """Returns whether an event is an injected fault that kills a worker."""
     return event["type"] == "inject" and event["action"] == "kill"
 
 
 def _mean(seconds: Iterable[float]) -> float | None:
-    """The mean; None for an empty sequence."""
+    """Returns the mean; None for an empty sequence."""
     seconds = list(seconds)
     return fmean(seconds) if seconds else None

@@ -1,4 +1,4 @@
-"""The result of a simulated run."""
+"""Defines the result of a simulated run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moc.simulate.policy_costs import Traffic
 
 @dataclass(frozen=True)
 class Result:
-    """One run; ``useful_s + saving_s + slower_s + recovery_s + idle_s`` is ``wall_s``.
+    """Simulated run; ``useful_s + saving_s + slower_s + recovery_s + idle_s`` is ``wall_s``.
 
     Attributes:
         useful_s: computing iterations for the first time, at the speed of the full job.
@@ -76,7 +76,7 @@ class Result:
         return self.recovery_s / self.failures if self.failures else 0.0
 
     def to_dict(self) -> dict:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         more = {
             "fell_back": self.fell_back,
             "ettr": self.ettr,
@@ -87,7 +87,7 @@ class Result:
 
 
 def mean_of(results: Sequence[Result]) -> Result:
-    """The mean of one or more runs of equal length, including values over time; whole numbers are rounded."""
+    """Returns the mean of one or more runs of equal length, including values over time; integers are rounded."""
     columns = {field.name: [getattr(result, field.name) for result in results] for field in fields(Result)}
     return Result(columns.pop("name")[0], **{name: _mean(values) for name, values in columns.items()})
 

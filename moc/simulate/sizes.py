@@ -1,4 +1,4 @@
-"""Bytes that ranks save, by training's sharding rules and rotation of experts."""
+"""Computes the bytes that ranks save, by training's sharding rules and rotation of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OperatorSize:
 
 
 def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
-    """A full snapshot: master weights and moments, from which compute weights follow.
+    """Returns the sizes of a full snapshot: master weights and moments, which determine compute weights.
 
     The stages of the layout need not divide the layers of the unpartitioned model.
 
@@ -43,7 +43,7 @@ def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes 
 
 
 def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
-    """A snapshot of the dense part and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
+    """Returns the sizes of a snapshot with K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     chosen = {
@@ -55,7 +55,7 @@ def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: Stat
 
 
 def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> list[OperatorSize]:
-    """The operators of the busiest rank, with its share of each, in the order of a sparse window."""
+    """Returns the operators of the busiest rank, with its share of each, in the order of a sparse window."""
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
     for stage, _ in _distinct_stages(operators, layout):
@@ -70,7 +70,7 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 class SizesByRules:
-    """As :class:`moc.policy.plan.Busiest`, of a model that is not loaded; operators are in full, or gradients.
+    """Sizes as :class:`moc.policy.plan.Busiest`, for a model that is not loaded; operators are in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.
@@ -95,17 +95,17 @@ class SizesByRules:
     ):
         self.nodes, self.replicas = nodes, replicas
         self._items: dict[tuple[str, bool], list[Item]] = defaultdict(list)
-        gradients = dataclasses.replace(_saved(state), moments=0)  # as many bytes as fp32 weights
+        gradients = dataclasses.replace(_saved(state), moments=0)  # the size of fp32 weights
         for gradient, of_each in enumerate((_saved(state), gradients)):
             for item in contents(operators, layout, of_each, zero=zero):
                 self._items[item.operator, bool(gradient)].append(item)
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
-        """Bytes of the rank that saves the most of operators."""
+        """Returns the bytes of the rank that saves the most of operators."""
         return max(self._loads(operators).values(), default=0)
 
     def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
-        """Bytes of each rank by plan, where any."""
+        """Returns the bytes of each rank by plan, without ranks that save nothing."""
         return {name: self._loads(plan) for name, plan in plans.items()}
 
     def _loads(self, operators: Mapping[str, Detail]) -> dict[int, int]:
@@ -118,7 +118,7 @@ class SizesByRules:
 
 
 def _saved(state: StateBytes) -> StateBytes:
-    """Bytes of a snapshot in full: without compute weights, which follow from master weights."""
+    """Returns the bytes of a full snapshot: without compute weights, which follow from master weights."""
     return dataclasses.replace(state, weights=0) if state.master else state
 
 
@@ -132,14 +132,14 @@ def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, cho
 
 
 def _stage_layout(layout: Layout) -> tuple[Layout, int]:
-    """The layout of one stage with a manageable number of replicas, and the factor by which they were reduced."""
+    """Returns the layout of one stage with a manageable number of replicas, and their reduction factor."""
     fewer = max((d for d in range(1, layout.expert_dp + 1) if _divides(layout, d)), default=1)
     world = layout.world // layout.pp // fewer
     return dataclasses.replace(layout, world=world, pp=1, vpp=1), fewer
 
 
 def _divides(layout: Layout, by: int) -> bool:
-    """Whether dividing the replicas by this gives a valid layout, with at least as many as simulated individually."""
+    """Returns whether dividing the replicas by this gives a valid layout with enough replicas to simulate."""
     ranks = layout.world // layout.pp
     whole = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
     return by == 1 or whole and layout.expert_dp // by >= _REPLICAS
@@ -148,7 +148,7 @@ def _divides(layout: Layout, by: int) -> bool:
 def _shares(
     stage: Sequence[Operator], alone: Layout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
-    """Bytes of each operator that each rank of a stage saves."""
+    """Returns the bytes of each operator that each rank of a stage saves."""
     items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
     shares = {rank: Counter() for rank in range(alone.world)}
     for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
@@ -157,7 +157,7 @@ def _shares(
 
 
 def _distinct_stages(operators: Sequence[Operator], layout: Layout) -> Iterator[tuple[list[Operator], int]]:
-    """One stage of each distinct set of sizes, with the number of such stages."""
+    """Yields one stage of each distinct set of sizes, with the number of such stages."""
     alike: dict[tuple, list[list[Operator]]] = {}
     for stage in split_stages(operators, layout.pp):
         alike.setdefault(tuple((o.kind, o.parameters) for o in stage), []).append(stage)

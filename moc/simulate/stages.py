@@ -1,4 +1,4 @@
-"""Pipeline stages of a model whose layers need not divide evenly."""
+"""Splits a model into pipeline stages; its layers need not divide evenly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moc.state.operators import Operator
 
 
 def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operator]]:
-    """The operators of each stage: contiguous layers, split evenly, the embedding first, the output last.
+    """Returns the operators of each stage: contiguous layers, split evenly, the embedding first, the output last.
 
     If the layers do not divide evenly, the middle stages hold one more, since the first and the last also have
     embedding and output.

@@ -19,7 +19,7 @@ _COLUMNS = (
     "fell_back iterations samples k plt host_bytes"
 ).split()
 
-_SHARES = 6  # numbers of nodes that are named, the most frequent ones
+_SHARES = 6  # most frequent numbers of nodes that are named
 
 
 def print_run(
@@ -30,7 +30,7 @@ def print_run(
     chosen: PolicyChoice | None,
     as_json: bool,
 ) -> None:
-    """Prints the table of all policies, or JSON, of mean results by title, and the planner's choice, if any."""
+    """Prints mean results by title, as a table or JSON, and the planner's choice, if any."""
     if as_json:
         told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
         told |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
@@ -46,7 +46,7 @@ def print_run(
 
 
 def sentences(text: str) -> list[str]:
-    """A text as lines, one for each sentence."""
+    """Returns a text as lines, one for each sentence."""
     return text.replace(". ", ".\n").split("\n")
 
 
@@ -98,7 +98,7 @@ def _row(title: str, some: Result) -> list[str]:
 
 
 def _on_nodes(title: str, some: Result) -> Iterator[str]:
-    """Lines on shares of time by number of nodes, where it changes, and on recoveries that were not the usual ones."""
+    """Yields lines on shares of time by number of nodes, if it changes, and on unusual recoveries."""
     if len(some.nodes_s) > 1:
         shares = sorted(((seconds / some.wall_s, nodes) for nodes, seconds in some.nodes_s.items()), reverse=True)
         most = [f"{100 * share:.1f} % {f'on {nodes}' if nodes else 'waiting'}" for share, nodes in shares[:_SHARES]]
@@ -113,7 +113,7 @@ def _on_nodes(title: str, some: Result) -> Iterator[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns, the first to the left and the others to the right."""
+    """Returns lines of aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
@@ -122,7 +122,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(path: str, means: Mapping[str, Result]) -> None:
-    """Writes one line per policy, of mean results by title; the file is replaced atomically."""
+    """Writes one line per policy, with mean results by title; replaces the file atomically."""
     with replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         written = [f"{where}_bytes_written" for where in ("host", "network", "storage")]

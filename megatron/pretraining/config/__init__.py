@@ -1,4 +1,4 @@
-"""The flags, by group: frozen dataclasses that validate themselves."""
+"""Defines the flags, by group, as frozen dataclasses that validate themselves."""
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError

@@ -1,4 +1,4 @@
-"""The configuration: all groups of flags together."""
+"""Defines the configuration: all groups of flags together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Config(FlagGroups):
 
     @abc.abstractmethod
     def replace(self, group: str, **changes: object) -> Config:
-        """A copy with other values in one group.
+        """Returns a copy with other values in one group.
 
         Raises:
             AttributeError: the group has no such field.
-            ConfigError: the result cannot work.
+            ConfigError: the result is invalid.
         """
 
 
 @functools.cache
 def all_flags() -> dict[str, Flag]:
-    """All flags of this project by field name, which is unique across groups."""
+    """Returns all flags of this project by field name, which is unique across groups."""
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}

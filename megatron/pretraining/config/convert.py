@@ -9,7 +9,7 @@ from moc.files.text import short, shown
 
 
 def convert(flag: Flag, value: object) -> object:
-    """The value in the type of this flag's field.
+    """Returns the value in the type of this flag's field.
 
     Raises:
         ConfigError: the value does not fit.
@@ -37,7 +37,7 @@ def convert(flag: Flag, value: object) -> object:
 
 
 def _says_none(flag: Flag, value: object) -> bool:
-    """``none`` resets a number from a preset or a file; for a string flag it could be a name."""
+    """Returns whether the value is ``none``, which resets a number; for a string flag, it could be a name."""
     return flag.default is None and flag.kind in (int, float) and str(value).lower() == "none"
 
 

@@ -9,11 +9,11 @@ from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 DTYPES = ("fp32", "bf16", "fp16")
 WANTED = "deepspeed>=0.19,<0.20"
 OLDEST, BEFORE = (0, 19), (0, 20)
-"""The supported versions of DeepSpeed, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
+"""Supported versions of DeepSpeed, as in ``pyproject.toml``; the upper bound exists because private parts are used."""
 
 
 def _elements(value: object) -> int:
-    """A number of elements, which ds_configs also write as 5e8."""
+    """Parses a number of elements, which ds_configs also write as 5e8."""
     number = float(str(value))
     if number != int(number):
         raise ValueError("a whole number of elements")
@@ -55,7 +55,7 @@ class DeepSpeedFlags(FlagGroup):
     )
 
     def validate(self, problems: Problems) -> None:
-        """Rejects what needs ``--deepspeed`` without it, other stages, and what this project does otherwise."""
+        """Rejects flags that need ``--deepspeed`` without it, other stages, and odd all-gather buckets."""
         for name in ("deepspeed_config", "zero_stage", "cpu_optimizer", "gradient_accumulation_steps"):
             self.needs(problems, name, "deepspeed")
         self.needs(problems, "use_pin_memory", "cpu_optimizer")

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer can be combined with, and whether it is installed."""
+"""Checks that flags can be combined with DeepSpeed's optimizer, and that it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.pretraining.process.core import unchecked
 
 
 def check_deepspeed(config: FlagGroups, problems: Problems) -> None:
-    """Adds flags that cannot be combined with ``--deepspeed``, and a missing package, to the problems."""
+    """Adds a problem for each flag that ``--deepspeed`` excludes, and for a missing package."""
     if config.zero.deepspeed:
         for check in (_check_pipeline, _check_data_parallelism, _check_optimizer, _check_package):
             problems.check(check, config, problems)
@@ -91,7 +91,7 @@ def _check_package(config: FlagGroups, problems: Problems) -> None:
 
 
 def deepspeed_version() -> str | None:
-    """The installed version of DeepSpeed, which is not imported; None if there is none."""
+    """Returns the installed version of DeepSpeed without importing it; None if there is none."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,7 @@
-"""What bit-identical results need on CUDA, beyond deterministic kernels of torch (docs/reference/bit-identity.md)."""
+"""Sets what bit-identical results need on CUDA, in addition to torch's deterministic kernels.
+
+See docs/reference/bit-identity.md.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _OTHERWISE = "--allow-nondeterministic"
 
 class _Needed(NamedTuple):
     variable: str
-    values: tuple[str, ...]  # that are deterministic; the first is set where nothing is
+    values: tuple[str, ...]  # deterministic values; the first is set if the variable is unset
     why: str
 
 
@@ -29,7 +32,7 @@ def deterministic_environment(config: Config, environment: Mapping[str, str]) ->
     """Returns the variables that ``--deterministic-mode`` sets on CUDA, before anything uses the device.
 
     Raises:
-        ConfigError: the environment or another flag asks for what is not deterministic.
+        ConfigError: the environment or another flag requests nondeterministic kernels.
     """
     otherwise = f", or pass {_OTHERWISE}" if promises_bits(config) else ""
     problems = Problems()
@@ -52,13 +55,13 @@ def deterministic_environment(config: Config, environment: Mapping[str, str]) ->
 
 
 def promises_bits(config: Config) -> bool:
-    """Whether recovery by the run's policy is exact, if its computation is deterministic."""
+    """Returns whether recovery by the run's policy is exact, if its computation is deterministic."""
     name = config.snapshot.ckpt_policy
     return name is not None and (name == AUTO or policy_named(name).exact)
 
 
 def is_exact(config: Config, cuda: bool) -> bool | None:
-    """Whether recovery restores the same bits, on CUDA or on the CPU; None without a policy."""
+    """Returns whether recovery restores the same bits, on CUDA or on the CPU; None without a policy."""
     if config.snapshot.ckpt_policy is None:
         return None
     computes_again = not config.training.allow_nondeterministic and (config.training.deterministic_mode or not cuda)
@@ -74,7 +77,7 @@ def deterministic_if_exact(config: Config, cuda: bool) -> Config:
 
 
 def about_bits(config: Config) -> str | None:
-    """Returns the sentence in the log of a run on CUDA about exact recovery; None if the policy promises none."""
+    """Returns the log sentence of a CUDA run about exact recovery; None if the policy does not promise it."""
     if not promises_bits(config):
         return None
     if config.training.deterministic_mode:

@@ -1,9 +1,14 @@
-"""DeepSpeed's JSON configuration as flags: which keys are honoured, which are refused, and what to do instead.
+"""Translates DeepSpeed's JSON configuration into flags, and refuses unsupported keys with a remedy.
 
-A key is of one of five kinds.  It sets a flag (``_HONOURED``); DeepSpeed ignores it at ZeRO stages 1 and 2
-(``_WITHOUT_EFFECT``); it changes no result (``_IGNORED``); only the value that holds here is accepted (``_ONLY``); or
-another flag takes its place (``_ELSEWHERE``).  A key that is off (false, null, 0, ``none``, ``enabled: false``) is
-never refused.
+There are five kinds of keys:
+
+* ``_HONOURED`` keys set a flag.
+* ``_WITHOUT_EFFECT`` keys are ignored by DeepSpeed at ZeRO stages 1 and 2.
+* ``_IGNORED`` keys change no result.
+* ``_ONLY`` keys have one accepted value, which already applies.
+* ``_ELSEWHERE`` keys are replaced by another flag.
+
+A key that is off (false, null, 0, ``none``, ``enabled: false``) is never refused.
 """
 
 from __future__ import annotations
@@ -25,9 +30,9 @@ class Setting(NamedTuple):
     """A flag's value in a ds_config.
 
     Attributes:
-        flag: its field.
-        key: the key that says it, such as ``zero_optimization.stage``.
-        yields: a flag that is given may differ.
+        flag: the flag's field.
+        key: the key that sets it, such as ``zero_optimization.stage``.
+        yields: the command line may override it.
     """
 
     flag: str
@@ -123,7 +128,7 @@ _WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
         "buffer_count", "fast_init", "nvme_path", "cpuadam_cores_perc")),
 }  # fmt: skip
 
-_ONLY = {  # what holds here already, and why nothing else
+_ONLY = {  # accepted value, and the remedy for others
     "gradient_predivide_factor": (1.0, "set 1.0, since gradients are averaged after their sum"),
     "bf16.check_grad_overflow": (True, "drop it, since the vote of each iteration looks at all gradients"),
     "optimizer.params.adam_w_mode": (True, "set true, since weight decay is decoupled (AdamW)"),
@@ -204,10 +209,10 @@ _ELSEWHERE = {
 
 
 def settings_in(path: str) -> tuple[Setting, ...]:
-    """The flags that the ds_config in a file sets.
+    """Returns the flags that a ds_config file sets.
 
     Raises:
-        ConfigError: the file cannot be read, or holds keys that no flag can express, and names all of them.
+        ConfigError: the file cannot be read, or has keys that no flag can express; names all of them.
     """
     problems = Problems()
     try:
@@ -221,7 +226,7 @@ def settings_in(path: str) -> tuple[Setting, ...]:
 
 
 def ignored_in(path: str) -> list[tuple[str, str]]:
-    """The keys of a ds_config that ask for something and are ignored, each with the reason.
+    """Returns the keys of a ds_config that are ignored although they are on, each with the reason.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -256,7 +261,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def settings_of(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
-    """The flags that a ds_config, or a section of one, sets; adds a problem for each key that is refused."""
+    """Yields the flags that a ds_config or its section sets; adds a problem for each refused key."""
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
@@ -290,11 +295,11 @@ def settings_of(content: Mapping[str, Any], path: str, problems: Problems, secti
 def agree(
     given: Mapping[str, object], settings: tuple[Setting, ...], same: Callable[[str, object, object], bool]
 ) -> dict[str, object]:
-    """The flags that a ds_config adds to those given.
+    """Returns the flags that a ds_config adds to the given ones.
 
     Args:
         given: values of flags by field.
-        settings: what the ds_config says.
+        settings: flags that the ds_config sets.
         same: whether two values of a flag mean the same.
 
     Raises:
@@ -324,7 +329,7 @@ def agree(
 
 
 def _in_force(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a section says; if it is switched off, only that."""
+    """Returns a section's contents; if it is switched off, only the switch."""
     for switch, off in (("enabled", (False,)), ("device", ("none", None))):
         if switch in section and section[switch] in off:
             return {switch: section[switch]}
@@ -344,7 +349,7 @@ def _setting(key: str, value: object, path: str) -> Setting:
 
 
 def _is_off(only: object, value: object) -> bool:
-    """Whether nothing is asked for; of a key that holds already, 0 and false do ask for something else."""
+    """Returns whether a value requests nothing; for a key with a required value, 0 and false do request something."""
     if only not in (None, False):
         return value is None
     if isinstance(value, Mapping):

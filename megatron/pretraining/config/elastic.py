@@ -1,4 +1,4 @@
-"""Flags of elastic training (Lazarus)."""
+"""Defines the flags of elastic training (Lazarus)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moc.elastic.domains import MOST_RANKS
 
 
 def parse_everywhere(text: object) -> str:
-    """``auto``, or a number of slots as it is written."""
+    """Accepts ``auto``, or a number of slots as written."""
     word = str(text)
     if word != "auto" and not word.isdecimal():
         raise ValueError("it is a number of slots or the word auto")
@@ -53,7 +53,7 @@ class ElasticFlags(FlagGroup):
     )
 
     def validate(self, problems: Problems) -> None:
-        """Refuses flags without --elastic, and --elastic without slots."""
+        """Rejects flags without ``--elastic``, and ``--elastic`` without slots."""
         if self.elastic:
             self.needs(problems, "elastic", "elastic_slots")
             return
@@ -64,5 +64,5 @@ class ElasticFlags(FlagGroup):
 
     @property
     def everywhere(self) -> int | None:
-        """Slots for the hottest experts; None if they are to be chosen."""
+        """Slots for the hottest experts; None if they are chosen automatically."""
         return None if self.elastic_everywhere == "auto" else int(self.elastic_everywhere)

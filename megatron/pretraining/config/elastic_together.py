@@ -1,4 +1,4 @@
-"""What elastic training does not go together with."""
+"""Checks that flags can be combined with elastic training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.pretraining.config.groups import FlagGroups
 
 
 def check_elastic(config: FlagGroups, problems: Problems) -> None:
-    """Adds what elastic training does not go together with to the problems."""
+    """Adds a problem for each flag that cannot be combined with ``--elastic``."""
     if not config.elastic.elastic:
         return
     for check in (_check_batch, _check_experts, _check_dispatch, _check_parallel, _check_snapshots):

@@ -1,4 +1,4 @@
-"""Flags of fault injection."""
+"""Defines the flags of fault injection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FaultFlags(FlagGroup):
     inject_seed: int = flag(0, "Random seed of --inject-mtbf-iterations.")
 
     def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
-        """All faults of a job with this many workers and iterations."""
+        """Returns all faults of a job with this many workers and iterations."""
         chosen = faults_of(";".join(self.inject or ()))
         if self.inject_mtbf_iterations is None:
             return chosen

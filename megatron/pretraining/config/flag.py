@@ -1,4 +1,4 @@
-"""A flag is a field of a frozen dataclass, which alone declares its name, default, help text and limits."""
+"""Declares flags as fields of frozen dataclasses, the only place of name, default, help text and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from moc.errors import UserError, with_code
 from moc.files.text import short
 
-_LARGEST = 1 << 62  # of an integer; larger ones are no floats
+_LARGEST = 1 << 62  # of an integer; larger ones do not fit a float
 _LIMITS = {  # by sign
     ">=": (operator.ge, "at least"),
     ">": (operator.gt, "greater than"),
@@ -24,15 +24,15 @@ _LIMITS = {  # by sign
 
 
 UNKNOWN: Any = object()
-"""In place of a flag's value that is missing or invalid, which a problem of its own reports."""
+"""Placeholder for a missing or invalid value, which a separate problem reports."""
 
 
 class UnknownValueError(Exception):
-    """A check needs a value that is ``UNKNOWN``, so that it cannot find anything."""
+    """A check needs a value that is ``UNKNOWN``, and cannot run."""
 
 
 class ConfigError(UserError, ValueError):
-    """Invalid flags, alone or in combination; the message is one sentence that says what to change."""
+    """Invalid flag or combination of flags; the message is one sentence with the remedy."""
 
     @property
     def problems(self) -> tuple[ConfigError, ...]:
@@ -41,7 +41,7 @@ class ConfigError(UserError, ValueError):
 
 
 class ConfigErrors(ConfigError):
-    """Several independent problems of flags; each is a line of the message."""
+    """Several independent problems of flags, one per line of the message."""
 
     def __init__(self, problems: Sequence[ConfigError]):
         super().__init__()
@@ -63,7 +63,7 @@ def refuse(wrong: object, sentence: str, *, code: str) -> None:
 
 
 class Problems:
-    """Collects problems of flags, so that one message has all that can be found together."""
+    """Collects problems of flags, so that one message reports them together."""
 
     def __init__(self) -> None:
         self.found: list[ConfigError] = []
@@ -83,7 +83,7 @@ class Problems:
         )
 
     def refuse_without(self, spellings: Sequence[str], other: str) -> None:
-        """Adds a problem if there are flags that have no effect without another one."""
+        """Adds a problem if any of these flags is given, which have no effect without another flag."""
         self.refuse(
             spellings,
             f"{listed(spellings)} {'has' if len(spellings) == 1 else 'have'} no effect without {other}. "
@@ -92,7 +92,7 @@ class Problems:
         )
 
     def check[**P](self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Runs a check, and adds the problems that it raises; returns whether it has run to its end.
+        """Runs a check, and adds the problems that it raises; returns whether it was completed.
 
         A check that needs an unknown value ends there.
         """
@@ -103,7 +103,7 @@ class Problems:
         except ConfigError as error:
             self.found += error.problems
             return False
-        except UserError as error:  # such as of an installed policy
+        except UserError as error:  # for example of an installed policy
             self.found.append(ConfigError(str(error), code=error.code))
             return False
         return True
@@ -116,12 +116,12 @@ class Problems:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words with commas, and "and" before the last one."""
+    """Joins words with commas, and "and" before the last one."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def dashed(name: str) -> str:
-    """The spelling of a field's flag."""
+    """Returns the spelling of a field's flag."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -141,14 +141,14 @@ def flag(
 
     Args:
         default: the value if the flag is not given.  None is a legal value only where it is the default.
-        help: what the flag does: the text of ``--help`` and the documentation of the field.
-        spellings: further ones.  On a switch, those that begin with ``--no-`` or ``--disable-`` turn it off,
-            and stand in place of the ``--no-`` spelling made from the field's name.
-        choices: the values allowed.
-        type: parses a value, raising ``ValueError``, where the annotation does not say enough.
+        help: the flag's effect: the text of ``--help`` and the documentation of the field.
+        spellings: further spellings.  Those of a switch that begin with ``--no-`` or ``--disable-`` turn it off, and
+            replace the ``--no-`` spelling made from the field's name.
+        choices: allowed values.
+        type: parses a value, raising ``ValueError``, if the annotation does not suffice.
         nargs: as in argparse, for fields that hold a tuple.
-        metavar: what ``--help`` calls the value.
-        limits: of a number, such as ``>= 0, < 1``.
+        metavar: name of the value in ``--help``.
+        limits: limits of a number, such as ``>= 0, < 1``.
     """
     facts = dict(
         default=default,
@@ -160,13 +160,13 @@ def flag(
         metavar=metavar,
         limits=tuple((sign, float(number), number) for sign, number in map(str.split, filter(None, limits.split(",")))),
     )
-    # no class attribute with the default: a group without a value must not seem to have one
+    # no class attribute with the default: a group without a value must not appear to have one
     return dataclasses.field(default_factory=lambda: facts["default"], metadata=facts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag, as read back from a field."""
+    """A flag, as read back from a field."""
 
     name: str
     kind: type
@@ -174,7 +174,7 @@ class Flag:
     default: object
     help: str
     on: tuple[str, ...]
-    """Spellings that set it; for a switch, that turn it on."""
+    """Spellings that set it, or turn a switch on."""
     off: tuple[str, ...]
     """Spellings that turn a switch off; empty for flags with a value."""
     choices: tuple | None
@@ -186,7 +186,7 @@ class Flag:
 
     @property
     def spelling(self) -> str:
-        """The spelling for messages."""
+        """Spelling for messages."""
         return self.off[0] if self.off and self.default else self.on[0]
 
     def check(self, value: object) -> None:
@@ -222,7 +222,7 @@ class FlagGroup:
         problems.raise_found()
 
     def find_problems(self, problems: Problems) -> None:
-        """Adds the problems of this group; afterwards, a field with an invalid value has none."""
+        """Adds the problems of this group, and deletes fields with an invalid value."""
         for spec in flags_of(type(self)):
             if spec.name in vars(self) and not problems.check(spec.check, getattr(self, spec.name)):
                 object.__delattr__(self, spec.name)
@@ -254,7 +254,7 @@ class FlagGroup:
 
 @functools.cache
 def flags_of(group: Any) -> tuple[Flag, ...]:
-    """The flags of a group, in order, without its values of Megatron-LM's arguments."""
+    """Returns the flags of a group in order, without its copies of Megatron-LM's arguments."""
     hints = typing.get_type_hints(group)
     return tuple(_read(field, _kind(hints[field.name])) for field in dataclasses.fields(group) if field.metadata)
 

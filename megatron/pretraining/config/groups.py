@@ -1,4 +1,4 @@
-"""The groups of flags, and values derived across them."""
+"""Defines the groups of flags, and values derived from several groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron.pretraining.config.snapshot import SnapshotFlags
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroups(abc.ABC):
-    """Every flag in force, by group."""
+    """Flags in force, by group."""
 
     network: NetworkFlags
     moe: MoeFlags
@@ -61,7 +61,7 @@ class FlagGroups(abc.ABC):
 
     @property
     def scheduled_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of the global batch in the course of the run; empty without a schedule."""
+        """Global batch sizes during the run; empty without a schedule."""
         return ()
 
     @property
@@ -72,17 +72,17 @@ class FlagGroups(abc.ABC):
 
     @property
     def shards_by_blocks(self) -> bool:
-        """Whether dense optimizer state is sharded in blocks that several workers hold, and not by megatron-core."""
+        """Whether dense optimizer state is sharded in blocks with several holders, instead of by megatron-core."""
         return self.elastic.elastic and self.parallel.use_distributed_optimizer
 
     @property
     def needs_exact_norm(self) -> bool:
-        """Whether Megatron-LM's gradient norm is out: it depends on the workers, and DeepSpeed's optimizer has none."""
+        """Whether Megatron-LM's gradient norm is unavailable: with --elastic (depends on the workers) or DeepSpeed."""
         return self.elastic.elastic or self.zero.deepspeed
 
 
 @functools.cache
 def group_classes() -> dict[str, type[FlagGroup]]:
-    """The groups by name, in the order of ``--help``."""
+    """Returns the groups by name, in the order of ``--help``."""
     hints = typing.get_type_hints(FlagGroups)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, FlagGroup)}

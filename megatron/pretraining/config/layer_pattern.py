@@ -1,4 +1,4 @@
-"""The layers that hold experts: values of ``--moe-layer-freq``."""
+"""Parses ``--moe-layer-freq``: the layers that hold experts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def parse_layer_freq(value: object) -> int | tuple[int, ...]:
 
 
 def expand(freq: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """One entry per layer, 1 if it holds experts; an integer N puts experts in the first of every N layers."""
+    """Returns one entry per layer, 1 if it holds experts; an integer N selects the first of every N layers."""
     if isinstance(freq, int):
         return tuple(int(layer % freq == 0) for layer in range(num_layers))
     return freq
 
 
 def from_interval(interval: int, num_layers: int) -> tuple[int, ...]:
-    """Megatron-DeepSpeed's ``--expert-interval``: the last of every N layers holds experts."""
+    """Converts Megatron-DeepSpeed's ``--expert-interval``: the last of every N layers holds experts."""
     return tuple(int(layer % interval == interval - 1) for layer in range(min(num_layers, MOST_LAYERS)))
 
 
@@ -47,7 +47,7 @@ def _zeros_and_ones(value: object) -> tuple[int, ...]:
 
 
 def _evaluate(node: ast.expr) -> list | int:
-    """Evaluates lists, whole numbers, + and *, without ``eval``, since the pattern is untrusted input."""
+    """Evaluates lists, integers, + and *, without ``eval``, since the pattern is untrusted input."""
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MOST_LAYERS:

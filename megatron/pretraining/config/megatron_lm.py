@@ -1,4 +1,4 @@
-"""Groups of Megatron-LM's arguments that this project reads, and of its own flags that belong to them.
+"""Defines the groups of Megatron-LM's arguments that this project reads, and its own flags in these groups.
 
 A field without ``flag`` has the value of Megatron-LM's argument of the same name; its documentation is Megatron-LM's.
 """
@@ -50,12 +50,12 @@ class MoeFlags(FlagGroup):
     moe_permute_fusion: bool
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """One entry per layer: 1 if it holds experts, 0 if it is dense."""
+        """Returns one entry per layer: 1 if it holds experts, 0 if it is dense."""
         return expand(self.moe_layer_freq, num_layers) if self.num_experts else (0,) * num_layers
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether experts have a capacity beyond which they drop tokens, and are not filled up to it."""
+        """Whether experts drop tokens beyond their capacity and are not padded to it."""
         return self.moe_expert_capacity_factor is not None and not self.moe_pad_expert_input_to_capacity
 
 
@@ -139,7 +139,7 @@ class MixedPrecisionFlags(FlagGroup):
 
     @property
     def moments(self) -> tuple[str, str] | None:
-        """Formats of both moments; None if the optimizer decides."""
+        """Formats of both Adam moments; None if the optimizer decides."""
         if self.exp_avg_dtype is None and self.exp_avg_sq_dtype is None:
             return None
         return self.exp_avg_dtype or "fp32", self.exp_avg_sq_dtype or "fp32"

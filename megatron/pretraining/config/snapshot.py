@@ -1,4 +1,4 @@
-"""Flags of snapshots, from which a run resumes after a failure."""
+"""Defines the flags of snapshots, from which a run resumes after a failure."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _EveryPolicy(FlagGroup):
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds from one failure to the next, until they are measured."""
+        """Mean seconds between failures, until they are measured."""
         return UNDISTURBED_MTBF_S if self.mtbf_hours is None else 3600.0 * self.mtbf_hours
 
     @property
@@ -166,7 +166,7 @@ class _EveryPolicy(FlagGroup):
                 code="policy-lacks-flag",
             )
             asked |= set() if foreign else {owner}
-        # auto does not choose a policy that refuses the other flags; it is asked here if somebody has set it up
+        # auto does not choose a policy that refuses the other flags; policies with given flags are checked here
         for one in POLICIES.values():
             if one in asked:
                 problems.check(self._ask, one, problems)
@@ -229,7 +229,7 @@ def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
 if TYPE_CHECKING:
 
     class SnapshotFlags(_EveryPolicy):
-        """Also has the flags of all policies, which a type checker cannot see."""
+        """Adds the flags of all policies, which a type checker cannot see."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -247,6 +247,6 @@ else:
 
 
 def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
-    """Adds what a policy refuses to the problems."""
+    """Adds a policy's refusal to the problems."""
     error = refused if isinstance(refused, PolicyError) else refusal_of(kind.name, refused)
     problems.refuse(True, str(error), code=error.code)

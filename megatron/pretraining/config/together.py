@@ -1,4 +1,4 @@
-"""Checks across groups: flags that are valid alone and contradict each other."""
+"""Checks combinations of flags of several groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check_determinism(config: FlagGroups, problems: Problems) -> None:
 
 
 def job_shape(config: FlagGroups) -> JobShape:
-    """What flags say of the job; the stages of layers, and the pipeline's bubbles, are not known yet."""
+    """Returns the job as described by flags; the layers' stages and pipeline bubbles are not yet known."""
     return JobShape(
         ep=config.parallel.expert_model_parallel_size,
         optimizer=config.regularization.optimizer,
@@ -53,7 +53,7 @@ def job_shape(config: FlagGroups) -> JobShape:
 
 
 def may_save_gradients(config: FlagGroups) -> bool:
-    """Whether some policy may save gradients in place of state in this job."""
+    """Returns whether some policy may save gradients in place of state in this job."""
     return any(kind.may_save_gradients(config.snapshot, job_shape(config)) for kind in POLICIES.values())
 
 
@@ -81,7 +81,7 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
         "--upstream-logging",
         code="upstream-logging-unsupported",
     )
-    # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
+    # a tied embedding's gradient is a sum over two stages; a stage that replays alone has only its own part
     problems.refuse(
         not config.network.untie_embeddings_and_output_weights,
         "--upstream-logging replays one pipeline stage, and embeddings that are tied across stages do not allow that. "

@@ -1,4 +1,4 @@
-"""Values and checks that depend on the number of workers and on the machine."""
+"""Computes values and checks that depend on the number of workers and on the machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moc.runtime.inject import Fault
 
 
 class Workers(NamedTuple):
-    """The workers of a job.
+    """Workers of a job.
 
     Attributes:
-        least: nodes with which the job continues after others are lost.
+        least: minimum nodes with which the job continues after others are lost.
         most: nodes of the job.
         per_node: workers of each node.
     """
@@ -27,19 +27,19 @@ class Workers(NamedTuple):
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Replicas of the model that read different samples."""
+    """Returns the number of model replicas that read different samples."""
     return world_size // _model_size(config)
 
 
 def stage_size(config: Config, world_size: int) -> int:
-    """Workers of a pipeline stage: with ``--elastic``, those that can hold the experts of its layers."""
+    """Returns the workers of a pipeline stage; with ``--elastic``, they can hold the experts of its layers."""
     return world_size // config.parallel.pipeline_model_parallel_size
 
 
 def ranks_of_stage(config: Config, size: int, workers: Workers) -> int:
-    """Workers of each node that are of one pipeline stage, where a job has so many workers in all.
+    """Returns the workers of each node in one pipeline stage, in a job of ``size`` workers.
 
-    Where one node has all workers, and the job no others, each worker counts as a node.
+    If the job has only one node, each worker counts as a node.
     """
     varies = workers.least < workers.most
     here, of_stage = workers.per_node // stages_on_nodes(config, workers.per_node, varies), stage_size(config, size)
@@ -48,16 +48,15 @@ def ranks_of_stage(config: Config, size: int, workers: Workers) -> int:
 
 
 def nodes_have_places(config: Config, workers: Workers) -> bool:
-    """Whether nodes are known by their places: the job has several, and each has the same stages of all its copies."""
+    """Returns whether nodes are identified by rank blocks: several nodes, each with equal stages of all its copies."""
     by_copies = copy_by_copy(config, workers.per_node, workers.least < workers.most)
     return workers.most > 1 and (by_copies or config.parallel.pipeline_model_parallel_size == 1)
 
 
 def why_anew(config: Config, per_node: int) -> str:
-    """Why workers cannot go on in the same processes when nodes of so many workers are lost or come; empty if they can.
+    """Returns why a change of nodes restarts the workers instead of continuing in process; empty if it does not.
 
-    Where each node has whole copies of the model, or a part of one, a worker has the same part of it beside any number
-    of others.
+    If each node holds complete model copies or a part of one, a worker keeps its part at any number of nodes.
     """
     size, inner = _model_size(config), _inner_size(config)
     reasons = {
@@ -70,15 +69,15 @@ def why_anew(config: Config, per_node: int) -> str:
 
 
 def nodes_of_model(config: Config, per_node: int) -> int:
-    """Nodes of so many workers that a copy of the model takes; 1 if each has whole copies."""
+    """Returns the nodes that a copy of the model takes; 1 if each node has complete copies."""
     return max(1, _model_size(config) // per_node)
 
 
 def copy_by_copy(config: Config, per_node: int, varies: bool) -> bool:
-    """Whether ranks are numbered copy by copy of the model, and not stage by stage.
+    """Returns whether ranks are numbered by model copy instead of by stage.
 
-    They are where workers go on in process.  If the number of nodes does not vary (``varies``), ranks stay in the order
-    that they have always had, on which the last bits of sums over all workers depend.
+    They are if workers continue in process.  With a fixed number of nodes (not ``varies``), ranks keep their original
+    order, which determines the last bits of sums over all workers.
     """
     if why_anew(config, per_node):
         return False
@@ -86,26 +85,26 @@ def copy_by_copy(config: Config, per_node: int, varies: bool) -> bool:
 
 
 def stages_on_nodes(config: Config, per_node: int, varies: bool) -> int:
-    """Pipeline stages of which a node of so many workers has some, where ranks are numbered copy by copy; else 1."""
+    """Returns the pipeline stages of a node if ranks are numbered by model copy; else 1."""
     if not copy_by_copy(config, per_node, varies):
         return 1
     return min(config.parallel.pipeline_model_parallel_size, per_node // _inner_size(config))
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
-    """Samples per iteration, over all workers."""
+    """Returns the samples per iteration, over all workers."""
     samples, steps = config.training.global_batch_size, config.zero.gradient_accumulation_steps or 1
     return samples or config.training.micro_batch_size * steps * data_parallel_size(config, world_size)
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
-    """Micro batches per iteration of each replica of the model; with ``--elastic``, of those that have most."""
+    """Returns the micro batches per iteration of each model replica; with ``--elastic``, the maximum."""
     per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
     return -(-global_batch_size(config, world_size) // per_round)
 
 
 def train_iterations(config: Config, world_size: int) -> int:
-    """Iterations to train; with ``--train-samples``, the full batches in these."""
+    """Returns the iterations to train; with ``--train-samples``, the full batches in these samples."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None  # the flags require one of the two
@@ -113,7 +112,7 @@ def train_iterations(config: Config, world_size: int) -> int:
 
 
 def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
-    """The sizes of a layout, under the names that snapshots use."""
+    """Returns the sizes of a layout, under the names that snapshots use."""
     parallel = config.parallel
     return {
         "world": world_size,
@@ -153,7 +152,7 @@ def _check_planned_faults(config: Config, size: int) -> None:
 
 
 def check_faults(faults: Iterable[Fault], size: int) -> None:
-    """Raises ``ConfigError`` if a fault is for a worker that a job of so many does not have."""
+    """Raises ``ConfigError`` if a fault targets a worker outside a job of ``size`` workers."""
     for fault in faults:
         refuse(
             max(fault.ranks, default=0) >= size,
@@ -163,7 +162,7 @@ def check_faults(faults: Iterable[Fault], size: int) -> None:
 
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:
-    """Raises ``ConfigError`` if training cannot continue on so few nodes, of so many workers each."""
+    """Raises ``ConfigError`` if training cannot continue on ``nodes`` nodes of ``per_node`` workers."""
     problems, left = Problems(), f"--nnodes {nodes}:... continues with {counted(nodes, 'node')}"
     if not why_anew(config, per_node):
         problems.check(_check_fewest_members, config, nodes, per_node, left, problems)
@@ -177,7 +176,7 @@ def check_fewest(config: Config, nodes: int, per_node: int) -> None:
 
 
 def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, problems: Problems) -> None:
-    """As :func:`check_fewest`, where workers continue in the same processes."""
+    """Checks as :func:`check_fewest`, for workers that continue in the same processes."""
     elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
     of_model = nodes_of_model(config, per_node)
     if nodes < of_model:
@@ -187,7 +186,7 @@ def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, 
             code="nodes-too-few",
         )
         return
-    of_stage = nodes // of_model  # whole copies, each with a node of the stage
+    of_stage = nodes // of_model  # complete copies, each with a node of the stage
     workers = stage_size(config, of_stage * of_model * per_node)
     problems.refuse(
         slots * workers < experts,
@@ -205,12 +204,12 @@ def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, 
 
 
 def check_placement(config: Config, size: int, workers: Workers) -> None:
-    """Raises ``ConfigError`` with all reasons why ``--elastic`` cannot place experts on so many workers in all."""
+    """Raises ``ConfigError`` with all reasons why ``--elastic`` cannot place experts on ``size`` workers."""
     if not config.elastic.elastic:
         return
     problems, ranks = Problems(), ranks_of_stage(config, size, workers)
     problems.check(check_domains, config, ranks)
-    if workers.least == workers.most:  # or check_fewest has found it
+    if workers.least == workers.most:  # otherwise check_fewest has reported it
         problems.check(check_everywhere, config, stage_size(config, size) // ranks, ranks)
     problems.raise_found()
 
@@ -219,10 +218,10 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
     """Raises ``ConfigError`` if ``--elastic-everywhere`` leaves too few slots for the other experts.
 
     Args:
-        config: of elastic training.
-        nodes: of a pipeline stage.
-        ranks: workers of each that are of the stage.
-        left: why there may be so few nodes.
+        config: configuration of elastic training.
+        nodes: nodes of a pipeline stage.
+        ranks: workers of the stage on each node.
+        left: reason for so few nodes.
     """
     hot, (_, experts) = config.elastic.everywhere, _slots_and_experts(config)
     if not hot:
@@ -238,7 +237,7 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
 
 
 def plan_settings(config: Config, ranks: int) -> Settings:
-    """What elastic training plans for, on nodes with so many workers of a pipeline stage."""
+    """Returns the settings of the placement, on nodes with ``ranks`` workers of a pipeline stage."""
     elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
     return Settings(
         min(slots, experts), elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain
@@ -246,7 +245,7 @@ def plan_settings(config: Config, ranks: int) -> Settings:
 
 
 def check_domains(config: Config, ranks: int) -> None:
-    """Raises ``ConfigError`` if nodes with so many workers of a stage make no domain with all experts."""
+    """Raises ``ConfigError`` if nodes with ``ranks`` workers of a stage cannot form a domain with all experts."""
     settings, (_, experts) = plan_settings(config, ranks), _slots_and_experts(config)
     most, nodes = settings.domain, settings.domain // ranks
     refuse(
@@ -266,7 +265,7 @@ def check_domains(config: Config, ranks: int) -> None:
 
 
 def _slots_and_experts(config: Config) -> tuple[int, int]:
-    """Slots of each worker, and experts, which ``--elastic`` requires."""
+    """Returns the slots of each worker and the number of experts, which ``--elastic`` requires."""
     slots, experts = config.elastic.elastic_slots, config.moe.num_experts
     if slots is None or experts is None:
         raise UnknownValueError("elastic_slots")
@@ -279,7 +278,7 @@ def _model_size(config: Config) -> int:
 
 
 def _inner_size(config: Config) -> int:
-    """Workers of one stage of a copy of the model."""
+    """Returns the workers of one stage of a model copy."""
     return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
@@ -335,7 +334,7 @@ def _check_batch(config: Config, world_size: int, problems: Problems) -> None:
         return
     copies, scheduled = data_parallel_size(config, world_size), config.scheduled_batch_sizes
     per_round = config.training.micro_batch_size * copies
-    # a run whose batch grows has left the steps without a micro batch for each copy behind, or ends at the first one
+    # a growing batch has passed the steps without a micro batch for each copy, or the run ends at the first
     in_force = [size for size in scheduled if size >= per_round] or scheduled[-1:]
     for samples in in_force or [global_batch_size(config, world_size)]:
         named = f"batch {samples} of --step-batch-size-schedule" if scheduled else f"--global-batch-size {samples}"
@@ -357,7 +356,7 @@ def _check_batch(config: Config, world_size: int, problems: Problems) -> None:
 
 
 def _check_size(config: Config, samples: int, named: str, copies: int, problems: Problems) -> None:
-    """Adds a problem if a global batch cannot be divided among so many copies of the model."""
+    """Adds a problem if a global batch cannot be divided among ``copies`` model copies."""
     per_round, stages = config.training.micro_batch_size * copies, config.parallel.pipeline_model_parallel_size
     problems.refuse(
         config.elastic.elastic and samples < per_round,
@@ -381,7 +380,7 @@ def _check_size(config: Config, samples: int, named: str, copies: int, problems:
 
 
 def check_backend(config: Config, backend: str, cuda: bool = False) -> None:
-    """Raises ``ConfigError`` if gloo, and the CPU that it implies, does not support the flags; or if there is CUDA."""
+    """Raises ``ConfigError`` for flags that gloo, which implies the CPU, does not support, or if there is CUDA."""
     if backend != "gloo":
         return
     problems = Problems()

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, in any format: tensors of the unpartitioned model, read on demand."""
+"""Reads the contents of a checkpoint of any format on demand, as tensors of the unpartitioned model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ WITH_FLAGS = "give the flags of the run behind --, to replay the window that thi
 
 @dataclass(frozen=True)
 class Facts:
-    """The part of a checkpoint that is not tensors.
+    """Part of a checkpoint that is not tensors.
 
     Attributes:
         iteration: iterations completed.
         policy: name of the policy that planned the checkpoint.
         layout: sizes of the layout that wrote it, for information.
         state: position, schedule, loss scale, model, tokenizer, sample order; see ``training_state.json``.
-        writers: number of files that hold its regions.
+        writers: number of files that contain its chunks.
     """
 
     iteration: int
@@ -49,8 +49,8 @@ class ConvertedState(ABC):
     """Tensors of the unpartitioned model.
 
     Attributes:
-        tensors: every slot of every tensor, unsharded.
-        operators: detail (``full``, ``compute``) and number of updates of each operator.
+        tensors: every optimizer-state key of every tensor, unsharded.
+        operators: state subset (``full``, ``compute``) and number of updates of each operator.
     """
 
     facts: Facts
@@ -59,14 +59,14 @@ class ConvertedState(ABC):
 
     @abstractmethod
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """The values of a box, on the host; raises CheckpointError if they are missing or damaged."""
+        """Returns the values of a chunk on the host; raises CheckpointError if they are missing or damaged."""
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """The compute weights only; masters, if there are any, are rounded to ``dtype``."""
+        """Returns only the compute weights; masters are rounded to ``dtype``."""
         return Weights(self, dtype)
 
     def slots(self) -> dict[str, dict[str, Entry]]:
-        """The tensors, by name and slot."""
+        """Returns the tensors by name and optimizer-state key."""
         found: dict[str, dict[str, Entry]] = defaultdict(dict)
         for tensor in self.tensors:
             found[tensor.name][tensor.slot] = tensor
@@ -74,7 +74,7 @@ class ConvertedState(ABC):
 
 
 class Weights(ConvertedState):
-    """The compute weights of other contents; see :meth:`ConvertedState.weights`.
+    """Compute weights of other contents; see :meth:`ConvertedState.weights`.
 
     Raises:
         CheckpointError: masters must be rounded, and the dtype is unknown; or a tensor has no weight.
@@ -105,14 +105,14 @@ class Weights(ConvertedState):
         self.operators = {name: (COMPUTE, None) for name in whole.operators}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """Rounds masters."""
+        """Reads a chunk; rounds masters."""
         if name not in self._rounded:
             return self._whole.read(name, slot, region)
         return self._whole.read(name, MASTER, region).to(self._rounded[name])
 
 
 def iteration_of(directory: Path) -> int:
-    """The number in the name of a checkpoint's directory; raises CheckpointError if it has another form."""
+    """Returns the number in the name of a checkpoint's directory; raises CheckpointError for other names."""
     iteration = store.iteration_of(directory.resolve().name)
     if iteration is None:
         raise CheckpointError(
@@ -123,12 +123,12 @@ def iteration_of(directory: Path) -> int:
 
 
 def whole_of(shape: tuple[int, ...]) -> Region:
-    """The box that covers a whole tensor."""
+    """Returns the chunk bounds of a complete tensor."""
     return Region((0,) * len(shape), shape)
 
 
 def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
-    """Number of elements of each slot, by operator."""
+    """Returns the number of elements by operator and optimizer-state key."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for entry in entries:
         counts[operator_or_other(entry.name)][entry.slot] += entry.region.numel
@@ -136,7 +136,7 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 
 def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The number of parameters of each operator: the description of a model in a training state."""
+    """Returns the number of parameters of each operator, which describes a model in a training state."""
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
         if not is_module_state(name):
@@ -145,7 +145,7 @@ def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def check_whole(contents: ConvertedState) -> None:
-    """Raises CheckpointError unless the model is complete, with all of its optimizer state or none."""
+    """Raises CheckpointError unless the model is complete, with all or none of its optimizer state."""
     state, slots = contents.facts.state, contents.slots()
     window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):

@@ -1,4 +1,4 @@
-"""Reads and writes dense checkpoints: weights as ``torch_dist``, and this program's optimizer state, if any."""
+"""Reads and writes dense checkpoints: weights as ``torch_dist``, and optional optimizer state of this program."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _COUNTING = ("adam",)  # optimizers that count updates
 
 
 class DenseContents(ConvertedState):
-    """A dense checkpoint.
+    """Dense checkpoint.
 
-    With ``trust`` it is read although it has no manifest of this program.
+    With ``trust``, it is also read without a manifest of this program.
 
     Raises:
-        CheckpointError: it is damaged, or not to be trusted.
+        CheckpointError: it is damaged or not trusted.
     """
 
     def __init__(self, directory: Path, trust: bool = False, advance: Advance = lambda count: None):
@@ -95,11 +95,11 @@ class DenseContents(ConvertedState):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of most weights; only router biases are fp32 in any case."""
+        """Dtype of most weights; only router biases are always fp32."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """A box of any slot."""
+        """Reads a chunk of any optimizer-state key."""
         if slot == PARAM:
             return self.weight(name, region)
         if (place := self._slots.get(slot, {}).get(name)) is not None:
@@ -107,7 +107,7 @@ class DenseContents(ConvertedState):
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
-        """A box of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
+        """Reads a chunk of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
         place = self._places.get(name)
         if place is None:
             raise CheckpointError(
@@ -117,10 +117,10 @@ class DenseContents(ConvertedState):
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
-        """Compares every weight with its master, of which only the master is converted.
+        """Compares every weight with its master, since only the master is converted.
 
         Raises:
-            CheckpointError: a weight is not its master rounded, or one of them is missing.
+            CheckpointError: a weight is not its rounded master, or one of them is missing.
         """
         for tensor in self.tensors:
             if tensor.slot == MASTER:
@@ -135,7 +135,7 @@ class DenseContents(ConvertedState):
                 advance(tensor.nbytes)
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """The weights as they are stored: none is rounded."""
+        """Returns the weights as they are stored, without rounding."""
         alone = copy.copy(self)
         alone.tensors = list(self._without_owner(set()))
         alone.operators = _operators(alone.tensors, None)
@@ -143,7 +143,7 @@ class DenseContents(ConvertedState):
         return alone
 
     def _without_owner(self, owned: set[str]) -> Iterable[Entry]:
-        """The weights without optimizer state: all if there is none, else the router biases."""
+        """Yields the weights without optimizer state: all weights, or only the router biases."""
         for name, place in self._places.items():
             if name not in owned:
                 yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
@@ -155,13 +155,13 @@ class DenseContents(ConvertedState):
             state = read_state(directory)
         else:
             state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
-        state = {"interval": None, **state}  # an interval that no policy has adapted yet
+        state = {"interval": None, **state}  # no policy has adapted an interval yet
         state["params_dtype"] = state.get("params_dtype") or DTYPE_NAMES.get(self.compute_dtype)
         return Facts(state["iteration"], "full", {}, state, writers or 1)
 
 
 def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mapping | None:
-    """The manifest, None without one; verifies the hashes of its files before anything is unpickled."""
+    """Returns the manifest, or None; verifies the hashes of its files before anything is unpickled."""
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
@@ -187,7 +187,7 @@ def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[st
 
 
 def _layers(places: Mapping[str, StockPlace]) -> dict:
-    """The part of a model's shape that the names of its weights determine."""
+    """Returns the part of a model's shape that the names of its weights determine."""
     kinds, experts = defaultdict(set), set()
     for name in places:
         parts = operator_or_other(name).split(".")
@@ -202,18 +202,18 @@ def _layers(places: Mapping[str, StockPlace]) -> dict:
 def write_dense(
     contents: ConvertedState, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
 ) -> Path:
-    """Writes weights as ``torch_dist``, and optimizer state beside them if there is any; updates the tracker.
+    """Writes weights as ``torch_dist``, and any optimizer state next to them; updates the tracker.
 
     Args:
         contents: the state to write.
         root: the ``--save`` directory to write into.
         writers: number of files for the optimizer state.
-        dtype: the dtype that masters are rounded to; None if unknown.
+        dtype: the dtype to which masters are rounded; None if unknown.
         file_bytes: size at which the next file of weights starts.
         advance: called with the number of bytes written.
 
     Raises:
-        CheckpointError: the model is incomplete, this iteration is saved already, or another save to the directory is
+        CheckpointError: the model is incomplete, this iteration is already saved, or another save to the directory is
             unfinished.
     """
     iteration = contents.facts.iteration
@@ -238,7 +238,7 @@ def write_dense(
 
 
 def _training_state(contents: ConvertedState) -> dict:
-    """The content of ``training_state.json``."""
+    """Returns the contents of ``training_state.json``."""
     state = dict(contents.facts.state)
     steps: dict[int, str] = {}
     for name, (detail, step) in contents.operators.items():
@@ -263,7 +263,7 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
-    """Refuses while another save is unfinished, since starting one clears the remains of all others."""
+    """Refuses while another save is unfinished, since starting a save deletes all other unfinished ones."""
     others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(

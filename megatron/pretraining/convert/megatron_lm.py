@@ -1,8 +1,9 @@
-"""Reads optimizer state, schedule and position from checkpoints in Megatron-LM's format, without building the model.
+"""Reads optimizer state, schedule and position of Megatron-LM's checkpoints without building the model.
 
-Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or, if a script of
-Megatron-LM had no distributed optimizer or ``--dist-ckpt-optim-fully-reshardable``, in a tensor for each weight.  Flat
-buffers of a distributed optimizer (``dp_reshardable``) can only be read by the layout of the run.
+Arguments, position and schedule are in the common state.  Optimizer state is in ``optimizer/``, or in one tensor per
+weight.  Scripts of Megatron-LM write the latter without a distributed optimizer, or with
+``--dist-ckpt-optim-fully-reshardable``.  Flat buffers of a distributed optimizer (``dp_reshardable``) can only be read
+in the layout of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from megatron.pretraining.process import cpu
 
-cpu.install()  # comes before megatron.core
+cpu.install()  # must precede megatron.core
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
@@ -30,14 +31,14 @@ from moc.runtime.agreement import first_line  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 OPTIMIZER_KEYS = ("optimizer.", "chained_")
-"""Beginnings of the keys of optimizer state."""
+"""Prefixes of the keys of optimizer state."""
 _OF_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[a-z0-9_]+)\.(?P<key>.+)")
 _SLOTS = {"fp32_param": MASTER, "param": MASTER}
-"""Our names of slots, where Megatron-LM's differ."""
+"""Optimizer-state keys that have another name in Megatron-LM."""
 
 
 def read_common(directory: Path) -> Mapping[str, Any]:
-    """The common state of a checkpoint; nothing in it runs.
+    """Reads the common state of a checkpoint without running code from it.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -51,7 +52,7 @@ def read_common(directory: Path) -> Mapping[str, Any]:
         return common
     except CheckpointError:
         raise
-    except Exception as error:  # whatever the readers of torch and megatron-core raise
+    except Exception as error:  # the readers of torch and megatron-core may raise anything
         raise CheckpointError(
             f"the common state in {directory} cannot be read ({type(error).__name__}: {first_line(error)}). Fix: "
             "convert another checkpoint with --iteration",
@@ -60,11 +61,11 @@ def read_common(directory: Path) -> Mapping[str, Any]:
 
 
 def training_state(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
-    """The content of a ``training_state.json``, as this program's loop would have saved it.
+    """Returns the contents of a ``training_state.json``, as this program's loop would have saved it.
 
     Args:
         common: the common state of a checkpoint with optimizer state in Megatron-LM's format.
-        places: of the weights, by name in the unpartitioned model.
+        places: positions of the weights, by name in the unpartitioned model.
     """
     values = described(common["args"])
     return {
@@ -88,11 +89,11 @@ def training_state(common: Mapping[str, Any], places: Mapping[str, StockPlace]) 
 def optimizer_places(
     shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPlace]
 ) -> dict[str, dict[str, StockPlace]]:
-    """The tensors of optimizer state that belong to single weights: by slot, and name in the unpartitioned model.
+    """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model.
 
     Args:
-        shapes: of all tensors of the checkpoint, by key.
-        weights: the places of the weights.
+        shapes: shapes of all tensors of the checkpoint, by key.
+        weights: positions of the weights.
     """
     found: dict[str, dict[str, StockPlace]] = {}
     of_key: dict[str, list[str]] = {}
@@ -108,7 +109,7 @@ def optimizer_places(
 
 
 def _of_optimizer(state: Any) -> dict[str, Any]:
-    """Number of updates and loss scale in the optimizer part of a common state; chained optimizers count together."""
+    """Returns update count and loss scale in a common state's optimizer part; chained optimizers count together."""
     steps = [int(step) for name in ("common_step", "step") for step in _found(state, name)]
     scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
     return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}

@@ -1,9 +1,9 @@
-"""Names of weights: one tensor per layer, expert and half of a gated layer here, stacked tensors in stock Megatron-LM.
+"""Maps names of weights: a tensor per layer, expert and gated half here, stacked tensors in stock Megatron-LM.
 
-Format v1 calls a tensor ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w``.  In megatron-core's
-``torch_dist`` it is a box of ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, whose first axes are layers and
-experts, and whose rows are the gate, then the other half.  If layers differ (``moe_layer_freq``), only experts and
-halves are stacked.  The rules are those of megatron-core's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
+Format v1 has ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w``.  In megatron-core's ``torch_dist``, this
+is a chunk of ``decoder.layers.mlp.experts.experts.linear_fc1.weight``.  The first axes of that tensor are layers and
+experts; its rows are the gate, then the other half.  If layers differ (``moe_layer_freq``), only experts and halves are
+stacked.  The rules are those in megatron-core's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _HALVES = "wv"
 _WITH_EXTRA_STATE = (
     (_LINEAR, ""),
     (_NORM, ""),
-    (_NORM_BEFORE_EXPERTS, "pre_mlp_layernorm."),  # Transformer Engine's name of it
+    (_NORM_BEFORE_EXPERTS, "pre_mlp_layernorm."),  # Transformer Engine's name
     (_OUT_OF_ATTENTION, "core_attention."),
 )
 
 
 @dataclass(frozen=True)
 class StockPlace:
-    """The place of a tensor of the unpartitioned model in stock Megatron-LM's weights.
+    """Position of a tensor of the unpartitioned model in stock Megatron-LM's weights.
 
     Attributes:
         key: name of the stock tensor.
         global_shape: its shape.
-        region: the box of it that the tensor fills.
-        stacked: number of its leading axes that index layers and experts; the box has one element along each.
+        region: bounds of the tensor within it.
+        stacked: number of its leading axes that index layers and experts; the region has one element along each.
     """
 
     key: str
@@ -60,26 +60,26 @@ class StockPlace:
         return self.region.shape[self.stacked :]
 
     def box(self, region: Region) -> Region:
-        """A box of the tensor, in coordinates of the stock tensor."""
+        """Returns chunk bounds of the tensor in coordinates of the stock tensor."""
         ones = (1,) * self.stacked
         return Region((0,) * self.stacked + region.offset, ones + region.shape).shifted(self.region.offset)
 
 
 def stacks_layers(state: Mapping[str, Any]) -> bool:
-    """Whether megatron-core stacks the layers of a model, which then have equal shapes; by its training state."""
+    """Returns whether megatron-core stacks a model's layers, which then have equal shapes, from its training state."""
     sizes = state["shape"] if "moe_layer_freq" in state["shape"] else state.get("model") or {}
     several = sizes.get("linear_attention_freq") or sizes.get("heterogeneous_layers_config_path")
     return sizes.get("moe_layer_freq", 1) == 1 and not several
 
 
 def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:
-    """The stock place of every tensor of a model, of its shapes by name.
+    """Returns the stock position of every tensor of a model, given shapes by name.
 
     Raises:
-        CheckpointError: layers or experts are missing, or differ although they must be alike.
+        CheckpointError: layers or experts are missing, or differ although they must be equal.
     """
     found = {name: _stock_name(name, stacked) for name in shapes}
-    counts = {"layer": 0, "expert": 0}  # stacked layers are alike, and have equally many experts
+    counts = {"layer": 0, "expert": 0}  # stacked layers are equal, and have the same number of experts
     for _, axes, _ in found.values():
         counts |= {axis: max(counts[axis], index + 1) for axis, index in axes.items()}
     places = {}
@@ -94,7 +94,7 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
 
 
 def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
-    """The inverse: every tensor of the unpartitioned model that stock weights, given by key and shape, hold, by name.
+    """Inverts :func:`stock_places`: returns unpartitioned tensors by name, given stock shapes by key.
 
     A layer is gated if its first matrix has twice as many rows as the second has columns.
 
@@ -116,10 +116,10 @@ def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sto
 
 
 def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yields (key, stacked shape, offset) of each ``_extra_state`` that modules save beside weights.
+    """Yields (key, stacked shape, offset) of each ``_extra_state`` that modules save with weights.
 
-    They are empty without fp8, but a stock reader requires those of all its modules: linear layers always, norms and
-    the inner attention if they are Transformer Engine's.  Superfluous ones are accepted.
+    They are empty without fp8, but a stock reader requires one from each of its modules: always from linear layers, and
+    from norms and the inner attention if they are Transformer Engine's.  Superfluous ones are accepted.
     """
     modules = {(place.key, place.region.offset[: place.stacked]): place for place in places.values()}
     for (_, offset), place in modules.items():  # both halves of a gated layer belong to one module
@@ -130,7 +130,7 @@ def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[
 
 
 def _stock_name(name: str, stacked: bool) -> tuple[str, dict[str, int], int | None]:
-    """Key of the stock tensor, indices on its stacked axes in order, and which half."""
+    """Returns the key of the stock tensor, the indices on its stacked axes in order, and the half."""
     axes, half = {}, None
     if stacked and (layer := _LAYER.fullmatch(name)):
         name, axes["layer"] = f"decoder.layers.{layer[2]}", int(layer[1])
@@ -168,7 +168,7 @@ def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _check(places: Mapping[str, StockPlace]) -> None:
-    """Checks that boxes of one shape fill every stock tensor exactly; distinct names have distinct boxes."""
+    """Checks that chunks of one shape fill every stock tensor exactly; distinct names have distinct chunks."""
     filled, shapes = defaultdict(int), defaultdict(set)
     for place in places.values():
         filled[place.key] += place.region.numel

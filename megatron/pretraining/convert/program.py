@@ -1,4 +1,4 @@
-"""Converts checkpoints: Format v1 to dense ones that stock Megatron-LM reads, back, and into any number of files."""
+"""Converts checkpoints between Format v1, dense ones that stock Megatron-LM reads, and transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the comm
 
 
 def build_parser() -> Parser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
         description="Convert a checkpoint.",
@@ -177,7 +177,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def convert(args: argparse.Namespace) -> Path:
-    """Converts the checkpoint that the command line names (the run's flags as ``flags``), and returns its directory.
+    """Converts the checkpoint that the command line names, and returns its directory; ``flags`` are the run's.
 
     Raises:
         CheckpointError: the checkpoint cannot be converted.
@@ -211,7 +211,7 @@ def _is_window(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
-    """A temporary dense checkpoint of the state at the end of a window, by replay."""
+    """Yields a temporary dense checkpoint of the state at the end of a window, by replay."""
     from megatron.pretraining.convert.contents import iteration_of
     from megatron.pretraining.convert.regions import refuse_to_replace
     from megatron.pretraining.convert.window import compute_again, window_in
@@ -248,7 +248,7 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     masters = sum(tensor.nbytes for tensor in contents.tensors if tensor.slot == MASTER)
     writers = args.writers or contents.facts.writers
     compared = 0 if dense is None else masters
-    rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # weights, beside the masters
+    rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # weights, in addition to masters
     with progress(nbytes + compared + rounded, "converting") as advance:
         if dense is not None and masters:
             dense.check_masters(advance)

@@ -1,4 +1,4 @@
-"""Region files, which hold all of Format v1 and the optimizer state of dense checkpoints."""
+"""Reads and writes region files, which hold all of Format v1 and the optimizer state of dense checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def whole_tensors(reader: RegionReader) -> list[Entry]:
-    """Every slot of every tensor of which region files hold a part, in model order.
+    """Returns every tensor and optimizer-state key of which region files hold a part, in model order.
 
     Raises:
         CheckpointError: files contradict each other about a tensor.
@@ -41,12 +41,12 @@ def whole_tensors(reader: RegionReader) -> list[Entry]:
 
 
 def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Tensors from the embedding to the output, masters before other slots."""
+    """Sorts tensors from the embedding to the output, masters before other optimizer-state keys."""
     return sorted(entries, key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
 
 
 def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:
-    """A box from region files; raises CheckpointError if they do not hold it."""
+    """Reads a chunk from region files; raises CheckpointError if they do not contain it."""
     try:
         return reader.get(name, slot, region)
     except MissingRegionError as missing:
@@ -58,7 +58,7 @@ def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> t
 
 
 def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
-    """Cuts tensors, laid end to end, into parts of equal size; each part is a list of boxes."""
+    """Cuts tensors, laid end to end, into parts of equal size; each part is a list of chunks."""
     tensors = list(tensors)
     total, position = sum(tensor.nbytes for tensor in tensors), 0
     found: list[list[Entry]] = [[] for _ in range(parts)]
@@ -66,7 +66,7 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
         size, start = tensor.dtype.itemsize, 0
         while start < tensor.region.numel:
             part = position * parts // total
-            room = -(-total * (part + 1) // parts) - position  # bytes to where the next part begins
+            room = -(-total * (part + 1) // parts) - position  # bytes up to the next part
             stop = min(tensor.region.numel, start + -(-room // size))
             boxes = boxes_of_range(tensor.global_shape, start, stop)
             found[part] += [replace(tensor, region=box) for _, box in boxes]
@@ -75,7 +75,7 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
 
 
 def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState, advance: Advance) -> FileEntry:
-    """Writes a region file durably, box by box; returns its manifest entry."""
+    """Writes a region file durably, chunk by chunk; returns its manifest entry."""
     layout = FileLayout(entries)
 
     def values() -> Iterator[torch.Tensor]:
@@ -87,7 +87,7 @@ def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState
 
 
 def refuse_to_replace(directory: Path) -> None:
-    """Raises CheckpointError if a directory holds more than remains of a save killed before its manifest."""
+    """Raises CheckpointError unless a directory has at most the rest of a save killed before its manifest."""
     there = os.listdir(directory) if directory.exists() else []
     if not all(name.startswith(("rank_", ".rank_")) for name in there):
         raise CheckpointError(
@@ -97,6 +97,6 @@ def refuse_to_replace(directory: Path) -> None:
 
 
 def _place_in_model(name: str) -> tuple:
-    """Sort key: embedding, layers by number, output; within a layer by name, experts by number."""
+    """Returns a sort key: embedding, layers by number, output; within a layer by name, experts by number."""
     outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
     return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)

@@ -33,7 +33,7 @@ from moc.store.store import Store, directory_of, file_of
 
 
 def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
-    """A checkpoint of Format v1; with ``allow_stale``, also the experts that only older ones beside it have.
+    """Returns a checkpoint of Format v1; with ``allow_stale``, also its missing experts from older checkpoints.
 
     Raises:
         CheckpointError: it is damaged.
@@ -43,7 +43,7 @@ def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
 
 
 def refuse_stale(directory: Path) -> None:
-    """Refuses a checkpoint that needs ``allow_stale`` to be whole.
+    """Refuses a checkpoint that needs ``allow_stale`` to be complete.
 
     Raises:
         CheckpointError: some experts are in older checkpoints.
@@ -60,7 +60,7 @@ def refuse_stale(directory: Path) -> None:
 
 
 class SnapshotContents(ConvertedState):
-    """A checkpoint of Format v1, by its ``iter_*`` directory.  Data are verified by their hashes when they are read.
+    """Checkpoint of Format v1 in an ``iter_*`` directory.  Reads verify the hashes of the data.
 
     Raises:
         CheckpointError: the manifest or a header is damaged, or they contradict each other.
@@ -89,15 +89,15 @@ class SnapshotContents(ConvertedState):
         self.tensors = whole_tensors(self._reader)
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """Reads and verifies a box."""
+        """Reads and verifies a chunk."""
         return read_region(self._reader, name, slot, region)
 
 
 class MergedContents(ConvertedState):
-    """A partial checkpoint of Format v1 with the experts that it lacks, from the older ones beside it.
+    """Partial checkpoint of Format v1, with its missing experts from older checkpoints.
 
-    As after a recovery, these count the run's updates, and the token ledger counts what they have lost.  Gradients are
-    left out: only a run can repeat updates with them.
+    As after a recovery, these have the run's update count, and the token ledger counts their lost tokens.  Gradients
+    are excluded, since only a run can repeat updates with them.
 
     Raises:
         CheckpointError: one of the checkpoints is damaged.
@@ -117,7 +117,7 @@ class MergedContents(ConvertedState):
         self.facts = replace(base.facts, state=dict(base.facts.state) | {"ledger": self._ledger(base)})
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """Reads and verifies a box."""
+        """Reads and verifies a chunk."""
         held = self._way.sources[operator_of(name), part_of_slot(slot)]
         return self._of[held.iteration].read(name, slot, region)
 
@@ -148,16 +148,16 @@ def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
 
 
 def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: Advance) -> Path:
-    """Writes Format v1 into ``root``, in ``writers`` files whose sizes differ by at most their headers and one element.
+    """Writes Format v1 to ``root``, in ``writers`` files of equal size up to their headers and one element.
 
     Raises:
-        CheckpointError: the iteration is saved already, or another job uses the directory.
+        CheckpointError: the iteration is already saved, or another job uses the directory.
     """
     facts, store = contents.facts, Store(LocalPlace(root, patience=0.0))
     directory = root / directory_of(facts.iteration)
     store.place.lock()
     refuse_to_replace(directory)
-    store.remove(facts.iteration)  # remains of a killed conversion
+    store.remove(facts.iteration)  # files of a killed conversion
     directory.mkdir(parents=True)
     written, entries = {}, cut(contents.tensors, writers)
     for rank, part in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Checkpoints of this program as sources of a conversion."""
+"""Opens checkpoints of this program as sources of a conversion."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moc.inspect.checkpoint import SNAPSHOT, format_of
 def contents_of(
     directory: Path, allow_stale: bool, trust: bool, whole: bool = True, advance: Advance = lambda count: None
 ) -> ConvertedState:
-    """The contents of an ``iter_*`` directory of either format.
+    """Returns the contents of an ``iter_*`` directory of either format.
 
     Args:
         directory: the checkpoint.
-        allow_stale: take experts that a partial checkpoint lacks from the older ones beside it.
-        trust: read a dense checkpoint although it has no manifest of this program.
+        allow_stale: take experts that a partial checkpoint lacks from older checkpoints.
+        trust: read a dense checkpoint even without a manifest of this program.
         whole: refuse a partial checkpoint, unless ``allow_stale``.
         advance: called with the number of bytes verified.
 
     Raises:
-        CheckpointError: it is damaged, not to be trusted, or partial.
+        CheckpointError: it is damaged, not trusted, or partial.
     """
     if format_of(directory) != SNAPSHOT:
         return DenseContents(directory, trust, advance)
@@ -36,7 +36,7 @@ def contents_of(
 
 
 def weights_of(contents: ConvertedState, dtype: torch.dtype | None) -> ConvertedState:
-    """The compute weights alone: as a dense checkpoint stores them in this dtype, else masters rounded to it."""
+    """Returns only the compute weights: as stored in a dense checkpoint of this dtype, or rounded masters."""
     if isinstance(contents, DenseContents):
         masters = any(tensor.slot == MASTER for tensor in contents.tensors)
         return Weights(contents, dtype) if masters and contents.compute_dtype != dtype else contents.weights(dtype)

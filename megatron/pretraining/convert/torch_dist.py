@@ -1,8 +1,8 @@
 """Reads and writes megatron-core's ``torch_dist`` tensor by tensor, in one process without a process group.
 
 The format is torch's distributed checkpoint (``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``) with
-megatron-core's ``metadata.json`` and ``common.pt`` beside it.  Only torch's and megatron-core's own readers and writers
-touch the bytes; this module makes the plans, which determine what is read or written when.
+megatron-core's ``metadata.json`` and ``common.pt``.  Only the readers and writers of torch and megatron-core access the
+bytes; this module makes the plans, which determine the order of reads and writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron.pretraining.process import cpu
 
-cpu.install()  # comes before megatron.core
+cpu.install()  # must precede megatron.core
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
@@ -52,12 +52,12 @@ from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 _BACKEND = CheckpointingConfig("torch_dist", 1)
-_VERSION = 3.0  # of Megatron-LM's checkpoints: the order of queries, keys and values
+_VERSION = 3.0  # version of Megatron-LM's checkpoints: the order of queries, keys and values
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A box of a stock tensor to write; ``values`` returns its elements, and is called when they are written."""
+    """Chunk of a stock tensor to write; ``values`` returns its elements, and is called when they are written."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -67,17 +67,17 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self.region.numel * self.dtype.itemsize
 
 
 class WeightsReader:
-    """Reads boxes of the tensors in a ``torch_dist`` directory.
+    """Reads chunks of the tensors in a ``torch_dist`` directory.
 
-    Nothing in it runs (:mod:`megatron.pretraining.checkpoint.unpickling`).
+    Runs no code from it (:mod:`megatron.pretraining.checkpoint.unpickling`).
 
     Raises:
-        CheckpointError: the directory holds no ``torch_dist`` checkpoint, or torch cannot read it.
+        CheckpointError: the directory has no ``torch_dist`` checkpoint, or torch cannot read it.
     """
 
     def __init__(self, directory: Path):
@@ -94,7 +94,7 @@ class WeightsReader:
         self._chunks: dict[str, _Chunks] = {}
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor by its key."""
+        """Returns shape and dtype of every tensor by its key."""
         found = self._metadata.state_dict_metadata.items()
         return {
             key: (tuple(known.size), known.properties.dtype)
@@ -103,7 +103,7 @@ class WeightsReader:
         }
 
     def read(self, key: str, region: Region) -> torch.Tensor:
-        """The values of a box of a tensor; raises CheckpointError if the files do not hold all of it."""
+        """Returns the values of a chunk of a tensor; raises CheckpointError if the files do not contain all of it."""
         known: Any = self._metadata.state_dict_metadata[key]  # a tensor's metadata
         into = torch.empty(region.shape, dtype=known.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
@@ -131,7 +131,7 @@ class WeightsReader:
 
 
 class _Chunks:
-    """Finds the stored boxes near a box; a tensor that stacks layers and experts has very many."""
+    """Index of stored chunks by position, since a tensor that stacks layers and experts has very many."""
 
     def __init__(self, chunks: list[ChunkStorageMetadata]):
         axes = len(chunks[0].sizes)
@@ -141,7 +141,7 @@ class _Chunks:
             self._by_place[tuple(chunk.offsets[: self._axes])].append(chunk)
 
     def near(self, region: Region) -> list[ChunkStorageMetadata]:
-        """Boxes that may overlap this one; possibly more."""
+        """Returns the stored chunks that may overlap a region, and possibly more."""
         if any(size != 1 for size in region.shape[: self._axes]):
             return self._all
         return self._by_place.get(region.offset[: self._axes], [])
@@ -157,11 +157,11 @@ class _Into(LoadPlanner):
         """Does nothing."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns an empty plan; the reader is given its plan directly."""
+        """Returns an empty plan; the reader receives its plan directly."""
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans unchanged; there is only this process."""
+        """Returns the plans unchanged, since there is only this process."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -172,7 +172,7 @@ class _Into(LoadPlanner):
         """Does nothing; no objects are read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the tensor that an item fills."""
+        """Returns the part of the tensor that an item fills."""
         part = self._into
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(axis, start, length)
@@ -191,12 +191,12 @@ def write_weights(
 ) -> None:
     """Writes weights as ``torch_dist``, as many small writers would; all files are on disk when this returns.
 
-    Torch's writer keeps a tensor of every key in a file until the file is complete, so memory is bounded by
-    ``file_bytes`` (or by the largest tensor, if that is larger).
+    Torch's writer keeps every tensor of a file in memory until the file is complete, so memory is bounded by
+    ``file_bytes`` or the largest tensor.
 
     Args:
         directory: an empty directory.
-        weights: boxes that together cover each tensor once.
+        weights: chunks that together cover each tensor once.
         extra_states: empty objects of modules: key, stacked shape, and offset in it.
         iteration: the iteration in ``common.pt``.
         file_bytes: size at which the next ``.distcp`` file starts.
@@ -226,7 +226,7 @@ def write_weights(
 
 
 def _finalize_files_of(error: BaseException | None) -> None:
-    """Finalize the file objects of torch's failed write here, where Python 3.13's reports of it can be dropped."""
+    """Finalizes the file objects of torch's failed write here, so that Python 3.13's reports can be dropped."""
     report, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         while error is not None:
@@ -258,14 +258,14 @@ def _files(weights: Iterable[Weight], file_bytes: int) -> list[list[Weight]]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans boxes whose values are computed only when they are written."""
+    """Plans chunks whose values are computed only when they are written."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False)
         self._values: dict[tuple[str, torch.Size], Callable[[], torch.Tensor]] = {}
 
     def tensor(self, weight: Weight) -> WriteItem:
-        """The item that writes a box."""
+        """Returns the item that writes a chunk."""
         offset, size = torch.Size(weight.region.offset), torch.Size(weight.region.shape)
         self._values[weight.key, offset] = weight.values
         data = TensorWriteData(
@@ -276,7 +276,7 @@ class _Planner(DefaultSavePlanner):
         return WriteItem(MetadataIndex(weight.key, offset), WriteItemType.SHARD, tensor_data=data)
 
     def object(self, key: str) -> WriteItem:
-        """The item that writes an empty object."""
+        """Returns the item that writes an empty object."""
         return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

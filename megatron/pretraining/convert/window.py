@@ -1,7 +1,7 @@
-"""Converts a window of sparse snapshots into a dense checkpoint by replaying it (MoEvement, section 3.3).
+"""Converts a window of sparse snapshots into a dense checkpoint by replay (MoEvement, section 3.3).
 
-The training program replays the window as a resuming run does (``moc/session/resume/replay.py``), with
-``--skip-train``, and with hard links to the window's files as ``--ckpt-dir``, so that the snapshots are not touched.
+The training program replays the window like a resuming run (``moc/session/resume/replay.py``), with ``--skip-train``.
+Its ``--ckpt-dir`` has hard links to the window's files, so the snapshots are not modified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROGRAM = "megatron.pretraining.pretrain_gpt_moe"
 _NAME = "pretrain_gpt_moe.py"
 _SENTENCE = re.compile(rf"{re.escape(_NAME)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
-"""Relative difference allowed to a loss in another layout, which sums in another order."""
+"""Maximum relative difference of a loss in another layout, which sums in another order."""
 _PASSED_OVER = frozenset(
     """
     ckpt_step exit_on_missing_checkpoint finetune load no_load_optim no_load_rng no_save_optim no_save_rng
@@ -47,25 +47,28 @@ _PASSED_OVER = frozenset(
     """.split()
 )
 _PASSED_OVER_KINDS = ("save_", "log_", "eval_", "non_persistent_", "wandb_", "tensorboard_", "timing_", "profile")
-"""Options that do not affect what an iteration computes, by name and by beginning of the name; and options of snapshots
-and faults."""
+"""Names and prefixes of ignored options; options of snapshots and faults are also ignored."""
 
 
 @dataclass(frozen=True)
 class ConvertedWindow:
-    """Snapshots in ``root``, by iteration, that yield the whole state by replay, or by updates with saved gradients."""
+    """Snapshots in ``root``, by iteration, that yield the complete state by replay or by saved gradients."""
 
     root: Path
     manifests: Mapping[int, Manifest]
 
     @property
     def end(self) -> Manifest:
-        """The manifest of the last snapshot."""
+        """Manifest of the last snapshot."""
         return self.manifests[max(self.manifests)]
 
 
 def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
-    """The newest complete window in a directory, or the one that an iteration ends; raises CheckpointError if none."""
+    """Returns the newest complete window in a directory, or the one that ends at an iteration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     store = Store(LocalPlace(root))
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:
@@ -106,8 +109,8 @@ def compute_again(
 
     Args:
         window: the window.
-        flags: the run's flags; those that say where and when to save, load or log are ignored.
-        workers: number of processes; by default as many as the run had.
+        flags: the run's flags; flags about saving, loading and logging are ignored.
+        workers: number of processes; by default as in the run.
         scratch: an empty directory, with room for a dense checkpoint; in another file system, also for the window.
 
     Returns:
@@ -149,7 +152,7 @@ def compute_again(
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Gives a file a second name, which a job removes without harm; copies it to another file system."""
+    """Gives a file a second name, which a job can remove safely; copies it if links fail."""
     try:
         os.link(source, target)
     except OSError:
@@ -167,7 +170,7 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
         for line in process.stdout or ():
             said = _SENTENCE.match(line)
             reason = reason or (said and said[1])
-            if reason is None:  # the launcher's output after the error is of no use
+            if reason is None:  # the launcher's output after the error adds nothing
                 print_lines(line.removesuffix("\n"), error=True, flush=True)
     if process.returncode == 0:
         return

@@ -1,1 +1,1 @@
-"""Training data: from text to samples, and from a position to its batches."""
+"""Turns text into samples, and a position into its batches."""

@@ -1,8 +1,8 @@
 """Reads documents from text files, JSON lines and directories of them.
 
-Reading is cheap and sequential, decoding and parsing are expensive: a `Reader` cuts files into `DocumentPiece`s of raw
-bytes, which can be sent to another process, where `DocumentPiece.texts` decodes them. Invalid input raises a `BadText`:
-one sentence that names the file and the line.
+Reading is cheap and sequential; decoding and parsing are expensive. A `Reader` cuts files into `DocumentPiece`s of raw
+bytes. Another process can decode them with `DocumentPiece.texts`. Invalid input raises `BadText`, with one sentence
+that names the file and the line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moc.output import ToolError
 DEFAULT_GLOB = ("*.txt", "*.jsonl", "*.json")
 PIECE_BYTES = 64 * 1024  # tokenizers are slower on longer strings
 MOST_LINE = 256 << 20  # bytes of a document in JSON
-_BITE = 1 << 11  # bytes that are decompressed at once; zstd makes up to 32 KiB of each
+_BITE = 1 << 11  # compressed bytes per step; zstd expands each to at most 32 KiB
 _MOST_WINDOW = 1 << 27  # bytes, as the program zstd allows without --long
 _COMPRESSED = (".gz", ".zst")
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -32,18 +32,18 @@ _BOM = b"\xef\xbb\xbf"
 
 
 CORRECT = "correct it, or leave such documents out with --skip-bad"
-"""Remedy of a document that cannot be used."""
+"""Remedy for an unusable document."""
 
 
 class BadText(ToolError):
-    """An unusable document, or the unusable rest of a file."""
+    """Unusable document, or unusable rest of a file."""
 
     code = "text-invalid"
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:
-    """A document, or a part of one, as raw bytes of its file."""
+    """Document, or a part of one, as raw bytes of its file."""
 
     path: str
     line: int
@@ -55,10 +55,10 @@ class DocumentPiece:
     """Set if reading the file failed: earlier pieces of this document are void."""
 
     def texts(self, keys: Iterable[str]) -> dict[str, str]:
-        """The piece's text by JSON key; plain text has the key ``text``.
+        """Returns the piece's text by JSON key; plain text has the key ``text``.
 
         Raises:
-            BadText: Not UTF-8, not a JSON object, or a key is missing or not a string.
+            BadText: not UTF-8, not a JSON object, or a key is missing or not a string.
         """
         if self.error:
             raise BadText(self.error)
@@ -96,12 +96,12 @@ Splitter = Callable[[bytes], str | None]
 
 
 def on_blank_lines(line: bytes) -> str | None:
-    """A splitter that separates documents at blank lines."""
+    """Separates documents at blank lines."""
     return None if line.strip() else "drop"
 
 
 def on_regex(pattern: str) -> Splitter:
-    """A splitter that starts a document at every line that matches the pattern."""
+    """Returns a splitter that starts a document at every line that matches the pattern."""
     try:
         found = re.compile(pattern.encode()).search
     except re.error as error:
@@ -112,10 +112,10 @@ def on_regex(pattern: str) -> Splitter:
 
 
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
-    """The given files, whatever their names are, and in sorted order the files below given directories.
+    """Returns the given files, and the files below given directories in sorted order.
 
-    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.  Pipes and devices there are left
-    out: only a given one is read.
+    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.  Pipes and devices in directories are
+    skipped.
     """
     patterns, files = tuple(patterns), []
     for name in inputs:
@@ -139,7 +139,7 @@ def _walk(directory: str) -> Iterator[str]:
         folders.sort()
         for name in sorted(names):
             path = os.path.join(folder, name)
-            if os.path.isfile(path) or not os.path.exists(path):  # a link to nothing is reported when it is opened
+            if os.path.isfile(path) or not os.path.exists(path):  # a broken link is reported when it is opened
                 yield path
 
 
@@ -154,12 +154,12 @@ def _uncompressed_name(path: str) -> str:
 
 
 def is_json(path: str) -> bool:
-    """Whether the file's name marks it as JSON lines."""
+    """Returns whether the file's name marks it as JSON lines."""
     return _uncompressed_name(path).endswith(_JSON)
 
 
 class Reader:
-    """Iterates over the pieces of some files, in order; without ``split``, a file of plain text is one document."""
+    """Iterates over the pieces of files, in order; without ``split``, a file of plain text is one document."""
 
     def __init__(self, files: list[str], split: Splitter | None = None):
         self.bytes_total = sum(os.path.getsize(f) for f in files if os.path.isfile(f))
@@ -237,7 +237,7 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _bite(self, unused: bytes) -> bytes:
-        """A few bytes of input, of which even a bomb makes only megabytes, beginning with the last ones' rest."""
+        """Returns a few bytes of input, beginning with the unused rest; even a bomb expands them only to megabytes."""
         self._at -= len(unused)
         if self._at >= len(self._input):
             self._input, self._at = self._raw.read(1 << 17), 0
@@ -276,7 +276,7 @@ def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterato
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """Numbered lines, very long ones in parts; the flag marks the first part of a line."""
+    """Yields numbered lines, very long ones in parts; the flag marks the first part of a line."""
     number, begins, rest = 1, True, b""
     while data := stream.readline(PIECE_BYTES):
         data = rest + data
@@ -290,7 +290,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _good_cut(data: bytes) -> int:
-    """Where to cut a long line: before the last word, or else between characters."""
+    """Returns the cut position of a long line: before the last word, or between characters."""
     space = data.rfind(b" ")
     if space > 0:
         return space

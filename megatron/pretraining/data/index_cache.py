@@ -1,6 +1,6 @@
-"""megatron-core's cache of sample indices, read without unpickling, and only from a directory of the user's own.
+"""Reads megatron-core's cache of sample indices without unpickling, and only from the user's own directory.
 
-megatron-core reads it with ``allow_pickle=True``, by default from ``cache/`` beside the data, where others may write.
+megatron-core reads it with ``allow_pickle=True``, by default from ``cache/`` next to the data, where others may write.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from megatron.core.datasets import blended_dataset, gpt_dataset
 from moc.store.errors import CheckpointError
 
 _REFUSED = (ValueError, EOFError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError, TokenError)
-"""What numpy raises of files that hold no array, or one that cannot be."""
+"""Errors of numpy for files that hold no valid array."""
 
 
 class IndexCacheError(CheckpointError):
-    """A cached index is not plain, or somebody else's."""
+    """Cached index that is not a plain array, or belongs to another user."""
 
     code = "index-cache-unusable"
 
 
 def read_plainly() -> None:
-    """Make megatron-core's datasets read their index caches with :func:`load`."""
+    """Makes megatron-core's datasets read their index caches with :func:`load`."""
     modules: tuple[Any, ...] = gpt_dataset, blended_dataset
     for module in modules:
         module.safe_numpy_load = load
 
 
 def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
-    """As ``numpy.load`` without pickles.
+    """Loads an array like ``numpy.load``, without pickles.
 
     Raises:
         IndexCacheError: the directory or the file belongs to another user, or the file is no plain array.
@@ -44,7 +44,7 @@ def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
             raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read. Fix: {remedy}")
     try:
         with open(path, "rb") as file:
-            numpy.lib.format.read_magic(file)  # of an archive, numpy.load would give something else
+            numpy.lib.format.read_magic(file)  # refuses archives, for which numpy.load returns no array
         return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except _REFUSED as error:
         why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]

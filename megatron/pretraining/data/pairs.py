@@ -1,4 +1,4 @@
-"""Writes Megatron's .bin/.idx pairs so that an incomplete pair is never taken for a complete one."""
+"""Writes Megatron's .bin/.idx pairs, so that an incomplete pair never looks complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRIES, _PAUSE_S = 20, 0.1
 
 
 def _locked(descriptor: int) -> bool:
-    """Locks a file for this process alone; the workers of a killed one take a moment to end, and have it until then."""
+    """Locks a file for this process only, retrying while the workers of a killed process still hold the lock."""
     for _ in range(_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,7 +29,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _again(descriptor: int) -> str:
-    """A path that opens the same file once more, whatever has its name by then."""
+    """Returns a path that opens the same file again, even if its name has been reused."""
     return f"/proc/self/fd/{descriptor}"
 
 
@@ -103,9 +103,9 @@ class PairWriter:
         sync(self._idx)
 
     def publish(self) -> None:
-        """Renames both files to their final names; an .idx is never visible beside another pair's .bin."""
+        """Renames both files to their final names; an .idx is never visible together with another pair's .bin."""
         remove_own(Path(f"{self.prefix}.idx"))
-        # megatron-core caches sample indices of the old pair there by path; they are invalid for the new pair
+        # megatron-core caches sample indices there by path; the old pair's indices are invalid for the new pair
         with contextlib.suppress(OSError):
             remove_own(Path(self.prefix, "cache"))
         os.replace(self._bin, f"{self.prefix}.bin")

@@ -1,8 +1,8 @@
 """Turns text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx.
 
-This process reads files in order, worker processes tokenize them, and this process writes the result in order, so the
-output does not depend on the number of workers. It is written under temporary names; the .idx, without which Megatron
-sees no dataset, is renamed last (see `pairs`).
+This process reads files in order, worker processes tokenize, and this process writes the result in order. The output
+does not depend on the number of workers. It has temporary names until the end; the .idx is renamed last, since
+Megatron finds no dataset without it (see `pairs`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moc.output import Parser, ToolError, console, counted, escapes_output, prin
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
-_WAITS_S = 0.2  # for a batch, until an interrupt is obeyed
+_WAITS_S = 0.2  # interval of checks for interrupts while waiting for a batch
 BATCHES_AHEAD = 64  # batches in flight ahead of the writer, to bound memory
 SHOWN_BAD = 20
 
@@ -54,7 +54,7 @@ parts cut at ends of lines. Documents without any token are left out."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Tokenize text files, directories and JSON lines into a Megatron dataset.",
         epilog=EPILOG,
@@ -191,7 +191,7 @@ def _load_tokenizer(args: argparse.Namespace):
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of one piece by key, or the error in it."""
+    """Token ids of one piece by key, or the error in it."""
 
     tokens: dict
     size: int
@@ -236,7 +236,7 @@ class Encoder:
 
 @contextlib.contextmanager
 def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Starts the worker processes; with one worker this process does the work, and None is yielded."""
+    """Starts the worker processes; yields None with one worker, since this process then does the work."""
     if workers == 1:
         yield None
         return
@@ -249,13 +249,13 @@ def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor |
         yield pool
     finally:
         with _uninterrupted():
-            # once, and with wait: a later call would not wait for the thread of the pool, which breaks at exit
+            # once, and with wait: a later call would not wait for the pool's thread, which fails at exit
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delays interrupts: inside a method of the pool, one could leave a lock taken that others wait for."""
+    """Delays interrupts: inside a method of the pool, an interrupt could leave a lock taken."""
     global _delays, _interrupted
     _delays = True
     try:
@@ -269,14 +269,14 @@ def _uninterrupted() -> Iterator[None]:
 
 def _result_of(future: Future[list[Encoded]]) -> list[Encoded]:
     done = False
-    while not done:  # interrupts are handled between two waits
+    while not done:  # interrupts are handled between waits
         with _uninterrupted():
             done = bool(wait([future], timeout=_WAITS_S).done)
     return future.result()
 
 
 def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:
-    """Tokenizes all pieces of the reader, in order, in the pool or else in this process."""
+    """Tokenizes all pieces of the reader, in order, in the pool or in this process."""
     if pool is None:
         yield from map(encode, reader)
         return
@@ -311,7 +311,7 @@ def _start_worker(encode: Encoder) -> None:
 
 
 def _die_with(parent) -> None:
-    parent.join()  # without this, workers of a killed parent would wait forever
+    parent.join()  # otherwise workers of a killed parent would wait forever
     os._exit(1)
 
 

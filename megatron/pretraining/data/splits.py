@@ -1,8 +1,8 @@
 """Measures how much text each split has, before megatron-core searches it for samples.
 
-megatron-core adds up epochs of a split until they have the tokens that the run needs, and loops forever if an epoch has
-none (NVIDIA/Megatron-LM#957).  The ``.idx`` files decide this, so every worker reaches the same verdict by itself,
-including those that read no data and those that replace a lost one.
+megatron-core adds epochs of a split until they have the tokens that the run needs, and loops forever if an epoch has
+none (NVIDIA/Megatron-LM#957).  The check uses only the ``.idx`` files, so all workers get the same result.  This
+includes workers that read no data, and replacement workers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NAMES = ("train", "valid", "test")
 
 
 class Corpus(Protocol):
-    """A sequence of documents with token counts."""
+    """Sequence of documents with token counts."""
 
     documents: int
 
     def tokens(self, start: int, end: int) -> int:
-        """Tokens of the documents ``[start, end)``."""
+        """Returns the tokens of the documents ``[start, end)``."""
         ...
 
 
 class IndexedCorpus:
-    """A pair of ``.bin`` and ``.idx`` files."""
+    """Pair of ``.bin`` and ``.idx`` files."""
 
     def __init__(self, prefix: str):
         index = IndexedDataset(prefix, mmap=False).index  # an empty .bin cannot be memory-mapped
@@ -39,7 +39,7 @@ class IndexedCorpus:
         self._index = index
 
     def tokens(self, start: int, end: int) -> int:
-        """Tokens, from the offsets of the first and last document, without reading the lengths of all."""
+        """Returns the tokens, from the offsets of the first and last document only."""
         if start == end:
             return 0
         pointers, lengths = self._index.sequence_pointers, self._index.sequence_lengths
@@ -47,23 +47,23 @@ class IndexedCorpus:
 
 
 class MockCorpus:
-    """The documents of ``--mock-data``."""
+    """Documents of ``--mock-data``."""
 
     def __init__(self, tokenizer):
         self._lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
         self.documents = len(self._lengths)
 
     def tokens(self, start: int, end: int) -> int:
-        """Tokens, by summing the lengths."""
+        """Returns the tokens, by summing the lengths."""
         return int(numpy.sum(self._lengths[start:end]))
 
 
 @dataclass(frozen=True)
 class SplitSource:
-    """The part of one dataset that a split reads.
+    """Part of one dataset that a split reads.
 
     Attributes:
-        prefix: of the dataset's files; empty with ``--mock-data``.
+        prefix: prefix of the dataset's files; empty with ``--mock-data``.
         whole: documents of the dataset.
         documents: documents of the split in this dataset.
         tokens: tokens of these documents.
@@ -77,19 +77,19 @@ class SplitSource:
     samples: float | None
 
     def epochs(self, seq_length: int) -> float:
-        """Number of times that the run reads the split's documents."""
+        """Returns how often the run reads the split's documents."""
         return 1.0 if self.samples is None else self.samples * seq_length / self.tokens
 
 
 @dataclass(frozen=True)
 class Split:
-    """A split that the run reads: ``train``, ``valid`` or ``test``, and the datasets that it blends."""
+    """Split that the run reads (``train``, ``valid`` or ``test``), and the datasets that it blends."""
 
     name: str
     sources: tuple[SplitSource, ...]
 
     def describe(self, seq_length: int) -> str:
-        """Documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets."""
+        """Describes documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets."""
         documents, tokens = (sum(getattr(one, name) for one in self.sources) for name in ("documents", "tokens"))
         epochs = [one.epochs(seq_length) for one in self.sources]
         often = " to ".join(dict.fromkeys(_figure(some(epochs)) for some in (min, max)))
@@ -102,7 +102,7 @@ def _figure(epochs: float) -> str:
 
 
 def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None:
-    """Drops evaluation splits of which the run needs no sample, since megatron-core would look for one."""
+    """Drops evaluation splits from which the run needs no samples, since megatron-core would read one."""
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
         if parts is not None:
@@ -111,7 +111,7 @@ def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None
 
 
 def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[Split, ...]:
-    """The splits that megatron-core is to build, for the samples that the run needs of each."""
+    """Returns the splits that megatron-core is to build, for the samples that the run needs from each."""
     separate, opened, found = config.blend_per_split, {}, []
     if config.mock:
         opened[""] = MockCorpus(config.tokenizer)
@@ -147,7 +147,7 @@ def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
     """Rejects splits on which megatron-core would loop forever or fail silently.
 
     Raises:
-        ConfigError: a split has no document or no token, or less than one sample in a dataset that is read once.
+        ConfigError: a split has no document or token, or too few tokens for a sample of a dataset that is read once.
     """
     problems = Problems()
     for split in splits:

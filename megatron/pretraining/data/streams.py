@@ -1,7 +1,7 @@
-"""Training data by position: the samples of an iteration are a function of the consumed samples alone.
+"""Provides training data by position: the samples of an iteration depend only on the consumed samples.
 
 The datasets are megatron-core's (``GPTDataset``, ``IndexedDataset``, blends).  A stream starts at any position and
-reads ahead from there, without reading what precedes it.
+reads ahead from it, without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Batch = dict[str, torch.Tensor]
 
 
 class BatchStream:
-    """The micro batches of one worker, from any position on, in the topology of any generation, ghosts included.
+    """Micro batches of one worker, from any position and in the topology of any generation, including dummy ones.
 
-    ``num_workers`` processes read them, 0 this process.  With ``wrap`` (evaluation) the stream starts over at the end
-    of the dataset, instead of running out of batches.
+    ``num_workers`` processes read them, or this process if it is 0.  With ``wrap`` (evaluation), the stream starts over
+    at the end of the dataset.
     """
 
     has_data = True
@@ -32,7 +32,7 @@ class BatchStream:
     def __init__(self, dataset: torch.utils.data.Dataset, num_workers: int = 0, wrap: bool = False):
         self._dataset, self._num_workers, self._wrap = dataset, num_workers, wrap
         self._reader: Iterator[Batch] | None = None
-        self._place: tuple[Topology, int] | None = None  # the reader's, in consumed samples, if between iterations
+        self._place: tuple[Topology, int] | None = None  # consumed samples; None within an iteration
         self._ghost: Batch | None = None
 
     def close(self) -> None:
@@ -40,10 +40,10 @@ class BatchStream:
         self._reader = None
 
     def iteration(self, topology: Topology, consumed_samples: int) -> Iterator[Batch]:
-        """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
+        """Yields the micro batches of the iteration at ``consumed_samples``, on this worker's device."""
         if self._reader is None or self._place != (topology, consumed_samples):
             self._reader = iter(self._loader(topology, consumed_samples))
-        self._place = None  # unknown until the whole iteration has been drawn
+        self._place = None  # unknown until all micro batches of the iteration are drawn
         for turn in range(topology.rounds):
             batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader, None)
             if batch is None:
@@ -52,12 +52,12 @@ class BatchStream:
                     "run has read. Fix: resume with the global batch size that the checkpoint was saved with",
                     code="samples-too-few",
                 )
-            if turn == topology.rounds - 1:  # nobody asks for more than the last one
+            if turn == topology.rounds - 1:  # the caller draws no batch after the last one
                 self._place = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
 
     def _ghost_of(self, topology: Topology) -> Batch:
-        """A micro batch of a sample without any token that counts in the loss."""
+        """Returns a dummy micro batch, whose tokens have loss mask 0."""
         ghost = self._ghost
         if ghost is None:
             sample: Batch = torch.utils.data.default_collate([self._dataset[0]] * topology.micro_batch_size)
@@ -70,7 +70,7 @@ class BatchStream:
             batch_sampler=_IndexLists(self._indices_from, topology, consumed_samples),
             num_workers=self._num_workers,
             pin_memory=topology.world.device.type == "cuda",
-            generator=torch.Generator(),  # else a new reader draws its seed from the random streams of training
+            generator=torch.Generator(),  # otherwise a new reader would draw its seed from training's random generator
             worker_init_fn=partial(_belong, os.getpid()),
         )
 
@@ -86,7 +86,7 @@ class BatchStream:
 
 
 def _belong(parent: int, _: int) -> None:
-    """Ends a reader with its worker, which torch's readers notice within 5 s; it holds no GPU."""
+    """Ends a reader with its worker, which torch's readers notice within 5 s; the reader holds no GPU."""
     serve_host(parent)
 
 

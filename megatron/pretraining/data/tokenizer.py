@@ -11,7 +11,7 @@ from megatron.pretraining.process import cpu
 from moc.errors import UserError
 from moc.runtime.agreement import first_line
 
-_DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a tokenizer: neither code nor weights
+_DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a tokenizer, without code and weights
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
@@ -29,8 +29,8 @@ def build_tokenizer(
 ) -> Any:
     """Loads a tokenizer.
 
-    One of the hub comes from the hub's cache on this machine, or from the hub, unless ``HF_HUB_OFFLINE`` forbids it,
-    as it does in jobs by default.
+    A tokenizer of the hub is read from the local cache or downloaded.  ``HF_HUB_OFFLINE``, the default in jobs, forbids
+    the download.
 
     Args:
         tokenizer_type: One of ``TOKENIZER_TYPES``.
@@ -41,7 +41,7 @@ def build_tokenizer(
 
     Returns:
         megatron-core's tokenizer, for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class does not
-        declare the common attributes. Its ``eod`` is a SentencePiece model's ``<eod>``, else the end-of-sentence piece.
+        declare the common attributes. Its ``eod`` is a SentencePiece model's ``<eod>``, or the end-of-sentence piece.
 
     Raises:
         TokenizerError: The type is unknown, or its file is missing or unusable.
@@ -58,7 +58,7 @@ def build_tokenizer(
                 "NullTokenizer needs --vocab-size, the number of its token ids. Fix: add it",
                 code="tokenizer-incomplete",
             )
-        return _from_core("null-text", None, vocab_size=vocab_size + 1)  # which counts the end-of-document token
+        return _from_core("null-text", None, vocab_size=vocab_size + 1)  # includes the end-of-document token
     raise TokenizerError(
         f"there is no tokenizer type {tokenizer_type!r}. Fix: choose one of {', '.join(TOKENIZER_TYPES)}",
         code="value-not-a-choice",
@@ -82,7 +82,7 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
 
 
 def _on_hub(model: str) -> bool:
-    """Whether this is no path: ``name`` and ``owner/name`` may be on the hub."""
+    """Returns whether this is not a path: ``name`` and ``owner/name`` may be on the hub."""
     return not (model.startswith(("/", ".", "~")) or model.count("/") > 1)
 
 
@@ -118,7 +118,7 @@ def _need_transformers() -> None:
 
 
 def _from_hub(name: str, revision: str | None) -> str:
-    """The directory with a tokenizer of the hub: of exactly this commit, and without code."""
+    """Returns the directory with a tokenizer of the hub: exactly this commit, without code."""
     _need_transformers()
     if not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise TokenizerError(
@@ -126,11 +126,11 @@ def _from_hub(name: str, revision: str | None) -> str:
             "--tokenizer-revision with the commit that you trust, of 40 hexadecimal digits",
             code="tokenizer-not-pinned",
         )
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # comes with transformers
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]  # needs transformers
 
     try:
         return snapshot_download(name, revision=revision, allow_patterns=_DATA)
-    except Exception as error:  # the HTTP library's exceptions share no base class with others
+    except Exception as error:  # the HTTP library's exceptions have no common base class
         raise TokenizerError(
             f"the tokenizer {name} at {revision} is not in the hub's cache on this machine, and cannot be downloaded: "
             f"{first_line(error)}. Fix: run tools/preprocess_data.py with it on this machine, which downloads it, or "

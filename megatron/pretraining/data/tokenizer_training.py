@@ -1,4 +1,4 @@
-"""Trains a SentencePiece tokenizer that gives every text back as it was, source code too."""
+"""Trains a SentencePiece tokenizer without normalization, which keeps all whitespace, for text and source code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ but U+2581, which SentencePiece itself uses for the space. Documents end with th
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line parser."""
+    """Builds the command line parser."""
     parser = Parser(
         description="Train a SentencePiece tokenizer on text files, directories and JSON lines.",
         epilog=EPILOG,
@@ -120,7 +120,7 @@ def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[
 
 @dataclass
 class Sample:
-    """Chunks of text, sampled at random if they exceed ``max_bytes``; the same seed and text give the same sample."""
+    """Random sample of text chunks, at most ``max_bytes``; the same seed and text give the same sample."""
 
     max_bytes: int
     seed: int
@@ -145,7 +145,7 @@ class Sample:
                 self.kept -= heapq.heappop(self._heap)[-1]
 
     def chunks(self) -> list[str]:
-        """The sampled chunks, in the order of the text."""
+        """Returns the sampled chunks, in the order of the text."""
         return [chunk for _, _, chunk, _ in sorted(self._heap, key=lambda entry: entry[1])]
 
 
@@ -205,7 +205,7 @@ def _explain(error: str, vocab_size: int) -> ToolError:
 
 
 def _check(model: bytes, chunks: list[str]) -> str:
-    """Tests the model on the start of the sample: bytes per token, and whether chunks decode to themselves."""
+    """Tests the model on the start of the sample: bytes per token, and how many chunks decode to themselves."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)

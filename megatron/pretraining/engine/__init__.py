@@ -1,1 +1,1 @@
-"""The engine: computes, commits and replays iterations, on megatron-core."""
+"""Computes, commits and replays iterations on megatron-core."""

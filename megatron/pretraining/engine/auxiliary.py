@@ -1,4 +1,4 @@
-"""The auxiliary losses of a step record, reduced by the vote instead of by extra collectives."""
+"""Reduces the auxiliary losses of a step record in the commit all-reduce instead of extra collectives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class AuxiliaryLosses(Protocol):
     """Collects further values that a forward pass reports, such as the losses of routers."""
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Returns this worker's contributions to the vote, and forgets them."""
+        """Returns this worker's contributions to the commit all-reduce, and clears them."""
         ...
 
     def drop(self) -> None:
-        """Forgets an iteration that is not reported."""
+        """Clears the values of an iteration that is not reported."""
         ...
 
     def means(self, vote: dict[str, float]) -> dict[str, float]:
-        """The voted means by name."""
+        """Returns the means by name, from the totals of the commit all-reduce."""
         ...

@@ -1,7 +1,7 @@
-"""More capacity for experts that lost tokens to a recovery (MoEtion, section 6).
+"""Adds capacity for experts that lost tokens to a recovery (MoEtion, section 6).
 
-Tokens that such an expert would drop are processed after all, as long as other experts of its expert-parallel rank
-leave slots unused: no rank processes more than its capacity, and no other expert's routing changes by a bit.
+Tokens that such an expert would drop are processed while other experts of its expert-parallel rank leave capacity
+unused. No rank processes more than its capacity, and the routing of other experts stays bit-identical.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 def slots_beyond(
     processed: torch.Tensor, dropped: torch.Tensor, owed: torch.Tensor, capacity: int, most: int, ranks: int
 ) -> torch.Tensor:
-    """Tokens beyond its capacity that each expert processes; those that owe the most come first.
+    """Returns the tokens beyond its capacity that each expert processes; the highest token debt has priority.
 
     Args:
         processed: tokens of each expert within its capacity, int64 (experts).
-        dropped: tokens that it would drop.
-        owed: tokens that it is to make up.
-        capacity: of each expert.
-        most: tokens by which an expert may exceed its capacity.
+        dropped: tokens that each expert would drop.
+        owed: token debt of each expert.
+        capacity: capacity of each expert.
+        most: maximum tokens of an expert beyond its capacity.
         ranks: expert-parallel ranks, each with an equal part of the experts, in order.
     """
     unused = (capacity - processed).view(ranks, -1).clamp(min=0).sum(dim=1, keepdim=True)
@@ -38,9 +38,9 @@ def slots_beyond(
 
 
 def first_of(wanted: torch.Tensor, probabilities: torch.Tensor | None, number: torch.Tensor) -> torch.Tensor:
-    """The tokens that each expert takes of those ``wanted``, bool (tokens, experts).
+    """Selects up to ``number`` (experts) tokens of each expert from ``wanted``, bool (tokens, experts).
 
-    The most probable, or without ``probabilities`` the first, as many as ``number`` (experts) says.
+    Selects the most probable tokens; without ``probabilities``, the first ones.
     """
     keys = torch.zeros(wanted.shape, device=wanted.device) if probabilities is None else probabilities.detach()
     order = keys.masked_fill(~wanted, -math.inf).argsort(dim=0, descending=True, stable=True)
@@ -50,20 +50,20 @@ def first_of(wanted: torch.Tensor, probabilities: torch.Tensor | None, number: t
 class RouterBoost:
     """Boosts experts of one router until :meth:`close`.
 
-    While boosted, the router itself drops nothing, and a hook drops what it would have dropped but for some tokens.
+    While boosted, the router itself drops no tokens.  A hook drops the tokens that exceed the boosted capacity.
     Activation recomputation repeats the decision; evaluation is not boosted.
 
     Args:
-        owed: tokens that each expert is to make up, over all ranks.
-        fraction: of its capacity, by which an expert may exceed it.
+        owed: token debt of each expert, over all ranks.
+        fraction: part of its capacity by which an expert may exceed it.
     """
 
     def __init__(self, router: TopKRouter, owed: Sequence[int], fraction: float):
         self._router, self._config, self._fraction = router, router.config, fraction
         self._owed = torch.tensor(owed, dtype=torch.int64, device=router.weight.device)
-        router.config = copy.copy(router.config)  # shared with all layers
+        router.config = copy.copy(router.config)  # the original is shared by all layers
         router.config.moe_expert_capacity_factor = None
-        self._hook = router.register_forward_hook(self._drop, prepend=True)  # others see what remains
+        self._hook = router.register_forward_hook(self._drop, prepend=True)  # before other hooks
 
     def close(self) -> None:
         """Restores the router."""
@@ -71,9 +71,9 @@ class RouterBoost:
         self._router.config = self._config
 
     def capacity(self, tokens: int) -> int:
-        """The base capacity of each expert for so many tokens of a router."""
+        """Returns the base capacity of each expert for ``tokens`` tokens of a router."""
         factor, experts = self._config.moe_expert_capacity_factor, self._config.num_moe_experts
-        assert factor is not None and experts is not None  # or nothing is dropped, and nothing boosted
+        assert factor is not None and experts is not None  # set if tokens are dropped, which boosting requires
         return get_capacity(tokens * self._router.topk, experts, factor)
 
     def _drop(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]):
@@ -83,7 +83,7 @@ class RouterBoost:
         within_probabilities, within = apply_router_token_dropping(probabilities, routed, router.topk, factor, policy)
         dropped = routed & ~within
         if router.local_tokens_per_expert is not None and torch.is_grad_enabled():
-            with torch.no_grad():  # for the router's bias, as if nothing were boosted
+            with torch.no_grad():  # for the router's bias, as without the boost
                 router.local_tokens_per_expert -= dropped.sum(dim=0)
         if not router.training:
             return within_probabilities, within

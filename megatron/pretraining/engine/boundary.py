@@ -1,8 +1,8 @@
-"""Replacements for megatron-core's pipeline communicator that time, log or replay the traffic between stages.
+"""Replaces megatron-core's pipeline communicator to time, log or replay the traffic between stages.
 
-The schedules send all traffic between stages through one object's method ``_communicate``.  The schedule fixes the
-order of its calls (:mod:`moc.logs.crossings`), so counting them identifies each tensor, in the 1F1B and the interleaved
-schedule, with batched and unbatched messages.
+The schedules send all traffic between stages through the method ``_communicate`` of one object.  They fix the order of
+its calls (:mod:`moc.logs.crossings`), so a counter identifies each tensor.  This holds for the 1F1B and the
+interleaved schedule, with batched and unbatched messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from moc.logs.crossings import Crossing, Direction, Pipeline
 
 Sink = Callable[[Crossing, torch.Tensor], None]
-"""Takes a tensor that a stage sends, on its device; it may be freed after the call."""
+"""Receives a tensor that a stage sends, on its device; the tensor may be freed after the call."""
 
 Source = Callable[[Crossing], torch.Tensor]
 """Returns a tensor that a stage receives, on any device; the caller must not modify it."""
@@ -32,7 +32,7 @@ Waiting = Callable[[], AbstractContextManager]
 
 
 def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
-    """The order in which the schedule computes; requires initialized process groups."""
+    """Returns the order in which the schedule computes; requires initialized process groups."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = core_config.virtual_pipeline_model_parallel_size or 1
     table = get_schedule_table(num_micro_batches, chunks, core_config.microbatch_group_size_per_vp_stage)
@@ -40,12 +40,12 @@ def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipel
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """The process groups that a schedule requires along with a communicator; its own defaults."""
+    """Returns the process groups that a schedule requires with a custom communicator; same as its defaults."""
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
 
 
 class NoNeighbours(P2PCommunicator):
-    """Of a worker that belongs to no whole pipeline: what it sends goes nowhere, and all that it receives is 0."""
+    """Communicator of a worker outside any complete pipeline: drops sends, receives zeros."""
 
     def __init__(self, core_config: TransformerConfig):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
@@ -66,7 +66,7 @@ class NoNeighbours(P2PCommunicator):
 
 
 class TimedCommunicator(P2PCommunicator):
-    """Communicates; ``waiting`` gives a context for each wait for another stage."""
+    """Communicator whose ``waiting`` provides a context for each wait for another stage."""
 
     def __init__(self, core_config: TransformerConfig, waiting: Waiting = contextlib.nullcontext):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
@@ -83,7 +83,7 @@ class TimedCommunicator(P2PCommunicator):
 
 
 class Recorder(TimedCommunicator):
-    """Communicates, and passes every tensor that this stage sends to a sink beforehand, for one iteration."""
+    """Communicator that first passes every tensor that this stage sends to a sink, for one iteration."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Recorder(TimedCommunicator):
 
 
 class LogPlayer(Recorder):
-    """A recorder for replay by some stages: tensors from all other stages come from a source.
+    """Recorder for the replay of some stages; a source provides the tensors of all other stages.
 
-    It does not communicate with stages that do not replay; they may be absent (MoEvement, section 3.4).  Replaying
-    stages (``stages``; by default this one alone) communicate with each other as in training.
+    It does not communicate with other stages, which may be absent (MoEvement, section 3.4).  The replaying ``stages``
+    (default: only this stage) communicate with each other as in training.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LogPlayer(Recorder):
         super().__init__(core_config, pipeline, sink)
         stage = self._group.rank()
         beside = {way: pipeline.sender(stage, way) for way in Direction}
-        # a stage receives activations from the one before it, and gradients from the next
+        # a stage receives activations from the previous stage, and gradients from the next
         self._with_previous, self._with_next = (one in (stages or ()) for one in beside.values())
         self._source = source
         self._next = {way: iter(pipeline.received(stage, way)) for way in Direction}
@@ -149,7 +149,7 @@ class LogPlayer(Recorder):
             gradient = self._receive(Direction.BACKWARD, tensor_shape)
         if wait_on_reqs:
             return activation, gradient, None
-        done = {name: _Done() for name, is_so in busy.items() if is_so}  # the schedule expects one request a message
+        done = {name: _Done() for name, is_so in busy.items() if is_so}  # the schedule expects one request per message
         return activation, gradient, done | dict(requests or {})
 
     def _receive(self, direction: Direction, shape) -> torch.Tensor:
@@ -167,7 +167,7 @@ class LogPlayer(Recorder):
 
 
 class _Sending:
-    """Identifies each tensor that leaves a stage, and passes it to the sink."""
+    """Identifies each tensor that a stage sends, and passes it to the sink."""
 
     def __init__(self, pipeline: Pipeline, stage: int, sink: Sink):
         self._forward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.FORWARD))
@@ -182,7 +182,7 @@ class _Sending:
 
 
 class _Request:
-    """A request whose wait has a context."""
+    """Request whose wait has a context."""
 
     def __init__(self, request: Any, waiting: Waiting):
         self._request, self._waiting = request, waiting
@@ -194,7 +194,7 @@ class _Request:
 
 
 class _Done:
-    """A completed request."""
+    """Completed request."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Returns immediately."""

@@ -1,4 +1,4 @@
-"""What optimizers have in common whose state is in fragments, of which nobody but this engine knows."""
+"""Defines the base class of optimizers whose state consists of tensor chunks known only to this engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 
 class FragmentedOptimizer(MixedPrecisionOptimizer):
-    """One of megatron-core's optimizers that is not saved as such: its fragments are, like those of any other.
+    """Optimizer of megatron-core that is saved only as tensor chunks.
 
-    megatron-core asks for these methods; :mod:`megatron.pretraining.engine.state` is in their place.
+    megatron-core requires these methods; :mod:`megatron.pretraining.engine.state` replaces them.
     """
 
     def state_dict(self):
-        """Not for saving: see the class."""
+        """Not implemented: see the class."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict):

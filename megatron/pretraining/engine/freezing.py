@@ -1,4 +1,4 @@
-"""Freezes operators: they pass gradients on to their inputs and take no updates."""
+"""Freezes operators: they pass gradients to their inputs and receive no updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Freezer:
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
         self._chunks, self._optimizer = chunks, optimizer
         self._skips_gradients = not any(isinstance(chunk, ZeroChunk) for chunk in chunks)
-        self._operators = {  # of each parameter in the gradient buffers
+        self._operators = {  # owners of each parameter in the gradient buffers
             parameter: {operator_of(piece.name) for piece in described}
             for parameter, described in pieces.items()
             if described and (hasattr(parameter, "main_grad") or not self._skips_gradients)
@@ -66,7 +66,7 @@ class Freezer:
     def _freeze_one(self, parameter: Any, frozen: bool) -> None:
         if self._skips_gradients:
             parameter.requires_grad_(not frozen)
-        else:  # DeepSpeed fills buckets as gradients come: without some, the sums of the others would be grouped anew
+        else:  # DeepSpeed fills buckets as gradients arrive: missing gradients would regroup the sums of the others
             parameter.frozen = frozen
 
     def _optimizer_hooks(self):
@@ -81,6 +81,6 @@ class Freezer:
 
 
 def _let_gradients_through(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-    # recomputed layers compute weight gradients only if their input requires one, which a frozen embedding's does not
+    # recomputed layers compute weight gradients only if their input requires a gradient, unlike a frozen embedding's
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()

@@ -1,4 +1,4 @@
-"""megatron-core as an engine for :mod:`moc.session`."""
+"""Makes megatron-core an engine for :mod:`moc.session`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moc.state.record import Position, StepRecord
 
 @dataclass(frozen=True)
 class Model:
-    """The properties of a model that a session needs.
+    """Properties of a model that a session needs.
 
     Attributes:
         operators: all operators, in the order of the forward pass.
         stages: the pipeline stage of each layer.
         described: its description in snapshots: ``shape``, ``model`` and ``tokenizer``.
-        check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError if that is another model.
+        check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError for the shape of another model.
     """
 
     operators: Sequence[Operator]
@@ -47,10 +47,10 @@ class Model:
 
 
 class MegatronEngine:
-    """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used.
+    """This worker's :class:`moc.session.engine.Engine`; does not use the stepper's commit participants.
 
-    With ``--elastic``, snapshots tell the plans of ``replicas``; ``placed`` are those of the snapshot that was loaded,
-    None without one.  ``saved_by`` is the launch that saved it.
+    With ``--elastic``, snapshots contain the plans of ``replicas``; ``placed`` has the plans of the loaded snapshot, or
+    None.  ``saved_by`` is the launch that saved it.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class MegatronEngine:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The pipeline stage of each layer."""
+        """Pipeline stage of each layer."""
         return self._model.stages
 
     @property
     def peers(self) -> dist.ProcessGroup:
-        """The workers of this pipeline stage."""
+        """Workers of this pipeline stage."""
         group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return group
 
@@ -90,11 +90,11 @@ class MegatronEngine:
 
     @property
     def reduced(self) -> int | None:
-        """The iteration whose reduced gradients this worker still holds, or None."""
+        """Iteration whose reduced gradients this worker still holds, or None."""
         return self._stepper.optimizer.reduced
 
     def scalars(self, position: Position) -> dict:
-        """The part of the state that is not tensors."""
+        """Returns the part of the state that is not tensors."""
         state = contents.training_state(
             self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._model.described
         )
@@ -104,17 +104,17 @@ class MegatronEngine:
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores loss scale, learning rates and kind of norm; notes where experts were, and which launch it was."""
+        """Restores loss scale, learning rates and kind of norm; keeps the snapshot's expert placement and launch."""
         self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
         self.saved_by = saved.get("job")
         if "grad_norm" not in self._config.given and not self._config.needs_exact_norm:
-            # a run continues with the norm that it began with
+            # a run keeps the norm that it began with
             self._stepper.optimizer.norm = saved.get("grad_norm", EXACT)
         contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Rejects an invalid state, another model or optimizer, and a window of another precision or of other flags."""
+        """Rejects invalid state, another model or optimizer, and a window of another precision or other flags."""
         check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
@@ -126,7 +126,7 @@ class MegatronEngine:
             repeats.check_replay(self._config, self._stepper.scheduler, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
-        """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""
+        """Warns if the saved run reads samples in another order, or uses another optimizer implementation."""
         contents.warn_of_other_run(self._config, self.world, self._stepper.optimizer, saved, say)
 
     def replay(
@@ -143,7 +143,7 @@ class MegatronEngine:
     def apply(
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
     ) -> None:
-        """Updates the state from this worker's reduced gradients, or from ``gradients`` in their place."""
+        """Updates the state from this worker's reduced gradients, or from ``gradients`` instead."""
         moving = set(self.state.operators() if operators is None else operators) - self.state.frozen
         if gradients is not None:
             self._stepper.optimizer.zero_grad()
@@ -153,7 +153,7 @@ class MegatronEngine:
         self._stepper.complete(record)
 
     def rules(self) -> Rules:
-        """How the next update treats experts; absent if user modules in experts keep values of their own."""
+        """Returns the next update's rules for experts; no Adam rules if user modules in experts keep values."""
         if any(".expert." in operator for operator in self._stepper.modules.of_users):
             return Rules.of(self._stepper.optimizer.clip_grad, ())
         return Rules.of(self._stepper.optimizer.clip_grad, ((kind, group.rule) for kind, group in self._adam_groups))
@@ -163,7 +163,7 @@ class MegatronEngine:
         return self.state.adam_groups(operator.name for operator in self.operators if operator.expert is not None)
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounts:
-        """A counter of the tokens that routers send to experts."""
+        """Returns a counter of the tokens that routers send to experts."""
         moe, chunks = self._config.moe, self._stepper.chunks
         padded = moe.moe_pad_expert_input_to_capacity
         return RouterCounts(chunks, list(layers), moe.num_experts or 0, padded, self.world.device, with_probabilities)

@@ -1,16 +1,16 @@
-"""Module state: values of modules that forward, backward and the reduction of gradients change, by operator.
+"""Tracks module state: values of modules that forward, backward and gradient reduction change, by operator.
 
-Three kinds are distinguished:
+There are three kinds:
 
 * Persistent buffers of megatron-core's modules, such as the routers' balancing biases, are equal on all data-parallel
   ranks.  A committed copy of each is part of the training state.
 * Modules of users, and modules of torch with buffers, may keep any buffers, tensors, numbers and small containers.
-  Each rank has its own values.  Values that have changed since the model was built are serialized into one tensor of
-  bytes per operator and rank, which is part of the training state as well.
-* All other values, such as the routers' token counts, only have to be as before after a discarded iteration.
+  Each rank has its own values.  Values that changed since the model was built are serialized into one tensor of bytes
+  per operator and rank, which is also part of the training state.
+* All other values, such as the routers' token counts, only need to be restored after a discarded iteration.
 
-Snapshots read the committed copies, which change only in :meth:`ModuleState.commit`, after copies of the previous
-iteration have ended.  So neither a forward pass nor a reduction can change a snapshot that is being copied.
+Snapshots read the committed copies.  These change only in :meth:`ModuleState.commit`, after the copies of the previous
+iteration are complete.  So a forward pass or reduction cannot change a snapshot that is being copied.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from moc.state.undo_log import Place, UndoLog, differs, places, record
 
 _LIBRARIES = ("megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _SPARE = 4096
-"""Bytes by which the values of an operator may grow, in addition to their initial size."""
+"""Bytes by which the values of an operator may grow beyond twice their initial size."""
 
 
 class ModuleState:
-    """The module state of this rank's model chunks.
+    """Module state of this rank's model chunks.
 
     Args:
         chunks: model chunks, built and wrapped.
@@ -68,20 +68,20 @@ class ModuleState:
         self.of_users = {operator: _memory(self._values(operator, self._own_places)) for operator in self._users}
 
     def begin(self) -> None:
-        """Record the state before an iteration; restore it first if the previous one was not committed."""
+        """Records the state before an iteration; first restores it if the previous iteration was not committed."""
         self.discard()
         self._after, self._is_open = None, True
         self._undo.begin()
 
     @torch.no_grad()
     def commit(self, skipped: bool = False) -> None:
-        """Make the values after an iteration, also of a suspended one, the committed ones.
+        """Commits the values after an iteration, including a suspended one.
 
-        Buffers that move with an update, such as expert biases, stay if the update is ``skipped``, and if their
+        Buffers that change with an update, such as expert biases, keep their values if the update is ``skipped`` or the
         operator is frozen.
 
         Raises:
-            ModuleStateError: values of a user module have outgrown the memory for them.
+            ModuleStateError: values of a user module have outgrown their memory.
         """
         self._undo.commit()
         if self._after is not None:
@@ -97,14 +97,14 @@ class ModuleState:
             pack(self._values(operator, self._changed), target)
 
     def discard(self) -> None:
-        """Restore the committed values; does nothing between iterations."""
+        """Restores the committed values; does nothing between iterations."""
         if self._is_open:
             self._is_open = False
             self._undo.discard()
             _copy(self.committed, self.committed.values())
 
     def suspend(self) -> None:
-        """Restore the committed values, and keep the others for :meth:`commit`; does nothing between iterations."""
+        """Restores the committed values, and keeps the new ones for :meth:`commit`; does nothing between iterations."""
         if self._is_open:
             self._is_open = False
             self._after = [buffer.detach().clone() for buffer in self.committed]
@@ -113,7 +113,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context of computation, such as an evaluation, that leaves the state as it is."""
+        """Provides a context for computation, such as an evaluation, that does not change the state."""
         self._undo.begin(full=True)
         self._is_open = True
         try:
@@ -123,15 +123,15 @@ class ModuleState:
 
     @property
     def changing(self) -> list[Place]:
-        """Places of values that iterations change, other than :attr:`committed` buffers."""
+        """Locations of values that iterations change, other than :attr:`committed` buffers."""
         return self._undo.changing
 
     def shared_pieces(self) -> Pieces:
-        """The pieces of each buffer of :attr:`committed`."""
+        """Returns the tensor chunks of each buffer of :attr:`committed`."""
         return self._shared
 
     def pieces_of_users(self) -> Pieces:
-        """The piece of each tensor of :attr:`of_users`: this rank's bytes of an operator are a tensor of their own."""
+        """Returns the chunk of each :attr:`of_users` tensor; this rank's bytes of an operator are a separate tensor."""
         if not self.of_users:
             return {}
         stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -151,16 +151,16 @@ class ModuleState:
         }
 
     def take_over(self) -> None:
-        """Make the values that modules have now the committed ones, after they were loaded into the modules."""
+        """Commits the modules' current values, after they were loaded into the modules."""
         self._after = None
         self._undo.forget()
         _copy(self.committed.values(), self.committed)
 
     def loaded(self, tensor: torch.Tensor) -> None:
-        """Bring modules up to date after values were loaded into a committed copy, or into the bytes of an operator.
+        """Updates modules after values were loaded into a committed copy, or into the bytes of an operator.
 
         Raises:
-            ModuleStateError: the bytes are not valid, or of other modules.
+            ModuleStateError: the bytes are invalid, or belong to other modules.
         """
         self._after = None
         self._undo.forget()
@@ -179,7 +179,7 @@ class ModuleState:
             self._loaded.add(place.id)
 
     def _new_place(self, operator: str, path: str) -> Place:
-        """The place of a value that the model does not have when it is built."""
+        """Returns the location of a value that the model does not have when it is built."""
         of, _, key = path.rpartition(".")
         for module in self._users[operator]:
             if self._paths[module] == of and key.isidentifier() and not hasattr(module, key):
@@ -194,7 +194,7 @@ class ModuleState:
         return {path: place.value for path, place in self._places(operator) if place.id in wanted}
 
     def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Place]:
-        """Places of values that have changed since the model was built; on a GPU, no value is read."""
+        """Yields locations of values that changed since the model was built; on a GPU, without reading values."""
         changing = {place.id for place in self._undo.changing} | self._loaded
         for place in self._own_places(modules):
             built = self._built.get(place.id)
@@ -207,7 +207,7 @@ class ModuleState:
                 yield f"{self._paths[module]}.{place.key}", place
 
     def _own_places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
-        """Places of values that belong to this rank alone."""
+        """Returns locations of values that only this rank has."""
         shared = {id(buffer) for buffer in self.committed}
         return (place for place in places(modules) if id(place.value) not in shared)
 
@@ -224,7 +224,7 @@ class ModuleState:
 
 
 def _keeps_values(module: torch.nn.Module) -> bool:
-    """Whether a module may keep values of its own: one of a user, or one of torch with buffers, such as BatchNorm."""
+    """Returns whether a module may keep values: modules of users, and of torch with buffers, such as BatchNorm."""
     package = type(module).__module__
     if package.startswith("torch."):
         return any(True for _ in module.buffers(recurse=False))
@@ -232,7 +232,7 @@ def _keeps_values(module: torch.nn.Module) -> bool:
 
 
 def paths_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Yield the modules of a bare model chunk, with their paths in the unpartitioned model."""
+    """Yields the modules of a bare model chunk, with their paths in the unpartitioned model."""
     for path, module in model.named_modules():
         yield module, _LAYER.sub(lambda found: _global_number(model, found), path)
 
@@ -249,7 +249,7 @@ def _global_number(model: torch.nn.Module, found: re.Match[str]) -> str:
 
 
 def operator_of_module(path: str) -> str:
-    """The operator that a module's own state belongs to; a layer's own state belongs to its ``mlp``."""
+    """Returns the operator that a module's own state belongs to; a layer's own state belongs to its ``mlp``."""
     with contextlib.suppress(ValueError):
         return operator_of(f"{path}.state")
     if layer := re.match(r"decoder\.layers\.(\d+)", path):

@@ -1,9 +1,9 @@
-"""megatron-core's optimizers, split at the vote: rank-local statistics before it, the agreed update after it.
+"""Splits the step of megatron-core's optimizers at the commit all-reduce: local statistics before, the update after.
 
-``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here the gradient statistics of a rank are a
-pure contribution (:meth:`VotedOptimizer.local_square_norm`), combined by the one all-reduce of the vote, and
-:meth:`VotedOptimizer.apply` changes state without any collective that could leave ranks apart.  ZeRO-1's all-gather
-of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to repeat.
+``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here a rank's gradient statistics are a pure
+contribution (:meth:`VotedOptimizer.local_square_norm`) to the commit all-reduce.  :meth:`VotedOptimizer.apply` changes
+state without collectives, which could leave ranks inconsistent.  :meth:`VotedOptimizer.gather_weights`, ZeRO-1's
+all-gather of updated weights, is safe to repeat.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from megatron.pretraining.engine.sharded import ShardedOptimizer
 from moc.state.adam import gradient_factor
 
 EXACT, STOCK = "exact", "stock"
-"""Norms of gradients: a sum in float64, which is the same in every layout; and Megatron-LM's, in float32."""
+"""Norms of gradients: a float64 sum that is the same in every layout, and Megatron-LM's float32 norm."""
 
 
 class VotedOptimizer:
-    """A megatron-core optimizer whose step is split by the vote of all ranks."""
+    """megatron-core optimizer whose step is split by the commit all-reduce."""
 
     def __init__(
         self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float, norm: str = EXACT
     ):
         self.core = core
         self.norm = norm
-        """How the gradient norm is computed: :data:`EXACT` or :data:`STOCK`."""
+        """Kind of gradient norm: :data:`EXACT` or :data:`STOCK`."""
         self.clip_grad, self._chunks = clip_grad, chunks
         self.reduced: int | None = None
-        """The iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
+        """Iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss before backward (1.0 without fp16)."""
+        """Factor on the loss before backward (1.0 without fp16)."""
         return float(self.core.get_loss_scale().item())
 
     @property
@@ -70,9 +70,9 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def take_gradients(self, moving: Collection[torch.nn.Parameter] | None = None) -> None:
-        """Hands the reduced gradients to the optimizer, without those of frozen operators.
+        """Passes the reduced gradients to the optimizer, except gradients of frozen operators.
 
-        With ``moving``, only those of these parameters: the others stay as they are.
+        ``moving`` limits this to some parameters; the others do not change.
         """
         moving = moving if moving is None else set(moving)
         for member in members(self.core):
@@ -84,7 +84,7 @@ class VotedOptimizer:
             drop_gradients(member, moving)
 
     def norm_ballot(self) -> dict[str, torch.Tensor]:
-        """This rank's contribution to the vote on the gradient norm; with Megatron-LM's norm a collective call."""
+        """Returns this rank's contribution to the gradient norm; with Megatron-LM's norm, a collective call."""
         if self.norm == EXACT:
             return {"square_norm": self.local_square_norm()}
         core: Any = self.core
@@ -93,7 +93,7 @@ class VotedOptimizer:
         return {"norm": norm if dist.get_rank() == 0 or not norm.isfinite() else torch.zeros_like(norm)}
 
     def voted_norm(self, vote: dict[str, float]) -> float:
-        """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
+        """Returns the norm before clipping, without the loss scale; inf if it is not finite."""
         value = vote["square_norm"] if self.norm == EXACT else vote["norm"]
         if not math.isfinite(value):
             return math.inf
@@ -101,11 +101,11 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def local_square_norm(self) -> torch.Tensor:
-        """This rank's part of the squared gradient norm, still loss-scaled; a float64 scalar on the device.
+        """Returns this rank's part of the squared gradient norm, still loss-scaled; a float64 scalar on the device.
 
-        The parts of all ranks add up to the whole, each element counted once: shared parameters and tensor-parallel
-        duplicates are left out as in Megatron-LM, and of data-parallel replicas only the first counts.  An overflow on
-        any rank makes the sum non-finite.
+        The parts of all ranks sum to the total, with each element counted once.  Shared parameters and tensor-parallel
+        duplicates are excluded as in Megatron-LM; only the first data-parallel replica counts.  An overflow on any rank
+        makes the sum non-finite.
         """
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
@@ -116,7 +116,7 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def count_zeros(self) -> torch.Tensor:
-        """This rank's number of zero gradient elements (``--log-num-zeros-in-grad``), counted as in the norm."""
+        """Counts this rank's zero gradient elements (``--log-num-zeros-in-grad``), selected as in the norm."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
             if self._counts_for_norm(member):
@@ -126,7 +126,7 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def local_params_square_norm(self) -> torch.Tensor:
-        """This rank's part of the squared norm of all weights (``--log-params-norm``), each element counted once."""
+        """Returns this rank's part of the squared norm of all weights (``--log-params-norm``), without duplicates."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for chunk in self._chunks:
             weights: list[torch.Tensor] = [p for p in chunk.parameters() if self._is_first_copy(p)]
@@ -136,9 +136,9 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def apply(self, grad_norm: float) -> None:
-        """Clips by the voted (or, in a replay, recorded) norm and updates this rank's parameters.
+        """Clips by the agreed (or, in a replay, recorded) norm and updates this rank's parameters.
 
-        Skips the update if the norm is not finite; all ranks decide alike.
+        Skips the update if the norm is not finite; all ranks decide identically.
         """
         finite = math.isfinite(grad_norm)
         if finite:
@@ -151,9 +151,9 @@ class VotedOptimizer:
                 scaler.update(not finite)
 
     def gather_weights(self) -> None:
-        """All-gathers the weights that the data-parallel peers own and have updated; safe to repeat.
+        """All-gathers the updated weights of the data-parallel peers; safe to repeat.
 
-        Does nothing with ``--overlap-param-gather``: the next forward gathers weights as it reaches them.
+        Does nothing with ``--overlap-param-gather``, since the next forward pass gathers weights on demand.
         """
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
@@ -181,7 +181,7 @@ class VotedOptimizer:
         )
 
     def _copy(self, experts: bool) -> int:
-        """Index of this rank among those over which these gradients are reduced."""
+        """Returns the index of this rank among the ranks over which these gradients are reduced."""
         chunk = self._chunks[0]
         return (chunk.expt_dp_group if experts else chunk.dp_cp_group).rank()
 
@@ -192,7 +192,7 @@ class VotedOptimizer:
             held = [(p, p.grad) for p in member.get_parameters() if p.grad is not None]
             if held:
                 gradients = [gradient for _, gradient in held]
-                # not in place: these may be the reduced gradients themselves, which must stay unscaled
+                # not in place: these may be the reduced gradients, which must stay unscaled
                 scaled = torch._foreach_mul(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  # no other
                 for (parameter, _), gradient in zip(held, scaled, strict=True):
                     parameter.grad = gradient
@@ -200,19 +200,19 @@ class VotedOptimizer:
 
 def _update(member: MegatronOptimizer) -> None:
     if isinstance(member, DistributedOptimizer):
-        super(DistributedOptimizer, member).step_with_ready_grads()  # DistributedOptimizer's own also all-gathers
+        super(DistributedOptimizer, member).step_with_ready_grads()  # DistributedOptimizer's method also all-gathers
     else:
         member.step_with_ready_grads()
 
 
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    # in fp32 the sum would depend on where ranks cut the tensors, and with it the clipping of all gradients
+    # in fp32, the sum, which determines clipping, would depend on how tensors are split over ranks
     norms = torch._foreach_norm(tensors, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]  # no other
     return torch.stack(norms).square().sum()
 
 
 def shard_by_blocks(core: Any, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Puts a sharded optimizer in the place of megatron-core's one of dense parameters."""
+    """Replaces megatron-core's optimizer of dense parameters by a sharded one."""
     dense, group = members(core)[0], chunks[0].dp_cp_group
     sharded = ShardedOptimizer(dense, [*parameters_and_masters(dense)], group)
     core.chained_optimizers[core.chained_optimizers.index(dense)] = sharded

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
+"""Provides optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
 Each storage scheme has one adapter:
 
@@ -31,13 +31,13 @@ from moc.state.fragments import OwnedSlice
 
 MASTER, GRAD = "master", "grad"
 _NO_COUNTER: Any = MappingProxyType({})
-"""The counter of an optimizer that counts no updates; never written."""
+"""Counter for an optimizer that counts no updates; never written."""
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _OTHER_ADAMS = ("FusedAdam", "SmallMomentsAdam")
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a megatron-core optimizer chains, also in several levels, without stubs."""
+    """Returns the optimizers that a megatron-core optimizer chains, at all levels, without stubs."""
     core: Any = optimizer
     if hasattr(core, "chained_optimizers"):
         return [member for one in core.chained_optimizers for member in members(one)]
@@ -45,7 +45,7 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def layer_wise_parts(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedOptimizer]:
-    """The optimizers in a chain that assign each complete parameter to one rank."""
+    """Returns the optimizers in a chain that assign each complete parameter to one rank."""
     core: Any = optimizer
     if isinstance(core, LayerWiseDistributedOptimizer):
         return [core]
@@ -53,19 +53,19 @@ def layer_wise_parts(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedO
 
 
 def gather_layers(optimizer: MegatronOptimizer) -> None:
-    """Gives the parameters that ranks own to their peers, if no gradient buffer contains them; a collective call."""
+    """All-gathers the parameters that each rank owns, unless gradient buffers sync them; a collective call."""
     for part in layer_wise_parts(optimizer):
         if not part.use_buffer_param_sync:
             part.allgather_params()
 
 
 def sharded_part(optimizer: MegatronOptimizer) -> ShardedOptimizer | None:
-    """The optimizer of dense parameters, if several ranks hold each block of its state."""
+    """Returns the optimizer of dense parameters, if several ranks hold each block of its state."""
     return next((member for member in members(optimizer) if isinstance(member, ShardedOptimizer)), None)
 
 
 def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
-    """The members whose state is divided among data-parallel ranks, rather than replicated."""
+    """Returns the members whose state is divided among data-parallel ranks instead of replicated."""
     by_layers = {
         member for part in layer_wise_parts(optimizer) if get_pg_size(part.dp_cp) > 1 for member in members(part)
     }
@@ -74,7 +74,7 @@ def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
 
 
 def _cut_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
-    """The members that are sharded over more than one rank."""
+    """Returns the members that are sharded over more than one rank."""
 
     def is_cut(member: MegatronOptimizer) -> bool:
         return not isinstance(member, DistributedOptimizer) or member.data_parallel_group.size() > 1
@@ -83,15 +83,15 @@ def _cut_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter takes no updates (:mod:`megatron.pretraining.engine.freezing`)."""
+    """Returns whether a parameter receives no updates (:mod:`megatron.pretraining.engine.freezing`)."""
     return not parameter.requires_grad or getattr(parameter, "frozen", False)
 
 
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
-    """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros.
+    """Yields the slices that this rank owns; creates moments as zeros that torch would create at the first step.
 
     Raises:
-        ConfigError: an optimizer keeps state that has not the shape of the parameter.
+        ConfigError: the shape of an optimizer's state differs from its parameter's.
     """
     cut = _cut_members(optimizer)
     for member in members(optimizer):
@@ -119,13 +119,17 @@ def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yields the parameters of which this rank owns a slice, with its master weights; once for each slice."""
+    """Yields the parameters of which this rank owns a slice, with its master weights, once per slice."""
     for member in members(optimizer):
         yield from _of_member(member)
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """Number of updates in the moments (for Adam's bias correction); raises ValueError if parameters differ."""
+    """Returns the number of updates in the moments (for Adam's bias correction).
+
+    Raises:
+        ValueError: parameters differ.
+    """
     # one job may have an optimizer that counts (Adam) and one that does not (Muon)
     steps = {int(counter["step"]) for counter in _counters(optimizer) if "step" in counter}
     if len(steps) > 1:
@@ -150,9 +154,9 @@ def write_step(counter: Any, step: int) -> None:
 
 
 def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parameter] | None = None) -> None:
-    """Removes the gradients of frozen parameters, or of all but the ``moving`` ones, from an optimizer: it skips them.
+    """Removes the gradients of frozen parameters, or of all except ``moving``, so that the optimizer skips them.
 
-    Gradients of zeros would not do: momentum and weight decay would still be applied.
+    With zero gradients, momentum and weight decay would still apply.
     """
     for parameter, main in _of_member(member):
         if is_frozen(parameter) or moving is not None and parameter not in moving:
@@ -160,9 +164,10 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
 
 
 class AdamGroup(NamedTuple):
-    """A parameter group of an Adam, whose values change with their schedules, and whether weights decay by themselves.
+    """Adam parameter group, whose values follow their schedules, and whether weight decay is decoupled.
 
-    Transformer Engine's and apex's fused Adam has other kernels than torch: what its rule gives may differ in bits.
+    The fused Adam of Transformer Engine and apex has other kernels than torch, so its rule's results may differ in
+    bits.
     """
 
     values: dict
@@ -170,14 +175,14 @@ class AdamGroup(NamedTuple):
 
     @property
     def rule(self) -> Rule:
-        """How it updates next."""
+        """Rule of the next update."""
         beta1, beta2 = self.values["betas"]
         rate, decay, eps = float(self.values["lr"]), float(self.values["weight_decay"]), float(self.values["eps"])
         return Rule(rate, decay, float(beta1), float(beta2), eps, self.decoupled)
 
 
 def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, AdamGroup]]:
-    """Yields the parameters on this rank that an Adam updates with fp32 masters, and its group of each."""
+    """Yields the parameters on this rank that an Adam updates with fp32 masters, each with its group."""
     for member in members(optimizer):
         inner: Any = member.optimizer
         if type(inner) not in _TORCH_ADAMS and type(inner).__name__ != "FusedAdam":
@@ -197,18 +202,18 @@ def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
-    """Returns what finds the counter of a parameter's updates, by its master weights."""
+    """Returns a function from a parameter's master weights to its update counter."""
     inner: Any = member.optimizer
     if isinstance(inner, _TORCH_ADAMS):
         return inner.state.__getitem__
     if type(inner).__name__ in _OTHER_ADAMS:
-        # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on
+        # torch counts per parameter; the fused Adam of Transformer Engine and apex per group, from the first update on
         return {main: group for group in inner.param_groups for main in group["params"]}.__getitem__
     return lambda main: _NO_COUNTER
 
 
 class _Part(NamedTuple):
-    """A slice of a flattened parameter that this rank owns, its master weights, and which copy of it that is."""
+    """Slice of a flattened parameter that this rank owns, its master weights, and the index of this copy."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -229,7 +234,7 @@ def _parts(member: MegatronOptimizer) -> Iterator[_Part]:
 
 
 def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
-    """Index in the flattened parameter at which the slice of this rank begins."""
+    """Returns the index in the flattened parameter at which this rank's slice begins."""
     if isinstance(member, ZeroOptimizer):
         return member.starts[parameter]
     return (
@@ -257,7 +262,7 @@ def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
 
 
 def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The moments of a parameter by name, by the optimizer's class: one job may have several kinds (Adam and Muon)."""
+    """Returns a parameter's moments by name, by the optimizer's class; a job may use several (Adam and Muon)."""
     inner, initialize = member.optimizer, getattr(member, "init_state_fn", None)
     if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
         names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""The schedule of learning rate and weight decay: megatron-core's, with each value in one place."""
+"""Schedules learning rate and weight decay with megatron-core, storing each setting only once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 
 
 class RateSchedule(OptimizerParamScheduler):
-    """megatron-core's schedule, whose state has all settings, and which applies all settings that it loads.
+    """megatron-core's schedule, which saves all its settings and applies all that it loads.
 
-    megatron-core keeps the limits of the learning rate in the parameter groups too, where loading does not change them;
-    groups of a decoupled learning rate have other limits, which stay.  It neither saves nor compares the start of the
-    warm-up and the last phase of WSD, and it sets the weight decay of the groups before it loads the schedule of the
-    weight decay.
+    megatron-core also keeps the limits of the learning rate in the parameter groups, where loading does not change
+    them.  The other limits of groups with a decoupled learning rate are kept.  megatron-core neither saves nor compares
+    the start of the warm-up and the last phase of WSD.  It sets the groups' weight decay before it loads the schedule
+    of the weight decay.
     """
 
     def state_dict(self) -> dict:
-        """The settings, and the number of samples."""
+        """Returns the settings and the number of samples."""
         return super().state_dict() | {name: getattr(self, name) for name in _NOT_IN_STATE}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes over the settings or, with ``--override-opt-param-scheduler``, only the number of samples.
+        """Loads the settings or, with ``--override-opt-param-scheduler``, only the number of samples.
 
         Raises:
             AssertionError: the settings differ, and no flag states which ones apply.

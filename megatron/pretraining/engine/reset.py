@@ -1,4 +1,4 @@
-"""Clears what an interrupted iteration leaves in megatron-core's objects."""
+"""Clears the state that an interrupted iteration leaves in megatron-core's objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.pretraining.engine.zero.chunk import ZeroChunk
 
 
 def drop_unfinished_iteration(chunks: list[DistributedDataParallel], modules: ModuleState) -> None:
-    """Reset everything but parameters and optimizer state to its value between two iterations.
+    """Resets everything except parameters and optimizer state to its value between two iterations.
 
     Gradients need no reset, since every iteration starts by zeroing them; random streams and data are functions of
     the position.

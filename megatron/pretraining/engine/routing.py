@@ -1,4 +1,4 @@
-"""Counts the tokens that routers give to each expert; the vote sums the counts of all workers."""
+"""Counts the tokens that routers send to each expert; the commit all-reduce sums the counts of all workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.pretraining.model.parameters import unwrap
 class RouterCounts:
     """Counts the routed tokens of an iteration, and with ``probabilities`` sums their routing probabilities.
 
-    A token dropped by an expert's capacity does not count for the expert, only as sent.  Tokens beyond its capacity,
-    with :meth:`boost`, count for the expert, and by themselves.  Activation recomputation does not count twice.
-    ``padded`` experts are filled up to their capacity with tokens that were not routed to them.
+    A token that an expert's capacity drops counts only as sent.  Tokens beyond the capacity, with :meth:`boost`, count
+    for the expert, and also separately.  Activation recomputation does not count twice.  ``padded`` experts are filled
+    up to their capacity with tokens that were not routed to them; these do not count.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class RouterCounts:
         self._hooks = [router.register_forward_hook(self._count) for router in self._routers]
 
     def close(self) -> None:
-        """Stops counting, and boosting."""
+        """Stops counting and boosting."""
         self.boost({}, 0.0)
         for hook in self._hooks:
             hook.remove()
 
     def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
-        """As :meth:`moc.session.engine.RouterTally.boost`."""
+        """Implements :meth:`moc.session.engine.RouterTally.boost`."""
         for boost in self._boosts.values():
             boost.close()
         self._boosted = bool(owed)
@@ -58,7 +58,7 @@ class RouterCounts:
         }
 
     def take(self) -> dict[str, torch.Tensor]:
-        """This worker's contributions to the vote since the last call, flat."""
+        """Returns this worker's flat contributions to the commit all-reduce since the last call."""
         ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
         if self._adds_up:
             ballot["expert_probabilities"] = self._probabilities.flatten().clone()
@@ -69,16 +69,16 @@ class RouterCounts:
         return ballot
 
     def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """The voted counts by layer: tokens of each expert, and tokens sent times TopK."""
+        """Returns the totals by layer: tokens of each expert, and tokens sent times TopK."""
         sent = {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
         return self._table(tally["expert_tokens"]), sent
 
     def beyond(self, tally: dict[str, list[float]]) -> dict[int, list[int]]:
-        """The voted tokens of each expert beyond its capacity, by layer; empty if none was boosted."""
+        """Returns the total tokens of each expert beyond its capacity, by layer; empty without a boost."""
         return self._table(tally["tokens_beyond"]) if "tokens_beyond" in tally else {}
 
     def probabilities(self, tally: dict[str, list[float]]) -> dict[int, list[float]]:
-        """The voted sums of routing probabilities by layer and expert, if these are summed."""
+        """Returns the total routing probabilities by layer and expert, if they are summed."""
         sums, experts = tally["expert_probabilities"], self._counts.shape[1]
         return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
 
@@ -104,6 +104,6 @@ class RouterCounts:
 
 
 def _layer_of(router: TopKRouter) -> int:
-    """The layer that a router belongs to, counted from 0."""
+    """Returns the layer that a router belongs to, counted from 0."""
     assert router.layer_number is not None  # every router belongs to one
     return router.layer_number - 1

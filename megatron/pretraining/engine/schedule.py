@@ -1,4 +1,4 @@
-"""The pipeline schedule of one iteration: megatron-core's, with this project's micro batches and communicator."""
+"""Runs the pipeline schedule of one iteration: megatron-core's, with this project's micro batches and communicator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Te
 
 
 class Turns:
-    """What happens around the micro batches of an iteration: here, random streams are seeded as it begins."""
+    """Hooks around the micro batches of an iteration; this class seeds random streams as it begins."""
 
     def __init__(self, seed: int, topology: Topology):
         self._seed, self._topology = seed, topology
 
     def begin(self, iteration: int | None) -> None:
-        """The iteration after ``iteration`` completed ones begins; None for an evaluation, which draws nothing."""
+        """Begins the iteration after ``iteration`` completed ones, or with None an evaluation, which uses no seed."""
         if iteration is not None:
             seed_streams(self._seed, iteration, self._topology.world)
 
@@ -39,8 +39,8 @@ class Schedule:
     """Runs forward and backward of all micro batches of an iteration.
 
     ``forward_step`` is ``(micro batches, model chunk) -> (output, loss function of the output)``, as megatron-core's
-    schedules call it; it draws a batch only on chunks that need one.  ``alone`` takes the place of any communicator, on
-    workers that have no neighbours in a pipeline.
+    schedules call it; it draws a batch only on chunks that need one.  ``alone`` replaces any communicator, on workers
+    without neighbours in a pipeline.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Schedule:
         ``batches`` is None on stages that read no data.
 
         Returns:
-            The loss function's report of each micro batch (last stage; else empty), and the number of tokens to divide
-            this rank's gradients by, or None if they are averaged already.
+            The loss function's report of each micro batch (last stage; else empty), and the number of tokens by which
+            to divide this rank's gradients, or None if they are already averaged.
         """
         self._turns.begin(iteration)
         reports = self._run(batches, forward_only=False, communicator=communicator)
@@ -82,7 +82,7 @@ class Schedule:
         return self._run(batches, forward_only=True)
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
-        # one iterator, if it is not a list: at most one chunk of a worker is the model's first or last
+        # one iterator instead of a list: at most one chunk of a worker is the model's first or last
         several, communicator = len(self._chunks) > 1, self._alone or communicator
         tap: dict[str, Any] = (
             {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
@@ -97,7 +97,7 @@ class Schedule:
         )
 
     def sizes(self) -> dict[str, Any]:
-        """The schedule's arguments about the micro batches of an iteration, by name."""
+        """Returns the schedule's arguments about the micro batches of an iteration, by name."""
         return self._sizes
 
     def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:

@@ -1,9 +1,9 @@
-"""ZeRO stage 1 among any number of ranks: dense optimizer state by blocks, each of which some ranks hold alike.
+"""Implements ZeRO stage 1 for any number of ranks: dense optimizer state in blocks, each with identical replicas.
 
-megatron-core's ``DistributedOptimizer`` cuts its buffers by the number of data-parallel ranks when it is built, and has
-each part once.  Here gradients are all-reduced, a rank has master weights and moments of the blocks that it holds
-(:mod:`moc.elastic.shards`), and updates these alone; all holders of a block get the same bits.  The owner of a block
-then gives its weights to the others.
+megatron-core's ``DistributedOptimizer`` divides its buffers by the number of data-parallel ranks at construction, and
+stores each part once.  Here gradients are all-reduced.  A rank has master weights and moments only of the blocks that
+it holds (:mod:`moc.elastic.shards`), and updates only these; all holders of a block compute the same bits.  The owner
+of a block then sends its weights to the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moc.elastic.shards import Block, Holders, blocks_of
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A block that this rank holds.
+    """Block that this rank holds.
 
     Attributes:
         start: index of the first element in the flattened parameter.
-        master: fp32, 1-D: a view of the parameter if that is fp32, too.
-        place: of this rank among the holders: 0 for the owner.
+        master: fp32, 1-D: a view of the parameter if it is also fp32.
+        place: index of this rank among the holders: 0 for the owner.
     """
 
     parameter: torch.nn.Parameter
@@ -43,16 +43,16 @@ class Shard:
 
 
 class ShardedOptimizer(FragmentedOptimizer):
-    """A megatron-core optimizer of the blocks that this rank holds.
+    """megatron-core optimizer of the blocks that this rank holds.
 
     Args:
-        whole: megatron-core's optimizer of all dense parameters, which this one takes the place of.
-        masters: its parameters, each with its master weights, in an order that is the same on all ranks.
-        group: the ranks among which blocks are spread.
+        whole: megatron-core's optimizer of all dense parameters, which this one replaces.
+        masters: its parameters, each with its master weights, in the same order on all ranks.
+        group: the ranks among which blocks are distributed.
 
     Attributes:
-        blocks: of all parameters.
-        held: by number, the blocks that this rank holds, ascending.
+        blocks: blocks of all parameters.
+        held: the blocks that this rank holds by number, ascending.
     """
 
     is_stub_optimizer = False
@@ -77,9 +77,9 @@ class ShardedOptimizer(FragmentedOptimizer):
 
     @torch.no_grad()
     def hold(self, holders: Holders) -> None:
-        """From now on, ranks hold blocks like this: what they held and still hold stays as it is.
+        """Sets the holders of blocks; blocks that a rank already holds do not change.
 
-        A block that is new to this rank has the parameter's current weights, and no moments yet.
+        A block that is new to this rank gets the parameter's current weights, and has no moments yet.
         """
         rank, before = dist.get_rank(self._group), self.held
         mine = {number: of.index(rank) for number, of in enumerate(holders) if rank in of}
@@ -98,26 +98,26 @@ class ShardedOptimizer(FragmentedOptimizer):
         part = parameter.detach().view(-1)[block.start : block.stop]
         master: Any = before.master if before else part if part.dtype is torch.float32 else part.float()
         tensor_parallel.copy_tensor_model_parallel_attributes(master, parameter)
-        # megatron-core's mark of what counts in norms on another rank
+        # megatron-core's mark for values that count in norms on another rank
         master.shared = place > 0 or getattr(parameter, "shared", False)
         return Shard(parameter, block.start, master, place)
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return self._parameters[0].device
 
     @property
     def first(self) -> int:
-        """A rank of the group that has state; it gives the others what is not in blocks."""
+        """Rank of the group that has state; it sends the others the state outside of blocks."""
         return self._holders[0][0]
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Gives the weights of each block from its owner to all ranks; a collective call, safe to repeat.
+        """Sends the weights of each block from its owner to all ranks; a collective call, safe to repeat.
 
-        Blocks that this rank holds stay as they are: it has the owner's bits, and may be the next owner, while what
-        arrives is undefined if a peer is lost meanwhile.
+        Does not overwrite blocks that this rank holds: they have the owner's bits, and this rank may be the next owner.
+        If a peer is lost during the call, received data is undefined.
         """
         size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
@@ -142,7 +142,7 @@ class ShardedOptimizer(FragmentedOptimizer):
     # a megatron-core optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Takes the gradients from the inner Adam; the reduced ones stay."""
+        """Removes the gradients from the inner Adam; the reduced ones are kept."""
         for shard in self.held.values():
             shard.master.grad = None
 
@@ -160,7 +160,7 @@ class ShardedOptimizer(FragmentedOptimizer):
             master.copy_(weights)
 
     def _apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Weights that are no masters themselves, and their masters."""
+        """Yields weights that are not their own masters, with their masters."""
         for shard in self.held.values():
             if shard.parameter.dtype is not shard.master.dtype:
                 yield shard.parameter.detach().view(-1)[shard.start : shard.stop], shard.master

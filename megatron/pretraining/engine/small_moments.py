@@ -1,8 +1,8 @@
-"""Adam with moments stored in 8 and 16 bits between updates: the optimizer state of MoEvement's Table 7, fourth row.
+"""Stores Adam's moments in 8 and 16 bits between updates: the optimizer state of MoEvement's Table 7, fourth row.
 
-Table 7 takes it from FP8-LM (Peng et al., 2023), which scales each tensor by its largest value.  Here every element
-is encoded alone, so that any slicing of the moments (ZeRO, tensor parallelism, snapshots, conversion) yields the same
-bits in any layout, and experts without tokens so far, whose largest value is zero, need no special case:
+Table 7 takes it from FP8-LM (Peng et al., 2023), which scales each tensor by its largest value.  Here each element is
+encoded separately.  So any slicing of the moments (ZeRO, tensor parallelism, snapshots, conversion) yields the same
+bits, and experts without tokens so far, whose largest value is zero, need no special case:
 
     exp_avg_sq   the square root of the second moment v in fp16, times 2^14: covers gradients between 4e-12 and 4
     exp_avg      the first moment m divided by that root in fp8 (e4m3), times 32
@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
-_SCALE = {_FIRST: 2.0**5, _SECOND: 2.0**14}  # powers of two, which scale without rounding
+_SCALE = {_FIRST: 2.0**5, _SECOND: 2.0**14}  # powers of two scale without rounding
 _AT_ONCE = 2**26  # elements decoded to fp32 at a time: 1 GB with weight and gradient
 
 
@@ -31,9 +31,9 @@ class SmallMomentsAdam(torch.optim.AdamW):
     """torch's AdamW in fp32 on 16- or 32-bit weights, with moments stored in smaller formats.
 
     Args:
-        groups: parameter groups of the Adam that this one replaces; the same dicts.
+        groups: parameter groups of the replaced Adam; the same dicts.
         exp_avg: format of the first moment, a key of ``FORMATS``.
-        exp_avg_sq: the same of the second; not fp8, since 3 mantissa bits would not resolve its decay.
+        exp_avg_sq: format of the second moment; not fp8, since 3 mantissa bits would not resolve its decay.
     """
 
     def __init__(self, groups: list[dict], exp_avg: str, exp_avg_sq: str):
@@ -86,7 +86,7 @@ class SmallMomentsAdam(torch.optim.AdamW):
 
 
 def _decoded(state: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments in fp32."""
+    """Returns both moments in fp32."""
     mean, square = state[_FIRST], state[_SECOND]
     if square.dtype != torch.float32:
         square = (square.float() / _SCALE[_SECOND]).square_()
@@ -112,7 +112,7 @@ def _write(values: torch.Tensor, kept: torch.Tensor) -> None:
 
 
 def _at_once(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Batches of parameters, so that temporary fp32 moments do not take the memory that the formats save."""
+    """Yields batches of parameters, so that temporary fp32 moments do not use the memory that the formats save."""
     some, elements = [], 0
     for parameter in parameters:
         if some and elements + parameter.numel() > _AT_ONCE:

@@ -1,4 +1,4 @@
-"""The state of megatron-core's model and optimizer, as a :class:`moc.state.interface.TrainingState`."""
+"""Provides the state of megatron-core's model and optimizer as a :class:`moc.state.interface.TrainingState`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PARAM = "param"
 class MegatronState:
     """The state of this rank's model chunks and their megatron-core optimizer, by operator.
 
-    Only :meth:`gather_weights` communicates.  Call the methods between iterations only; gradients can be read from
+    Only :meth:`gather_weights` communicates.  Call the methods only between iterations; gradients can be read from
     their reduction until the next iteration starts.
 
     Raises:
@@ -52,7 +52,7 @@ class MegatronState:
         self.describe()
 
     def describe(self) -> None:
-        """Describes the state anew, after experts have moved; nothing may be frozen."""
+        """Rebuilds the description of the state after experts have moved; nothing may be frozen."""
         self._parameters = parameter_pieces(self._chunks)
         self._of_users = self._modules.pieces_of_users()
         self._pieces = self._parameters | self._modules.shared_pieces() | self._of_users
@@ -63,14 +63,14 @@ class MegatronState:
         self._freezer = Freezer(self._chunks, self._optimizer, self._parameters)
 
     def operators(self) -> list[str]:
-        """Names of the operators that this rank holds a part of, in model order."""
+        """Returns the names of the operators of which this rank holds a part, in model order."""
         names = (operator_of(piece.name) for pieces in self._parameters.values() for piece in pieces)
         return list(dict.fromkeys(names))
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields this rank's fragments of some operators, as views of live memory, in model order.
+        """Yields this rank's tensor chunks of some operators, as views of live memory, in model order.
 
-        Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
+        Over all ranks, the chunks with ``first_copy`` hold every element of every optimizer-state key exactly once.
         """
         wanted = set(operators)
         for part in self._slices(detail):
@@ -79,10 +79,10 @@ class MegatronState:
                     yield fragment
 
     def parameters(self, operators: Iterable[str]) -> list[torch.nn.Parameter]:
-        """The parameters of some operators on this rank.
+        """Returns the parameters of some operators on this rank.
 
         Raises:
-            FreezingError: a parameter holds others, too, so that they cannot be updated apart.
+            FreezingError: a parameter also belongs to other operators, so it cannot be updated separately.
         """
         wanted, found = set(operators), []
         for parameter, pieces in self._parameters.items():
@@ -94,7 +94,7 @@ class MegatronState:
         return found
 
     def adam_groups(self, operators: Iterable[str]) -> list[tuple[str, AdamGroup]]:
-        """The kinds of parameters of operators on this rank, and the groups of Adam that update them."""
+        """Returns the kinds of the operators' parameters on this rank, each with the Adam group that updates it."""
         wanted, found = set(operators), {}
         for parameter, group in adam_groups(self._optimizer):
             for piece in self._pieces[parameter]:
@@ -104,15 +104,15 @@ class MegatronState:
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
-        """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
+        """Writes values into the live memory of a tensor chunk, and keeps weights and masters consistent.
 
         Loading a ``master`` sets the same elements of the model's weight, rounded to its dtype; loading a ``param``
-        sets the same elements of the master.  The two therefore agree at the next update, and if both are loaded, the
-        later wins: load ``COMPUTE`` first.  With ZeRO-1 either is a slice of the weight, whose rest is on the
-        data-parallel peers: call :meth:`gather_weights` after all of them have loaded.
+        sets the same elements of the master.  So they agree at the next update.  If both are loaded, the later wins:
+        load ``COMPUTE`` first.  With ZeRO-1, either is a slice of the weight, and the rest is on the data-parallel
+        peers: call :meth:`gather_weights` after all of them have loaded.
 
         Args:
-            fragment: one from :meth:`fragments`, of any detail.
+            fragment: a tensor chunk from :meth:`fragments`, of any state subset.
             values: ``fragment.region.numel`` elements in any shape, of the dtype of ``fragment.view``, on any device.
 
         Raises:
@@ -136,13 +136,13 @@ class MegatronState:
                     master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
 
     def gather_weights(self) -> None:
-        """All-gathers every weight that only one data-parallel peer updates; a collective of the peers.
+        """All-gathers every weight that only one data-parallel peer updates; a collective call of the peers.
 
-        Broadcasts the router biases, too, from the peer that owns them.  Required after masters or weights are loaded;
+        Also broadcasts the router biases from the peer that owns them.  Required after masters or weights are loaded;
         does nothing with a replicated optimizer.
 
-        Whatever a loss leaves undefined, another call repairs: no peer's own part of the weights changes, and biases
-        change only where all peers have got them.
+        Another call repairs everything that a loss leaves undefined.  No peer's own part of the weights changes, and
+        biases change only if all peers have received them.
         """
         if self._zero:
             for chunk in self._chunks:
@@ -160,7 +160,7 @@ class MegatronState:
                 self._modules.loaded(buffer)
 
     def steps(self) -> dict[str, int]:
-        """Updates in the moments of each operator that this rank's optimizer owns a slice of (Adam); empty with SGD."""
+        """Returns Adam's update count of each operator of which this rank's optimizer owns a slice; empty with SGD."""
         counted = {}
         for operator, counter in self._counters:
             if "step" in counter:
@@ -168,9 +168,9 @@ class MegatronState:
         return counted
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Sets the number of updates of operators; those that other ranks hold are skipped.
+        """Sets the number of updates of operators on this rank; ignores others.
 
-        Transformer Engine's and apex's fused Adam counts for a whole parameter group: the last operator set wins.
+        The fused Adam of Transformer Engine and apex counts for a complete parameter group: the last operator set wins.
         """
         for operator, counter in self._counters:
             if operator in steps:
@@ -178,18 +178,18 @@ class MegatronState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """All frozen operators, including those that other ranks hold."""
+        """All frozen operators, including those on other ranks."""
         return self._freezer.frozen
 
     def freeze(self, operators: Iterable[str]) -> None:
         """Freezes operators until they are activated; call it with the same operators on all ranks.
 
         A frozen operator computes forward and the gradients of its inputs; the gradients of all other operators stay
-        bit-identical.  It computes no weight gradients (except the router's, a matrix of experts times hidden size,
-        which megatron-core always computes), and takes no update: weights, moments, decay, update count and router
-        biases stay unchanged.  Its gradients count neither in the norm nor among the zeros.  Its place in
-        megatron-core's gradient buffers holds zeros, which are reduced with their bucket; ZeRO-1's gather carries its
-        unchanged weights along.  A fused Adam, which counts updates for a whole parameter group, keeps counting.
+        bit-identical.  It computes no weight gradients, except the router's (experts times hidden size), which
+        megatron-core always computes.  It receives no update: weights, moments, decay, update count and router biases
+        do not change.  Its gradients count neither in the norm nor among the zeros.  Its part of megatron-core's
+        gradient buffers holds zeros, which are reduced with their bucket; ZeRO-1's gather includes its unchanged
+        weights.  A fused Adam, which counts updates for a complete parameter group, continues counting.
 
         Raises:
             FreezingError: communication of gradients or weights overlaps with computation, or an operator shares a
@@ -198,7 +198,7 @@ class MegatronState:
         self._freezer.freeze(operators)
 
     def activate(self, operators: Iterable[str]) -> None:
-        """Lets frozen operators train again; raises FreezingError as :meth:`freeze` does."""
+        """Resumes updates of frozen operators; raises FreezingError as :meth:`freeze` does."""
         self._freezer.activate(operators)
 
     def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:
@@ -209,13 +209,13 @@ class MegatronState:
         held = [part for parameter in self._parameters for part in owned.get(parameter, ())]
         yield from (_CUT[detail](part) for part in held)
         if detail is not Detail.MOMENTS:
-            for data in self._of_users:  # an update that is repeated by saved gradients runs no module
+            for data in self._of_users:  # an update repeated from saved gradients runs no module
                 yield OwnedSlice(data, 0, data.numel(), {PARAM: data}, sharded=True)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from self._owned_buffers()
 
     def _owned_buffers(self) -> Iterator[OwnedSlice]:
-        # no optimizer shards buffers; with ZeRO-1 one peer saves them once, and gather_weights broadcasts them
+        # no optimizer shards buffers; with ZeRO-1, one peer saves them once, and gather_weights broadcasts them
         if not self._is_sharded or self._peers.rank() == self._first_peer:
             for buffer, committed in self._modules.committed.items():
                 yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(committed)}, sharded=self._is_sharded)
@@ -235,7 +235,7 @@ class MegatronState:
 
 
 def optimizer_fragments(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
-    """Yields every fragment of optimizer state on this rank, in a fixed order."""
+    """Yields every tensor chunk of optimizer state on this rank, in a fixed order."""
     pieces = parameter_pieces(chunks)
     for owned in owned_slices(optimizer):
         yield from fragments_of(owned, pieces[owned.parameter])

@@ -1,11 +1,11 @@
-"""ONE training iteration, and the moment that commits it.
+"""Computes one training iteration and commits it.
 
 1. forward and backward of all micro batches (:mod:`megatron.pretraining.engine.schedule`);
 2. reduce: gradients are reduced, and kept until the next iteration starts;
-3. **vote**: one small all-reduce over all workers.  No worker passes it before every worker holds its reduced
-   gradients, so a worker that has seen the vote of iteration t knows that all can complete iteration t;
-4. apply: every worker takes the same decision from the same vote, without a collective that could part them;
-5. record: the step record holds everything but tensors that a replay of the iteration needs;
+3. **commit all-reduce**: one small all-reduce over all workers.  No worker passes it before every worker holds its
+   reduced gradients.  So if a worker has the totals of iteration t, all can complete iteration t;
+4. apply: every worker makes the same decision from the same totals, without a collective that could separate them;
+5. record: the step record holds everything except tensors that a replay of the iteration needs;
 6. gather: with ZeRO-1, updated weights are all-gathered.  A worker interrupted here has completed the iteration:
    recovery repeats the gather.
 """
@@ -62,7 +62,7 @@ class Stepper:
 
     @property
     def world(self) -> World:
-        """This worker's place."""
+        """Rank and groups of this worker."""
         return self.topology.world
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
@@ -71,23 +71,23 @@ class Stepper:
         Args:
             iteration: iterations completed before this one.
             batches: this worker's micro batches; None on stages that read no data.
-            stop: whether this worker asks all workers to stop after this iteration.
+            stop: whether this worker requests a stop of all workers after this iteration.
 
         Raises:
             NonFiniteError: on all workers, if the loss or a gradient is not finite and ``refuse_non_finite`` is set;
                 no parameter has changed.
         """
         reach("start", iteration + 1)
-        reports = self.reduced_gradients(iteration, batches)  # forward, backward, reduce
+        reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
-        vote = self._vote(reports, stop)  # from here on, all workers can complete the iteration
+        vote = self._vote(reports, stop)  # after this, all workers can complete the iteration
         reach("after_vote")
         record = self._decide(iteration, vote)
         progress("save")
-        for participant in self.participants:  # a snapshot under way reads state that the update is about to change
+        for participant in self.participants:  # a snapshot in progress reads state that the update is about to change
             participant.on_vote(vote)
         progress("step")
-        self.complete(record)  # apply
+        self.complete(record)
         reach("after_apply")
         return record
 
@@ -99,13 +99,13 @@ class Stepper:
     ) -> dict[str, torch.Tensor]:
         """Replays an iteration from its step record; frozen operators do not change.
 
-        Gradients are clipped by the recorded norm, since frozen operators have no gradients to contribute to one, and
-        stages that replay alone know only their own.  Loss scale and learning rate must be those of the iteration.
-        ``completing`` is entered for the update, while the state is between two iterations.
+        Gradients are clipped by the recorded norm: frozen operators have no gradients to contribute to a norm, and
+        stages that replay without the others have only their own.  Loss scale and learning rate must be those of the
+        iteration.  ``completing`` is entered for the update, while the state is between two iterations.
 
         Returns:
-            This worker's part of the loss; with the same layout, data and kernels, the parts of all workers sum to the
-            recorded loss, bit by bit.
+            This worker's part of the loss.  With the same layout, data and kernels, the parts of all workers sum to the
+            recorded loss, bit for bit.
         """
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.drop()
@@ -115,7 +115,7 @@ class Stepper:
         return sum_losses(reports, self.world)
 
     def complete(self, record: StepRecord) -> None:
-        """Updates the state as the vote decided, once gradients are reduced."""
+        """Updates the state according to the totals in the record, once gradients are reduced."""
         self.optimizer.apply(record.grad_norm)
         self.modules.commit(record.skipped)
         if not record.skipped:
@@ -130,7 +130,7 @@ class Stepper:
     ) -> list[dict]:
         """Computes the iteration after ``iteration`` completed ones up to its reduced gradients.
 
-        A replay gives ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
+        A replay passes ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
         batch (last stage; else empty).
         """
         self.modules.begin()
@@ -156,7 +156,7 @@ class Stepper:
         if self.params_norm:
             ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
         reach("before_vote")
-        with self.boundaries.waiting():  # stages that are done early wait here
+        with self.boundaries.waiting():  # stages that finish early wait here
             return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
@@ -187,7 +187,7 @@ class Stepper:
 
 
 def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
-    """This worker's sums over micro batches (``{"loss_sum", "loss_tokens"}``); tensor-parallel replicas count once."""
+    """Sums this worker's micro batches (``loss_sum``, ``loss_tokens``); tensor-parallel replicas count once."""
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     if world.tensor_rank == 0:
         for report in reports:

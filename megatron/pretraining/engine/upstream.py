@@ -1,8 +1,8 @@
-"""The boundaries of pipeline stages: plain or timed communication, or MoEvement's upstream logging (section 3.4).
+"""Implements stage boundaries: plain or timed communication, or MoEvement's upstream logging (section 3.4).
 
 With upstream logging, each stage keeps the activations and gradients that it sends in the memory of its node.  A stage
-replays an iteration from its neighbours' logs while all others wait: schedule, model and the reductions among its peers
-are those of training, so its gradients are bit-identical.
+replays an iteration from its neighbours' logs while all others wait.  Schedule, model and the reductions among its
+peers are the same as in training, so its gradients are bit-identical.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from moc.store.errors import CheckpointError, MissingRegionError
 
 
 class UpstreamTap(PipelineTap):
-    """The boundaries of this worker's stage; the base class logs nothing.
+    """Boundaries of this worker's stage; the base class logs nothing.
 
-    ``helped`` tells whether some workers of the stage belong to no whole pipeline.
+    ``helped`` states whether some workers of the stage belong to no complete pipeline.
     """
 
     def __init__(self, core_config: TransformerConfig, helped: bool = False):
@@ -43,15 +43,15 @@ class UpstreamTap(PipelineTap):
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
-        """Context of the forward and backward of an iteration (from 1); yields a communicator, None for the default."""
+        """Wraps forward and backward of an iteration (from 1); yields a communicator, None for the default."""
         with self.computing():
             yield None if self.bubbles is None else TimedCommunicator(self._core_config, self.waiting)
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
         """Reduces the gradients of an iteration.
 
-        ``tokens`` divides this rank's gradients, None if they are averaged already; in a replay, ``known`` counts the
-        tokens of all ranks.
+        ``tokens`` divides this rank's gradients, or is None if they are already averaged; in a replay, ``known`` is the
+        number of tokens of all ranks.
         """
         finalize_model_grads([*chunks], tokens)
         give_tied_gradients(chunks, self._helped)
@@ -59,11 +59,11 @@ class UpstreamTap(PipelineTap):
 
 @dataclass
 class LogMemory:
-    """The memory of this worker's upstream logs, which the next generation uses again.
+    """Memory of this worker's upstream logs, which the next generation reuses.
 
     Attributes:
-        writer: that has it; None before the first generation.
-        directory: of its logs.
+        writer: writer that owns the memory; None before the first generation.
+        directory: directory of its logs.
     """
 
     writer: LogWriter | None = None
@@ -89,11 +89,11 @@ class UpstreamLog(UpstreamTap):
         self._replaying: frozenset[int] = frozenset()
 
     def open(self, memory: Path) -> None:
-        """Takes over the log of an earlier process of this rank, or goes on with its own of an earlier generation."""
+        """Takes over the log of an earlier process of this rank, or continues its own from an earlier generation."""
         stage, directory, kept = self._world.pipeline_rank, directory_of(memory, self._world.rank), self._memory
         if kept.writer is not None:
             if kept.directory == directory and directory.is_dir():
-                self._given_up = kept.writer.given_up  # that was told
+                self._given_up = kept.writer.given_up  # already reported
                 return
             kept.writer.close()
             kept.writer = None
@@ -125,7 +125,7 @@ class UpstreamLog(UpstreamTap):
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
-        """A replayed iteration is logged again."""
+        """Wraps an iteration as in :class:`UpstreamTap`; a replayed iteration is logged again."""
         self._log.begin(iteration)
         tap = self._core_config, self._pipeline, lambda crossing, tensor: self._log.write(crossing.key, tensor)
         with self.computing():
@@ -143,7 +143,7 @@ class UpstreamLog(UpstreamTap):
         finalize_model_grads([*chunks], None)  # communicates with other stages only for tied embeddings and tokens
         if tokens is not None and known:  # only the last stage counts tokens; the step record has the total
             for chunk in chunks:
-                scale: Any = 1.0 / torch.full_like(tokens, known)  # megatron-core annotates a float and passes a tensor
+                scale: Any = 1.0 / torch.full_like(tokens, known)  # annotated as float; receives a tensor
                 chunk.scale_gradients(scale)
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class UpstreamLog(UpstreamTap):
         }
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """See :class:`UpstreamTap`."""
+        """Handles the totals of the commit all-reduce, see :class:`UpstreamTap`."""
         if tally["upstream_failed"]:
             raise CheckpointError(first_reported(self._log.failure()))
         if tally["upstream_given_up"] and not self._given_up:
@@ -227,13 +227,13 @@ class UpstreamLog(UpstreamTap):
         }
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """The last snapshot of a window supersedes all logs from before its first."""
+        """Drops superseded logs: after a window's last snapshot, all from before its first iteration."""
         if plan.ends_window:
             assert plan.since is not None  # the window's first iteration
             self._log.collect(before=plan.since + 1)
 
     def close(self) -> None:
-        """See :class:`UpstreamTap`; the next generation uses the memory again."""
+        """Pauses the log, see :class:`UpstreamTap`; the next generation reuses its memory."""
         if self._memory.writer is not None:
             self._memory.writer.pause()
 
@@ -258,7 +258,7 @@ def boundaries(
     tell: Callable[[str], None],
     memory: LogMemory,
 ) -> UpstreamTap:
-    """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
+    """Returns the boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     if config.snapshot.upstream_logging:
         return UpstreamLog(config, core_config, topology, tell, memory)
     data_size = parallel_state.get_data_parallel_world_size()
@@ -266,9 +266,9 @@ def boundaries(
 
 
 def give_tied_gradients(chunks: list[DistributedDataParallel], helped: bool) -> None:
-    """Gives the gradient of a weight that the first and the last stage share to workers of neither a whole pipeline.
+    """Sends the gradient of a weight shared by the first and last stage to workers outside complete pipelines.
 
-    Its sum over both stages has reached the workers of whole pipelines.
+    Workers of complete pipelines already have its sum over both stages.
     """
     if not helped:
         return
@@ -285,18 +285,18 @@ def _pipeline_group() -> dist.ProcessGroup:
 
 
 def _rank_in(stage: int) -> int:
-    """Global rank of the worker of a stage in this worker's pipeline group."""
+    """Returns the global rank of a stage's worker in this worker's pipeline group."""
     return dist.get_global_rank(_pipeline_group(), stage)
 
 
 def boundary_shape(config: Config) -> tuple[int, int, int]:
-    """Shape of a tensor between stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
+    """Returns the shape of a tensor between stages: sequence (of this tensor-parallel rank), micro batch, hidden."""
     parallel = config.parallel
     parts = parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """The dtype of the compute weights and of the tensors between pipeline stages."""
+    """Returns the dtype of the compute weights and of the tensors between pipeline stages."""
     precision = config.mixed_precision
     return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32

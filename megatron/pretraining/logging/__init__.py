@@ -1,1 +1,1 @@
-"""Reports of a run: console, TensorBoard, throughput."""
+"""Reports a run on console and TensorBoard, with throughput."""

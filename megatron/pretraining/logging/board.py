@@ -1,4 +1,4 @@
-"""TensorBoard beside training: values that cannot be written are counted and dropped; ``events.jsonl`` has them too."""
+"""Writes TensorBoard values in the background; counts and drops failed ones, which ``events.jsonl`` also has."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Board:
     Args:
         directory: TensorBoard's directory.
         queue_size: values that TensorBoard buffers before it writes.
-        say: prints a message; called in that thread.
-        lost: called there when files can be written again, with the number of lost values and the seconds.
+        say: prints a message; runs in that thread.
+        lost: runs in that thread when files can be written again, with the number of lost values and the seconds.
     """
 
     def __init__(self, directory: str, queue_size: int, say: Callable[[str], None], lost: Callable[[int, float], None]):
-        from torch.utils.tensorboard.writer import SummaryWriter  # takes a second to import, so only on use
+        from torch.utils.tensorboard.writer import SummaryWriter  # takes a second to import
 
         self._make = lambda: SummaryWriter(directory, max_queue=queue_size)
         self._directory, self._say, self._lost = directory, say, lost
@@ -39,19 +39,19 @@ class Board:
         self.add_scalars({}, 0)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Adds one value, as TensorBoard's own method does."""
+        """Adds one value, like TensorBoard's own method."""
         self.add_scalars({name: value}, step)
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Adds several values of one step; returns at once."""
+        """Adds several values of one step; returns immediately."""
         self._add("add_scalar", {name: float(value) for name, value in values.items()}, step)
 
     def add_text(self, name: str, text: str, global_step: int) -> None:
-        """Adds a text, as TensorBoard's own method does."""
+        """Adds a text, like TensorBoard's own method."""
         self._add("add_text", {name: text}, global_step)
 
     def flush(self) -> None:
-        """Writes what was added, if possible."""
+        """Writes added values, if possible."""
         wait([self._thread.submit(self._flush)], timeout=_CLOSING_S)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Board:
 
 
 def _silence_writers() -> None:
-    """Hides exceptions of TensorBoard's threads, which are reported here anyway."""
+    """Hides exceptions of TensorBoard's threads, which are already reported here."""
     before = threading.excepthook
     if getattr(before, "of_board", False):
         return

@@ -1,4 +1,4 @@
-"""Model FLOPs of an iteration."""
+"""Computes the model FLOPs of an iteration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from megatron.pretraining.config import Config
 
 
 def flops_per_sample(config: Config, vocab_size: int) -> float:
-    """Floating-point operations of forward and backward of one sample, without recomputation.
+    """Counts the floating-point operations of forward and backward of one sample, without recomputation.
 
-    A multiply-add is two operations and backward is twice forward, so every weight that a token uses costs six, and
-    causal attention half of the full score matrix.
+    A multiply-add is two operations and backward is twice forward, so each weight costs six operations per token.
+    Causal attention costs half of the full score matrix.
     """
     network, seq = config.network, config.data.seq_length
     queries = network.kv_channels * network.num_attention_heads
@@ -28,7 +28,7 @@ def flops_per_sample(config: Config, vocab_size: int) -> float:
 
 
 def expert_share(config: Config, vocab_size: int) -> float:
-    """The part of :func:`flops_per_sample` that routed experts do, 0 to 1."""
+    """Returns the share of :func:`flops_per_sample` in routed experts, 0 to 1."""
     moe, gate = config.moe, 3 if config.network.swiglu else 2
     width = (moe.moe_ffn_hidden_size or config.network.ffn_hidden_size) * moe.moe_router_topk
     routed = moe_layers(config) * gate * config.network.hidden_size * width
@@ -46,5 +46,5 @@ def _expert_weights(config: Config, gate: int) -> int:
 
 
 def moe_layers(config: Config) -> int:
-    """Number of layers with experts."""
+    """Returns the number of layers with experts."""
     return sum(config.moe.expert_layers(config.network.num_layers))

@@ -1,4 +1,4 @@
-"""Events of a run, which the logs of this program and of Megatron-LM report in the same way."""
+"""Records the events of a run identically for the logs of this program and of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def print_rank_0(world: World, *lines: str) -> None:
 
 
 class Records(ABC):
-    """Writes ``events.jsonl`` on rank 0; all workers call every method but :meth:`was_evaluated` and :meth:`has`.
+    """Writes ``events.jsonl`` on rank 0; all workers call every method except :meth:`was_evaluated` and :meth:`has`.
 
     Attributes:
-        events: for programs.
+        events: log of ``events.jsonl``.
     """
 
     def __init__(self, config: Config, world: World):
@@ -38,8 +38,8 @@ class Records(ABC):
 
     def _open(self) -> None:
         self.events = EventLog(self._config.logging.log_dir if self._world.rank == 0 else None, self.message)
-        self._reported: int | None = None  # by this worker, since it has opened the files
-        self._evaluated: int | None = None  # likewise
+        self._reported: int | None = None  # by this worker, since it opened the files
+        self._evaluated: int | None = None  # same
 
     def move(self, world: World) -> None:
         """Reports another generation; the files move with rank 0."""
@@ -79,7 +79,7 @@ class Records(ABC):
     def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         """Reports the iteration that the run resumes from, if its reporter was lost before reporting it."""
         reported = self._reported
-        if reported is None:  # others may have reported until now: a worker that comes is built while they train
+        if reported is None:  # other workers may have reported until now: a joining worker is built while they train
             reported = self.events.newest("iteration").get("iteration")
         self.skip_time()
         if record is not None and reported == record.iteration - 1:
@@ -90,14 +90,14 @@ class Records(ABC):
         self.iteration(record, consumed_samples, gauges)
 
     def was_evaluated(self, iteration: int) -> bool:
-        """Whether a loss of this iteration, or of a later one, was reported; only rank 0 knows."""
+        """Returns whether a loss of this or a later iteration was reported; valid only on rank 0."""
         evaluated = self._evaluated
         if evaluated is None:
             evaluated = self.events.newest("evaluation").get("iteration")
         return evaluated is not None and evaluated >= iteration
 
     def has(self, iteration: int) -> bool:
-        """Whether the newest iteration in ``events.jsonl`` is this one; only rank 0 knows."""
+        """Returns whether the newest iteration in ``events.jsonl`` is this one; valid only on rank 0."""
         return self.events.newest("iteration").get("iteration") == iteration
 
     def skip_time(self) -> None:
@@ -114,15 +114,15 @@ class Records(ABC):
         print_rank_0(self._world, f" [{clock()}] {text}")
 
     def close(self) -> None:
-        """Flushes and closes everything."""
+        """Flushes and closes the event log."""
         self.events.close()
 
 
 def perplexity_of(loss: float) -> float:
-    """The perplexity of a loss in nats; losses above 20 count as 20."""
+    """Returns the perplexity of a loss in nats; losses above 20 count as 20."""
     return math.exp(min(loss, 20.0))
 
 
 def clock() -> str:
-    """The local time, as Megatron-LM prints it."""
+    """Returns the local time, as Megatron-LM prints it."""
     return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,1 +1,1 @@
-"""The model: construction, shape and precision."""
+"""Constructs the model, and defines its shape and precision."""

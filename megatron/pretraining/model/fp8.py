@@ -1,9 +1,9 @@
-"""8-bit matrix products by torch's own kernel, in megatron-core's local linear layers.
+"""Computes 8-bit matrix products with torch's own kernel, in megatron-core's local linear layers.
 
-A tensor is scaled by its largest value just before the product, as in Transformer Engine's *tensorwise* recipe
-(MoEvement, section 5.7, trains so).  No state is carried from one product to the next, so checkpoints hold nothing
-more, and a replayed iteration is bit-identical.  Weights and everything else stay in 16 bits.  A frozen operator
-computes the same product forward; backward, it computes only the input gradient.
+A tensor is scaled by its largest value just before the product, as in Transformer Engine's *tensorwise* recipe, which
+MoEvement uses (section 5.7).  Products share no state, so checkpoints contain nothing more, and a replayed iteration
+is bit-identical.  Weights and everything else stay in 16 bits.  A frozen operator computes the same product forward;
+backward, it computes only the input gradient.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.pretraining.config import ConfigError
 
 TILE = 16
-"""CUDA's 8-bit product requires multiples of this."""
+"""Sizes in CUDA's 8-bit product must be multiples of this."""
 LEAST = 1e-12
 """Lower limit of the largest value that a tensor is scaled by, so that an all-zero tensor stays finite."""
 CAPABILITY = (8, 9)
-"""The first GPUs with 8-bit products: Ada and Hopper."""
+"""First GPUs with 8-bit products: Ada and Hopper."""
 _OF_VALUES = torch.float8_e4m3fn
 _OF_GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 class Scaled(NamedTuple):
-    """An 8-bit matrix: ``values * scale``, with the scale in fp32, one element."""
+    """8-bit matrix: ``values * scale``, with the scale in fp32, one element."""
 
     values: torch.Tensor
     scale: torch.Tensor
 
     def t(self) -> Scaled:
-        """The transposed matrix."""
+        """Returns the transposed matrix."""
         return Scaled(self.values.t(), self.scale)
 
 
 def scaled(matrix: torch.Tensor, dtype: torch.dtype) -> Scaled:
-    """The matrix rounded to 8 bits, its largest value scaled to the format's; non-finite values stay non-finite."""
+    """Rounds a matrix to 8 bits, scaling its largest value to the format's; non-finite values stay non-finite."""
     most = torch.finfo(dtype).max
     scale = matrix.abs().amax().float().clamp(min=LEAST) / most
     return Scaled((matrix.float() / scale).clamp(-most, most).to(dtype), scale)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, quick: bool = False) -> torch.Tensor:
-    """``a @ b`` of ``[n, k]`` and ``[k, m]``, k and m multiples of 16, in 16 or 32 bits.
+    """Computes ``a @ b`` of ``[n, k]`` and ``[k, m]``, k and m multiples of 16, in 16 or 32 bits.
 
     ``quick`` accumulates in the precision of Hopper's tensor cores, which suffices if the result is no gradient.
     """
@@ -75,13 +75,13 @@ def _without_onednn():
 
 
 class _Linear(torch.autograd.Function):
-    """``inputs @ weight.T``, and its gradients, by 8-bit products."""
+    """Computes ``inputs @ weight.T`` and its gradients by 8-bit products."""
 
     @staticmethod
     def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, of_gradients: torch.dtype) -> torch.Tensor:
-        """``[..., k]`` and ``[m, k]`` to ``[..., m]``, in the dtype of the inputs."""
+        """Multiplies ``[..., k]`` and ``[m, k]`` to ``[..., m]``, in the dtype of the inputs."""
         rows = scaled(_tiled(inputs), _OF_VALUES)
-        # save the existing 16-bit weight, rather than 8 more bits per element for each micro batch in flight
+        # save the existing 16-bit weight, instead of 8 more bits per element for each micro batch in flight
         ctx.save_for_backward(weight, *(rows if ctx.needs_input_grad[1] else ()))
         ctx.of_gradients, ctx.shape = of_gradients, inputs.shape
         found = product(rows, scaled(weight, _OF_VALUES).t(), inputs.dtype, quick=True)
@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        """The gradients of inputs and weight, if they are required."""
+        """Returns the gradients of inputs and weight, if they are required."""
         weight, *rows = ctx.saved_tensors
         of_outputs = scaled(_tiled(gradient), ctx.of_gradients)
         of_inputs = of_weight = None
@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _tiled(tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix padded with zero rows to a multiple of 16: an expert gets any number of tokens, or none."""
+    """Pads a matrix with zero rows to a multiple of 16: an expert receives any number of tokens, or none."""
     rows = tensor.flatten(0, -2)
     missing = -len(rows) % TILE if len(rows) else TILE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
@@ -123,7 +123,7 @@ def linear(
     tp_group: torch.distributed.ProcessGroup | None = None,
     **ignored,
 ) -> torch.Tensor:
-    """An 8-bit replacement for the computation of megatron-core's parallel linear layers.
+    """Replaces the computation of megatron-core's parallel linear layers, in 8 bits.
 
     Args:
         input: ``[sequence, batch, k]`` or ``[tokens, k]``, in 16 bits.

@@ -1,4 +1,4 @@
-"""Layers that normalize the queries, and the keys, of all heads of a token together, as in OLMoE.
+"""Defines layers that normalize the queries, and the keys, of all heads of a token together, as in OLMoE.
 
 See Muennighoff et al., 2024, section 4.2.5.  Megatron-LM builds them with
 ``--qk-layernorm --spec megatron.pretraining.model.full_width layer_spec``.
@@ -16,7 +16,7 @@ from megatron.pretraining.config.flag import refuse
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron-LM's specification of the layers of a model, with these norms.
+    """Returns Megatron-LM's specification of a model's layers, with these norms.
 
     Args:
         config: Megatron-LM's configuration of a GPT model.

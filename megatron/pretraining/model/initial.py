@@ -1,4 +1,4 @@
-"""Initial weights that are independent of the layout."""
+"""Initializes weights independently of the layout."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EXACT = "exact"
 
 
 def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
-    """Initialises each matrix and router bias from (seed, name in the unpartitioned model) alone.
+    """Initialises each matrix and router bias only from (seed, name in the unpartitioned model).
 
     The model's configuration defines the distributions (``init_method`` and others).  Norms and other biases keep
     the values of their modules.  The same model therefore starts identical in every layout, and a stage can be
     initialised without its neighbours.
 
     Args:
-        chunk: of this worker; its tensors have memory.
-        seed: of all random numbers.
+        chunk: model chunk of this worker; its tensors have memory.
+        seed: seed of all random numbers.
 
     Raises:
         ConfigError: a part of the model initialises itself, so that its values depend on the layout.
@@ -49,7 +49,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
 
 
 def _method_of(name: str, core_config: Any) -> Callable[[torch.Tensor], object]:
-    """The function by which megatron-core initialises a parameter."""
+    """Returns the function by which megatron-core initialises a parameter."""
     if "linear_proj.weight" in name or "linear_fc2.weight" in name:
         return core_config.output_layer_init_method
     if name.startswith("embedding.") or (core_config.use_mup and name.startswith("output_layer.")):

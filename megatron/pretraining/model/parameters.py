@@ -1,7 +1,7 @@
-"""The parameters of a model chunk by their names and places in the unpartitioned model.
+"""Describes the parameters of a model chunk by their names and positions in the unpartitioned model.
 
-megatron-core's ``sharded_state_dict`` describes every local tensor as a box of a global one.  This module requests a
-description in which each layer, expert and half of a gated linear layer is a tensor of its own.
+megatron-core's ``sharded_state_dict`` describes every local tensor as a chunk of a global one.  This module requests a
+description in which each layer, expert and half of a gated linear layer is a separate tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONE_TENSOR_PER_LAYER_AND_EXPERT = {"singleton_local_shards": True}
 
 
 def unwrap(module: torch.nn.Module) -> MegatronModule:
-    """The bare model inside of data-parallel and mixed-precision wrappers."""
+    """Returns the bare model inside data-parallel and mixed-precision wrappers."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
@@ -32,9 +32,9 @@ def unwrap(module: torch.nn.Module) -> MegatronModule:
 
 
 def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
-    """The pieces of every parameter of a bare megatron-core chunk, by local name, in ascending ``start``.
+    """Returns the chunks of every parameter of a bare megatron-core model chunk, by local name, in ascending ``start``.
 
-    A parameter that is marked as ``unused``, in a slot for an expert that holds none, has no pieces.
+    A parameter that is marked as ``unused``, in an expert slot without an expert, has no chunks.
 
     Raises:
         ValueError: megatron-core does not describe a parameter.
@@ -49,7 +49,7 @@ def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
 
 
 def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
-    """Describes, as :func:`unpartitioned_parameters` does, the buffers that megatron-core saves with the model."""
+    """Describes the buffers that megatron-core saves with the model, as :func:`unpartitioned_parameters` does."""
     described, layers = _described(model), _num_layers(model)
     return {
         name: [_piece(t, buffer, layers) for t in _tensors(described[name])]
@@ -59,14 +59,14 @@ def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
 
 
 def foreign_tensors(model: MegatronModule) -> list[str]:
-    """The parameters of a bare chunk that GPT models do not have, by name in the unpartitioned model."""
+    """Returns the parameters of a bare model chunk that GPT models lack, by name in the unpartitioned model."""
     described, layers = _described(model), _num_layers(model)
     names = [t.key for name, _ in model.named_parameters() if name in described for t in _tensors(described[name])]
     return [name for name in names if not is_known(_with_depth_as_layer(name, layers))]
 
 
 def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
-    """The pieces of each parameter of the model chunks, in model order."""
+    """Returns the chunks of each parameter of the model chunks, in model order."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
         described = unpartitioned_parameters(model)
@@ -75,7 +75,7 @@ def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
 
 
 def buffer_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
-    """The pieces of each buffer trained without the optimizer: the routers' expert-balancing biases."""
+    """Returns the chunks of each buffer trained without the optimizer: the routers' expert-balancing biases."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
         buffers = dict(model.named_buffers())
@@ -95,15 +95,15 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 
 
 def known_name(name: str, num_layers: int) -> str:
-    """The name of a tensor under which an operator holds it.
+    """Returns the name under which an operator holds a tensor.
 
-    Names of GPT's layers stay as they are.  A depth of multi-token prediction (MTP) is a layer behind the others.  Any
-    other part of a layer, such as a Mamba mixer or a module of a user, belongs to the layer's attention, since that is
-    the operator of what mixes tokens.  Any other part of the model belongs to the output.
+    Names of GPT's layers do not change.  A depth of multi-token prediction (MTP) is a layer after the others.  Any
+    other part of a layer, such as a Mamba mixer or a user's module, belongs to the layer's attention, the operator that
+    mixes tokens.  Any other part of the model belongs to the output.
 
     Args:
-        name: in the unpartitioned model, as megatron-core gives it.
-        num_layers: of the decoder.
+        name: megatron-core's name in the unpartitioned model.
+        num_layers: layers of the decoder.
     """
     name = _with_depth_as_layer(name, num_layers)
     if is_known(name):

@@ -1,1 +1,1 @@
-"""Predicts what checkpoints and failures cost a model, without a GPU."""
+"""Predicts the cost of checkpoints and failures for a model, without a GPU."""

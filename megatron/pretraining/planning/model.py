@@ -1,4 +1,4 @@
-"""The model of a command line of pretrain_gpt_moe.py, and its operators, for tools that need no GPU and no workers."""
+"""Returns the model of a pretrain_gpt_moe.py command line and its operators, for tools without GPU and workers."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def config_of(
     pp: int | None = None,
     ep: int | None = None,
 ) -> Any:
-    """The configuration of a command line, for the fewest workers that its layout allows.
+    """Returns the configuration of a command line, for the fewest workers that its layout allows.
 
     Args:
         model: name of a preset; None if the words describe the model.
         words: options of Megatron-LM, of this project or of a dialect.
-        tp: tensor parallelism; None for that of the words.
-        pp: pipeline stages, likewise.
-        ep: expert parallelism, likewise.
+        tp: tensor parallelism; None for the value in ``words``.
+        pp: pipeline stages; as ``tp``.
+        ep: expert parallelism; as ``tp``.
 
     Returns:
         The configuration (``MegatronConfig``).
 
     Raises:
-        ConfigError: the options cannot work; it has all problems that can be found together.
+        ConfigError: the options are invalid; reports all problems that can be found together.
     """
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # without a GPU, every machine builds the same layers
-    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)")  # of kernels, which no tool runs
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)")  # warnings about kernels, which no tool runs
     options = list(_RUN)
     for flag, value in (
         ("--model", model),
@@ -55,10 +55,10 @@ def config_of(
 
 
 def operators_of(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
-    """Every operator of the model, which is built without memory.
+    """Returns every operator of the model, which is built without memory.
 
     Args:
-        config: of :func:`config_of`.
+        config: configuration from :func:`config_of`.
         model: name of a preset, whose vocabulary is the default.
         vocab_size: number of tokens before padding.
 

@@ -1,4 +1,4 @@
-"""The part of plan_checkpoint.py that chooses a policy and its settings, as ``--ckpt-policy auto`` does."""
+"""Chooses a policy and its settings for plan_checkpoint.py, as ``--ckpt-policy auto`` does."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FLAGS = {
     "write_rate": ("persist_gbs", 1e9),
     "replicate_rate": ("replicate_gbs", 1e9),
 }
-"""Flag and unit of each figure."""
+"""Flag and unit of each measurement."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-policy`` and the flags that it needs beside those of ``--explain-k``."""
+    """Adds ``--explain-policy`` and the flags that it needs in addition to those of ``--explain-k``."""
     group = parser.add_argument_group(
         "--explain-policy: what --ckpt-policy auto would choose (docs/how-to/choose-a-policy.md), from --iteration-s, "
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
@@ -56,10 +56,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def chosen(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
 ) -> tuple[Running, PolicyChoice]:
-    """The assumed run, and the policy chosen for it.
+    """Returns the assumed run, and the policy chosen for it.
 
     Raises:
-        ToolError: a flag is missing or invalid, or no policy keeps to the limits.
+        ToolError: a flag is missing or invalid, or no policy stays within the limits.
     """
     if args.mtbf_hours is None or not args.mtbf_hours > 0:
         raise ToolError("--explain-policy needs --mtbf-hours, above 0. Fix: add it", code="flag-needs-another")
@@ -81,7 +81,7 @@ def chosen(
 
 
 def explained(run: Running, plan: PolicyChoice) -> list[str]:
-    """The choice and the runners-up, as lines."""
+    """Formats the choice and the runners-up as lines."""
     lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
@@ -89,7 +89,7 @@ def explained(run: Running, plan: PolicyChoice) -> list[str]:
 
 
 def told(run: Running, plan: PolicyChoice) -> dict:
-    """The choice and the runners-up, for JSON."""
+    """Returns the choice and the runners-up for JSON."""
     found = {
         one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)
     }
@@ -97,12 +97,12 @@ def told(run: Running, plan: PolicyChoice) -> dict:
 
 
 def _allowed(config: Config, policy: str, tier: str) -> bool:
-    """Whether the training flags allow this policy with this tier."""
+    """Returns whether the training flags allow this policy with this tier."""
     return _with(config, policy, tier) is not None
 
 
 def _with(config: Config, policy: str, tier: str) -> Config | None:
-    """The configuration with this policy and tier; None if the training flags do not allow it."""
+    """Returns the configuration with this policy and tier; None if the training flags do not allow it."""
     try:
         return config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
     except ConfigError:
@@ -110,7 +110,7 @@ def _with(config: Config, policy: str, tier: str) -> Config | None:
 
 
 def _gradients(config: Config, tier: str) -> bool:
-    """Whether the training flags allow gradients in place of state with this tier."""
+    """Returns whether the training flags allow gradients in place of state with this tier."""
     job = _with(config, AUTO, tier)
     return job is not None and may_save_gradients(job)
 
@@ -138,11 +138,11 @@ def figures(
     operators: Sequence[Operator],
     layout: Layout,
 ) -> tuple[dict[str, float], int]:
-    """What was measured or stands on the cluster's sheet, in seconds and bytes per second; and the number of nodes.
+    """Returns the figures from measurements or the cluster's data, in seconds and bytes per second, and the node count.
 
     Args:
-        asking: the flag that needs it.
-        names: figures that are needed.
+        asking: the flag that needs the figures.
+        names: names of the needed figures.
         args: the parsed flags.
         config: the model's configuration.
         operators: the model's operators.

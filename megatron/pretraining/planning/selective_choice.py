@@ -1,4 +1,4 @@
-"""The part of plan_checkpoint.py that says what selective snapshots hold, and which tokens are at risk meanwhile."""
+"""Computes the contents of selective snapshots for plan_checkpoint.py, and the tokens at risk between them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
 _SKIPPED = 10
-"""First iterations of a recording that do not count: right after the full snapshot little is at risk."""
+"""Skipped first iterations of a recording: few tokens are at risk right after the full snapshot."""
 
 _BYTES_OF_NUMBER, _SMALL = 8, 1 << 16
 _UNREADABLE = (
     *(AttributeError, EOFError, IndexError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError),
     *(zipfile.BadZipFile, zlib.error),
 )
-"""What zipfile and numpy raise of files that they cannot read."""
+"""Errors of zipfile and numpy for files that they cannot read."""
 _EXPECTED = "tokens[iterations, layers, experts] in .npz"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget of a snapshot.
+    """Budget of a snapshot.
 
     Attributes:
         nbytes: bytes of a rank or node.
-        experts: S, experts of each layer that fit, in the mean over layers.
+        experts: S, experts of each layer that fit, as the mean over layers.
     """
 
     nbytes: float
@@ -54,14 +54,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Recorded loads, replayed.
+    """Replay of recorded loads.
 
     Attributes:
         shape: iterations, layers and experts of the recording.
-        experts: experts of each of its layers in a snapshot, in the mean over layers, by their states.
+        experts: experts of each layer in a snapshot by their states, as the mean over layers.
         scaled: the model has another shape, and the same share of experts is saved.
         rules: tokens at risk by rule.
-        steady_risk: tokens at risk, in iterations and the mean over layers, if loads stayed what they are.
+        steady_risk: tokens at risk for constant loads, in iterations, as the mean over layers.
         gradients: the same budget with gradients in place of states; None if none are saved.
     """
 
@@ -75,12 +75,12 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Bubbles:
-    """What hides in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
+    """Work hidden in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
 
     Attributes:
-        share: of forward and backward, for which a stage waits.
-        seconds: the same, of an iteration.
-        of_copy: of the copy of the busiest rank's snapshot, what passes in them.
+        share: share of forward and backward for which a stage waits.
+        seconds: the same, in seconds of an iteration.
+        of_copy: share of copying the busiest rank's snapshot that fits in them.
     """
 
     share: float
@@ -90,29 +90,29 @@ class Bubbles:
 
 @dataclass(frozen=True)
 class SelectiveChoice:
-    """What the policy ``selective`` would do.
+    """Predicted behaviour of the policy ``selective``.
 
     Attributes:
-        tier: where snapshots are safe.
+        tier: tier in which snapshots are durable.
         replicas: nodes that keep a copy of each node's snapshots; 0 without peers.
         local: B_local, which a rank copies during forward and backward.
-        remote: B_remote until the next snapshot: what a node receives, or with tier ``disk`` a rank writes; None with
-            tier ``memory``.
-        dense_bytes: of dense operators on the busiest rank.
-        expert_bytes: of the largest expert on that rank.
+        remote: B_remote until the next snapshot: bytes that a node receives, or with tier ``disk`` a rank writes; None
+            with tier ``memory``.
+        dense_bytes: bytes of dense operators on the busiest rank.
+        expert_bytes: bytes of the largest expert on that rank.
         num_experts: E, experts of each layer.
         layers: layers with experts.
-        experts: S by both budgets, in the mean over layers.
+        experts: S by both budgets, as the mean over layers.
         interval: iterations between snapshots.
         stall_s: seconds that training waits for a snapshot.
-        snapshot_bytes: of a snapshot, all ranks together.
-        full_bytes: of a full one.
-        max_age: iterations after which an expert is saved first.
-        equally_busy: tokens at risk, in iterations and the mean over layers, if experts were equally busy.
+        snapshot_bytes: bytes of a snapshot over all ranks.
+        full_bytes: bytes of a full snapshot.
+        max_age: iterations after which an expert has priority.
+        equally_busy: tokens at risk if experts were equally busy, in iterations, as the mean over layers.
         gradient: bytes of an expert's gradients relative to its state; None if gradients are not saved.
-        no_gradients: why they are not, unless nobody asks.
+        no_gradients: reason if gradients are requested and not saved.
         bubbles: None without a pipeline.
-        routing: recorded loads, replayed; None without a recording.
+        routing: replay of recorded loads; None without a recording.
     """
 
     tier: str
@@ -137,7 +137,7 @@ class SelectiveChoice:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-selective`` and the flag that it needs beside those of the other choices."""
+    """Adds ``--explain-selective`` and its flag that the other choices lack."""
     group = parser.add_argument_group(
         "--explain-selective: what --ckpt-policy selective would save (MoEtion, sections 4.1 to 4.3, 5.2, 5.3), from "
         "--iteration-s, --forward-backward-s, --snapshot-gbs, --persist-gbs, --replicate-gbs, --tier, --nodes and "
@@ -158,7 +158,7 @@ def chosen(
     *,
     zero: bool = True,
 ) -> SelectiveChoice | None:
-    """What the policy would do, told what was measured; None if nobody asks.
+    """Returns the policy's predicted behaviour from measurements; None without ``--explain-selective``.
 
     Args:
         args: the parsed flags.
@@ -169,7 +169,7 @@ def chosen(
         zero: optimizer state is partitioned over data-parallel ranks.
 
     Raises:
-        ToolError: a flag is missing or does not belong here, or the recording is of no use.
+        ToolError: a flag is missing or invalid here, or the recording is unusable.
     """
     for refusal in _refusals(args):
         raise refusal
@@ -245,7 +245,7 @@ def _replicas(args: argparse.Namespace, nodes: int) -> int:
 
 
 def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: list[Counts] | None) -> SelectiveChoice:
-    """Asks the policy, which knows the sizes; ``share`` of forward and backward is in bubbles."""
+    """Evaluates the policy, which has the sizes; ``share`` is the bubbles' share of forward and backward."""
     sizes, limits, apart = policy.sizes[0], policy.limits(), policy.iterations_apart
     numbers = policy.num_experts
     layers, num_experts = len(numbers), max(numbers.values())
@@ -289,7 +289,7 @@ def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: 
 
 
 def _replayed(policy: Selective, loads: list[Counts], share: float, gradient: float | None) -> Replayed:
-    """Replays a recording within the policy's limits, or where shapes differ, with the same share of experts."""
+    """Replays a recording within the policy's limits or, if shapes differ, with the same share of experts."""
     layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
     scaled = [num_experts] * layers != list(numbers.values())
     if scaled:
@@ -316,13 +316,13 @@ def _replayed(policy: Selective, loads: list[Counts], share: float, gradient: fl
 
 
 def read_routing(path: str) -> list[Counts]:
-    """Recorded loads: by iteration and layer from 0, the tokens of each expert.
+    """Reads recorded loads: by iteration and layer from 0, the tokens of each expert.
 
     Args:
         path: an .npz file with ``tokens[iterations, layers, experts]``, integers.
 
     Raises:
-        ToolError: the file is missing, or is no such recording.
+        ToolError: the file is missing or malformed.
     """
     import numpy  # noqa: PLC0415
 
@@ -373,7 +373,7 @@ def read_routing(path: str) -> list[Counts]:
 
 
 def explained(choice: SelectiveChoice) -> list[str]:
-    """The choice, as lines."""
+    """Formats the choice as lines."""
     every = "in every iteration" if choice.interval == 1 else f"every {choice.interval} iterations"
     share = choice.snapshot_bytes / choice.full_bytes
     lines = [

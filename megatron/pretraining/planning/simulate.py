@@ -1,4 +1,4 @@
-"""Says what checkpoints, failures and recovery will cost on a cluster, for every policy; needs no GPU."""
+"""Simulates the cost of checkpoints, failures and recovery on a cluster, for every policy; needs no GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def duration(text: str) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
+    """Builds the parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
     parser = Parser(
         description="Simulate training with failures: ETTR, goodput, recovery and bytes of every policy.",
         epilog=EPILOG,
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reproduce(name: str, as_json: bool) -> int:
-    """Runs ``python -m benchmarks.papers``, which no wheel contains."""
+    """Runs ``python -m benchmarks.papers``, which is not in the wheel."""
     try:
         from benchmarks.papers.program import main as papers
     except ModuleNotFoundError as error:
@@ -322,7 +322,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     pipelines = max(1, cluster.gpus // of_pipeline)
     before = max(1, cluster_named(args.cluster).gpus // of_pipeline) if args.scale_to else pipelines
     work = Work(
-        global_batch=args.global_batch * pipelines // before,  # the work of each pipeline stays the same
+        global_batch=args.global_batch * pipelines // before,  # each pipeline's work does not change
         micro_batch=args.micro_batch,
         seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
@@ -340,7 +340,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
 
 
 def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
-    """The layout of the command line, or of a file that it names."""
+    """Returns the layout of the command line, or of a file that it names."""
     parallel = config.parallel
     if parallel.context_parallel_size > 1:
         raise ToolError(
@@ -350,7 +350,7 @@ def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
     return Layout(
         world=world,
         tp=parallel.tensor_model_parallel_size,
-        # the simulator allows uneven stages, so the layers need not divide by the pipeline, as they do for Megatron-LM
+        # unlike Megatron-LM, the simulator allows uneven stages, so the pipeline need not divide the layers
         pp=parallel.pipeline_model_parallel_size if args.pp is None else args.pp,
         ep=parallel.expert_model_parallel_size,
         expert_tp=parallel.expert_tensor_parallel_size,
@@ -359,7 +359,7 @@ def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
 
 
 def _program(args: argparse.Namespace) -> RecoveryCosts | None:
-    """Measured costs of this program's recovery, with ``--ways program``; else None."""
+    """Returns measured costs of this program's recovery, with ``--ways program``; else None."""
     if args.ways == "papers":
         return None
     seen = read_profile(args.profile).recoveries if args.profile else ()
@@ -372,7 +372,7 @@ def _program(args: argparse.Namespace) -> RecoveryCosts | None:
 
 
 def _elastic(args: argparse.Namespace, faults: Faults) -> ElasticSettings:
-    """Settings of an elastic job, whose losses are those of the trace."""
+    """Returns the settings of an elastic job; its losses are the trace's."""
     regroup_s, program = args.elastic_regroup, _program(args)
     if regroup_s is None:
         regroup_s = REGROUP_S if program is None else program.restart_s - program.detect_s
@@ -405,7 +405,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
-    """The measured timing, or else the cost model's."""
+    """Returns the measured timing, or the cost model's."""
     model = estimate(operators, layout, cluster, work)
     seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)
     return model if seconds is None else measured_timing(seconds, model.micro_batches, model.stages)

@@ -1,4 +1,4 @@
-"""Prints how many bytes the busiest rank saves, and which policy to use, for any model and layout; needs no GPU."""
+"""Prints the bytes that the busiest rank saves and the best policy, for any model and layout; needs no GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ rule is.  What stands in brackets behind a size is its reduction against the bas
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
+    """Builds the parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
     parser = Parser(
         description="Print how many bytes the busiest rank saves under each sharding rule.",
         epilog=EPILOG,
@@ -175,12 +175,12 @@ class Row:
     ideal: float
     forced: int
     bottleneck: dict[str, int]
-    """By scheme."""
+    """Bytes by scheme."""
     unequal: bool
-    """MoC's eq. 9 holds: the chosen experts cannot be shared out equally."""
+    """MoC's eq. 9 holds: the chosen experts cannot be divided equally."""
 
     def reduction(self, scheme: str) -> float:
-        """Reduction against the baseline, in percent."""
+        """Returns the reduction against the baseline, in percent."""
         return 100 * (1 - self.bottleneck[scheme] / self.bottleneck["baseline"])
 
     @property
@@ -189,14 +189,14 @@ class Row:
         return 100 * (min(self.bottleneck.values()) / max(self.ideal, self.forced) - 1)
 
     def to_dict(self) -> dict:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         reductions = {name: self.reduction(name) for name in self.bottleneck}
         return vars(self) | {"reduction_percent": reductions, "over_percent": self.over}
 
 
 @dataclass(frozen=True)
 class SizePlan:
-    """A model, a layout, and the part of the state to save."""
+    """Model, layout, and the part of the state to save."""
 
     config: Config
     name: str
@@ -212,7 +212,7 @@ class SizePlan:
 
     @property
     def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
-        """The arguments for choosing a policy."""
+        """Arguments for choosing a policy."""
         return self.config, self.operators, self.layout, self.state
 
     @property
@@ -221,11 +221,11 @@ class SizePlan:
         return sorted({o.place[0] for o in self.operators if o.place is not None})
 
     def rows_wanted(self) -> list[int | None]:
-        """K = 1, 2, ... all experts (powers of two if these are many), and None for a checkpoint without PEC."""
+        """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
         return [*candidates(self.num_experts), None]
 
     def items(self, k: int | None) -> list[Item]:
-        """The items to save with k experts of each layer; None for everything."""
+        """Returns the items to save with k experts of each layer; None for everything."""
         items = contents(
             self.operators,
             self.layout,
@@ -244,7 +244,7 @@ class SizePlan:
         }
 
     def row(self, k: int | None) -> Row:
-        """The busiest rank's bytes under each scheme."""
+        """Returns the busiest rank's bytes under each scheme."""
         items = self.items(k)
         layout, layers = self.layout, len(self.moe_layers)
         return Row(
@@ -259,7 +259,7 @@ class SizePlan:
         )
 
     def ranks(self, k: int) -> dict[str, list[int]]:
-        """Bytes of every rank under each scheme with k experts of each layer."""
+        """Returns the bytes of every rank under each scheme with k experts of each layer."""
         if not 1 <= k <= self.num_experts:
             raise ToolError(
                 f"--pec-k is {k}. Fix: give a number from 1 to {self.num_experts}, the experts of a layer",
@@ -269,7 +269,7 @@ class SizePlan:
         return {name: loads(items, assign(items, s), self.layout.world) for name, s in self.schemes.items()}
 
     def facts(self) -> dict:
-        """Model, layout and number of parameters, for JSON."""
+        """Returns model, layout and number of parameters for JSON."""
         experts = sum(o.parameters for o in self.operators if o.kind == "expert")
         everything = sum(o.parameters for o in self.operators)
         layout = self.layout
@@ -300,7 +300,7 @@ def _title(plan: SizePlan) -> list[str]:
 
 
 def _equation_8(plan: SizePlan) -> list[str]:
-    """A line with MoC's eq. 8, for the layouts that it covers: data and expert parallelism alone."""
+    """Returns a line with MoC's eq. 8, only for the layouts that it covers: data and expert parallelism."""
     layout, count = plan.layout, plan.facts()["parameters"]
     if layout.tp * layout.pp > 1 or not plan.num_experts:
         return []

@@ -1,4 +1,4 @@
-"""Sharding rules by name.  Every file in this directory is imported: adding a rule means adding one file."""
+"""Registers sharding rules by name; imports every file in this directory, so that a new rule is one new file."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Adaptive sharding."""
+"""Implements adaptive sharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moc.sharding.rules.registry import rule
 
 @rule("adaptive")
 def adaptive(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """Each item, largest first, goes to its least loaded holder, counting expert parts.
+    """Assigns each item, largest first, to its least loaded holder, counting expert parts.
 
     MoC, section 4.3: dense items fill the gaps that partial experts checkpointing leaves.
     """
@@ -39,7 +39,7 @@ def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> l
 
 
 def _least_loaded(heap: list[tuple[int, int]], total: Mapping[int, int]) -> int:
-    """The least loaded rank, ties to the lowest; refreshes stale heap entries.
+    """Returns the least loaded rank, ties to the lowest; refreshes stale heap entries.
 
     Loads only grow, so a heap entry is a lower bound of its rank's load; once the top is up to date, no rank has less.
     """

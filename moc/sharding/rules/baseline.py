@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's sharding."""
+"""Implements Megatron-DeepSpeed's sharding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.sharding.rules.registry import rule
 
 @rule("baseline")
 def baseline(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """The first holder saves: rank 0 the dense operators, the first expert-parallel group the experts.
+    """Assigns items to their first holder: rank 0 the dense operators, the first expert-parallel group the experts.
 
     MoC, section 4, Figure 7(a).
     """

@@ -1,4 +1,4 @@
-"""Equal sharding."""
+"""Implements equal sharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moc.sharding.rules.registry import rule
 
 @rule("equal")
 def equal(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """Every holder saves about equally many bytes of these items, regardless of its other load.
+    """Assigns about equally many bytes of these items to each holder, regardless of its other load.
 
     For experts over expert-parallel groups this is MoC's section 4.1, for layers over data-parallel ranks its section
     4.2.  The paper does not specify the order for layers of unequal size; here the largest goes first.

@@ -1,4 +1,4 @@
-"""The registry of sharding rules, and their signature."""
+"""Keeps the registry of sharding rules, and defines their signature."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from moc.errors import UserError
 from moc.sharding.item import Item
 
 Rule = Callable[[Sequence[Item], Mapping[int, int]], Sequence[int]]
-"""Maps items, and the bytes already assigned to each rank, to the rank that saves each item.
+"""Function from items, and the bytes already assigned to each rank, to the rank that saves each item.
 
-Every rank computes the rule by itself, so the result must depend on the arguments alone, with ties broken identically
-everywhere.  A rank missing from the mapping has no bytes assigned yet.
+Every rank computes the rule itself, so the result must depend only on the arguments, with ties broken identically on
+all ranks.  A rank missing from the mapping has no bytes assigned yet.
 """
 
 RULES: dict[str, Rule] = {}
 
 
 class RuleError(UserError, ValueError):
-    """A sharding rule cannot be registered."""
+    """Sharding rule that cannot be registered."""
 
 
 def rule(name: str) -> Callable[[Rule], Rule]:
-    """Registers the decorated function as the rule of that name."""
+    """Returns a decorator that registers a function as the rule of this name."""
 
     def register(function: Rule) -> Rule:
         if name in RULES:

@@ -1,4 +1,4 @@
-"""Checkpoints as transformers reads and writes them: a directory of safetensors files, an index and a configuration."""
+"""Converts checkpoints of transformers: a directory of safetensors files, an index and a configuration."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ CONFIG = "config.json"
 
 
 def is_hugging_face(directory: Path) -> bool:
-    """Whether a directory is one of transformers."""
+    """Returns whether a directory is a checkpoint of transformers."""
     return (directory / CONFIG).is_file() and not (directory / "manifest.json").is_file()

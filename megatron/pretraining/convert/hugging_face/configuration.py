@@ -1,4 +1,4 @@
-"""``config.json`` of transformers: what all families have in common."""
+"""Reads and writes the keys of transformers' ``config.json`` that all families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.pretraining.convert.hugging_face.family import Config
 from moc.inspect.coverage import MOST_OPERATORS
 from moc.store.errors import CheckpointError
 
-_SIZES = {  # keys by our field
+_SIZES = {  # keys by field of Megatron-LM's options
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -20,14 +20,14 @@ _SIZES = {  # keys by our field
     "vocab_size": "vocab_size",
 }
 _MOST_LAYERS = 10_000
-_MOST = 1 << 40  # of any size
+_MOST = 1 << 40  # maximum of any size
 _LONGEST = 80  # characters of a value in a message
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 
 def key_missing(key: str) -> CheckpointError:
-    """What to raise for a key that must be there."""
+    """Returns the error for a missing key."""
     return CheckpointError(
         f"config.json has no {key}. Fix: add it, as the model was trained",
         code="config-key-missing",
@@ -35,7 +35,7 @@ def key_missing(key: str) -> CheckpointError:
 
 
 def unsupported(key: str, value: object, why: str) -> CheckpointError:
-    """What to raise for a value that we cannot compute."""
+    """Returns the error for a value that this program does not support."""
     return CheckpointError(
         f"config.json has {key} {_written(value)}: {why}. Fix: convert a model that has another value, or correct it "
         "if it is wrong",
@@ -44,7 +44,7 @@ def unsupported(key: str, value: object, why: str) -> CheckpointError:
 
 
 def whole(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
-    """A number that must be there, or has this default."""
+    """Returns an integer that is required unless it has a default."""
     value = config.get(key)
     if value is None:
         if default is None:
@@ -56,7 +56,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
-    """A number that must be there, or has this default."""
+    """Returns a number that is required unless it has a default."""
     value = default if config.get(key) is None else config[key]
     if value is None:
         raise key_missing(key)
@@ -66,7 +66,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
 
 
 def yes(config: Config, key: str, default: bool) -> bool:
-    """A switch, with what leaving it out means."""
+    """Returns a switch; ``default`` applies if the key is absent."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, bool):
         raise unsupported(key, value, "it must be true or false")
@@ -74,7 +74,7 @@ def yes(config: Config, key: str, default: bool) -> bool:
 
 
 def only(config: Config, key: str, wanted: object, why: str) -> None:
-    """Raises CheckpointError unless a key has this value, which it also has where it is left out."""
+    """Raises CheckpointError unless a key is absent or has this value."""
     if config.get(key) not in (None, wanted):
         raise unsupported(key, config[key], why)
 
@@ -82,17 +82,17 @@ def only(config: Config, key: str, wanted: object, why: str) -> None:
 def read(
     config: Config, experts: str, fixed: dict[str, Any], theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
-    """The fields of our flags that all families spell alike.
+    """Returns the fields of Megatron-LM's options that all families express identically.
 
     Args:
-        config: what ``config.json`` has.
+        config: contents of ``config.json``.
         experts: the key with the number of experts.
         fixed: fields that have one value in the family.
-        theta: base of the rotary frequencies where nothing says it.
-        partial: share of each head that is rotated, where nothing says it.
+        theta: default base of the rotary frequencies.
+        partial: default share of each head that is rotated.
 
     Raises:
-        CheckpointError: we cannot compute what the configuration says.
+        CheckpointError: the configuration is not supported.
     """
     _check(config)
     values = LLAMA_LIKE | fixed | {field: whole(config, key) for field, key in _SIZES.items()}
@@ -120,7 +120,7 @@ def read(
 
 
 def write(name: str, architecture: str, model: Described, experts: str, **own: Any) -> dict[str, Any]:
-    """The configuration of a model: the keys that all families spell alike, and the family's ``own``."""
+    """Returns the configuration of a model: the keys that all families share, and the family's ``own``."""
     base = float(model.rotary_base)
     rope = {"rope_theta": base, "rope_type": "default"}
     if "partial_rotary_factor" in own:
@@ -151,7 +151,7 @@ def write(name: str, architecture: str, model: Described, experts: str, **own: A
 
 
 def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
-    """Our fields of a softmax router; dividing by the sum is the softmax over the selected experts alone."""
+    """Returns the fields of a softmax router; dividing by the sum is a softmax over only the selected experts."""
     if divided and config["num_experts_per_tok"] == 1:
         raise unsupported(
             "num_experts_per_tok", 1, "the one expert would always weigh 1, and its router could not learn"
@@ -160,7 +160,7 @@ def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
 
 
 def dense_and_sparse(config: Config) -> dict[str, Any]:
-    """Our fields of dense layers and experts, where a list of layers and a step say which are which."""
+    """Returns the fields of dense layers and experts, from a list of dense layers and a step."""
     step, layers = whole(config, "decoder_sparse_step", 1), range(_layers(config))
     dense = {layer for layer in _items(config, "mlp_only_layers") if isinstance(layer, int)}
     return dict(
@@ -171,7 +171,7 @@ def dense_and_sparse(config: Config) -> dict[str, Any]:
 
 
 def sparse_keys(model: Described) -> dict[str, Any]:
-    """The inverse, with the keys of the router."""
+    """Returns the inverse of :func:`dense_and_sparse`, with the keys of the router."""
     return dict(
         intermediate_size=model.ffn_hidden_size,
         moe_intermediate_size=model.moe_ffn_hidden_size,
@@ -183,7 +183,7 @@ def sparse_keys(model: Described) -> dict[str, Any]:
 
 
 def layer_freq(layers: Sequence[int]) -> int | list[int]:
-    """Which layers have experts, as ``--moe-layer-freq`` takes it."""
+    """Returns the layers with experts in the form of ``--moe-layer-freq``."""
     if not any(layers):
         raise CheckpointError(
             "config.json has no layer with experts. Fix: convert a model with experts; others are not supported",
@@ -212,7 +212,7 @@ def _layers(config: Config) -> int:
 
 
 def _experts(config: Config, key: str, layers: int) -> int:
-    """The number of experts, also by the keys that transformers takes for others: Qwen3-MoE has had two."""
+    """Returns the number of experts, also from transformers' alternative keys: Qwen3-MoE has used two."""
     said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
     if len(said) > 1:
         raise CheckpointError(
@@ -235,7 +235,7 @@ def _check(config: Config) -> None:
 
 
 def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
-    """Base of the rotary frequencies and share of each head that is rotated, from either form."""
+    """Returns the base of the rotary frequencies and the rotated share of each head, from either form."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise unsupported(key, config[key], "it must be an object")

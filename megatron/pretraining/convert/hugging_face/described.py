@@ -1,4 +1,4 @@
-"""A model of ours, checked against what a family in transformers can say."""
+"""Checks a model in Megatron-LM's options against the models that a family in transformers can express."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LLAMA_LIKE: dict[str, Any] = dict(
     rotary_interleaved=False,
     moe_expert_capacity_factor=None,
 )
-"""What all families have in common, by option."""
+"""Options that are equal in all families."""
 SOFTMAX: dict[str, Any] = dict(
     moe_router_score_function="softmax", moe_router_topk_scaling_factor=None, moe_router_num_groups=None
 )
-"""What families with a softmax router have in common."""
+"""Options that are equal in families with a softmax router."""
 _OF_NO_FAMILY = {
     **dict.fromkeys(
         """
@@ -44,12 +44,12 @@ _OF_NO_FAMILY = {
     ),
     "softmax_type": "vanilla",
 }
-"""Options whose models no family computes, where they have another value than this one; None stands for not given."""
+"""Required values of options that no family supports otherwise; None means not given."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model by Megatron-LM's derived options, without options that have no effect.
+    """Model in Megatron-LM's derived options, without options that have no effect.
 
     Attributes:
         vocab_size: rows of the embedding without padding.
@@ -95,7 +95,7 @@ class Described:
 
     @property
     def shared(self) -> int:
-        """Inner width of the shared experts, 0 without."""
+        """Inner width of the shared experts; 0 without shared experts."""
         return self.moe_shared_expert_intermediate_size or 0
 
     @property
@@ -109,20 +109,20 @@ class Described:
 
     @property
     def aux_loss_coeff(self) -> float:
-        """Weight of the load-balancing loss, of several the first."""
+        """Weight of the load-balancing loss; of several weights, the first."""
         weights = self.moe_aux_loss_coeff
         return weights if isinstance(weights, (int, float)) else next(iter(weights), 0.0)
 
 
 def described(model: Model) -> Described:
-    """Reads a model, whose values may be as JSON has them.
+    """Reads a model, also from values as JSON represents them.
 
     Raises:
-        CheckpointError: values are missing or contradict each other, or no family computes what an option adds.
+        CheckpointError: values are missing or contradict each other, or no family supports an option.
     """
     given = {name: value for name, value in model.items() if value is not None}
-    given.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))  # Megatron-LM's argument of --norm-epsilon
-    if given.get("qk_layernorm_full_width"):  # of an earlier version
+    given.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))  # Megatron-LM's argument for --norm-epsilon
+    if given.get("qk_layernorm_full_width"):  # option of an earlier version
         given["spec"] = FULL_WIDTH
     for name, usual in _OF_NO_FAMILY.items():
         if (value := given.get(name)) not in (usual, None, False):
@@ -142,7 +142,7 @@ def described(model: Model) -> Described:
 
 
 def check(name: str, model: Described, fixed: dict[str, Any]) -> None:
-    """Raises CheckpointError unless the model's options have the values that all models of a family have."""
+    """Raises CheckpointError unless the model's options have the values that all models of a family share."""
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for option, wanted in ({"spec": None} | LLAMA_LIKE | fixed).items():
         there = getattr(model, option)
@@ -175,7 +175,7 @@ def _spelled(option: str, there: object, wanted: object) -> str:
 
 
 def _derived(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills in widths; drops what has no effect: a factor of one, and groups that all are selected."""
+    """Fills in widths; drops options without effect: a factor of one, and groups that are all selected."""
     values = dict(given)
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if "kv_channels" not in values and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:

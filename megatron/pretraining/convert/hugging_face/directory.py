@@ -1,4 +1,4 @@
-"""Writes a directory of transformers: whole or not at all."""
+"""Writes a directory of transformers atomically."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from moc.store.errors import CheckpointError
 
 CONVERSION = "conversion.json"
 FORMAT = "moc-megatron conversion 1"
-_MOST_STAGING = 100  # names that are tried, since other users can make directories under them
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # as config.json has them
+_MOST_STAGING = 100  # attempts, since other users can create directories with these names
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in config.json
 
 
 @dataclass(frozen=True)
 class Description:
-    """What is said of the weights beside them.
+    """Metadata of the weights.
 
     Attributes:
-        config: what the family says in ``config.json``.
-        tokenizer: as checkpoints record it, if they do.
-        source: where the weights are from, for ``conversion.json``.
+        config: the family's ``config.json``.
+        tokenizer: tokenizer as recorded in the checkpoint; None if it is not.
+        source: origin of the weights, for ``conversion.json``.
     """
 
     config: Mapping[str, Any]
@@ -54,21 +54,21 @@ class Description:
 def write_directory(
     model: Exported, about: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
 ) -> list[str]:
-    """Writes a model for transformers; ``output`` is there when all of it is.
+    """Writes a model for transformers; ``output`` appears only when it is complete.
 
     Args:
         model: the tensors.
-        about: what is said of them.
+        about: their metadata.
         output: the directory, which must not exist or be empty.
         file_bytes: size at which the next file starts.
-        verify: read everything again, and compare all bits with the source, before it is published.
-        advance: called with the number of bytes written, and of those compared.
+        verify: read everything again, and compare all bits with the source, before publishing.
+        advance: called with the number of bytes written and of bytes compared.
 
     Returns:
-        What the user should know, one sentence each.
+        Notes for the user, one sentence each.
 
     Raises:
-        CheckpointError: there is something at ``output``, or the source cannot be read.
+        CheckpointError: ``output`` exists and is not empty, or the source cannot be read.
     """
     refuse_to_replace(output)
     with _staged(output) as staging:
@@ -97,7 +97,7 @@ def write_directory(
 
 
 def refuse_to_replace(output: Path) -> None:
-    """Raises CheckpointError if there is anything at a path but an empty directory."""
+    """Raises CheckpointError unless a path does not exist or is an empty directory."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
             f"{output} exists. Fix: remove it, or name another output directory",
@@ -106,7 +106,7 @@ def refuse_to_replace(output: Path) -> None:
 
 
 def compare(model: Exported, directory: Path, advance: Advance) -> None:
-    """Reads a directory again; raises CheckpointError unless all of its tensors have the bits of the source."""
+    """Reads a directory again; raises CheckpointError unless all of its tensors have the source's bits."""
     stored = read_directory(directory)
     model.names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
     for tensor in model.tensors:
@@ -128,7 +128,7 @@ def compare(model: Exported, directory: Path, advance: Advance) -> None:
 
 
 def check_hashes(directory: Path, advance: Advance) -> None:
-    """Compares the files with the hashes that ``conversion.json`` has of them, if it is there.
+    """Compares the files with their hashes in ``conversion.json``, if it exists.
 
     Raises:
         CheckpointError: a file is missing, or differs.
@@ -165,9 +165,9 @@ def _write(path: Path, content: Mapping) -> None:
 
 @contextlib.contextmanager
 def _staged(output: Path) -> Iterator[Path]:
-    """Yields an empty directory below one that only this user can change, and removes it in the end.
+    """Yields an empty directory inside one that only this user can change, and removes it in the end.
 
-    It also removes what a killed conversion left.
+    Also removes the files of a killed conversion.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     private, descriptor = _private(output)
@@ -204,7 +204,7 @@ def _private(output: Path) -> tuple[Path, int]:
                     f"another conversion writes {output}. Fix: wait for it, or name another one",
                     code="directory-in-use",
                 ) from None
-            if os.path.samestat(status, path.lstat()):  # otherwise a conversion that ended has removed it
+            if os.path.samestat(status, path.lstat()):  # otherwise a finished conversion has removed it
                 opened.pop_all()
                 return path, descriptor
     raise CheckpointError(

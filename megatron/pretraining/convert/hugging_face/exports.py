@@ -1,4 +1,4 @@
-"""A checkpoint of this program becomes a directory of transformers."""
+"""Exports a checkpoint of this program as a directory of transformers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FILE_MB = 5000
 
 
 def export(directory: Path, args: argparse.Namespace, replayed: bool = False) -> Path:
-    """Writes ``args.output``, and returns it; ``replayed`` if the flags in ``args`` are those of a window.
+    """Writes ``args.output``, and returns it; with ``replayed``, the flags in ``args`` belong to a window.
 
     Raises:
-        CheckpointError: the checkpoint cannot be converted, or transformers computes something else.
+        CheckpointError: the checkpoint cannot be converted, or transformers computes different results.
     """
     refuse_to_replace(args.output)
     with progress(0, "verifying") as advance:

@@ -1,4 +1,4 @@
-"""safetensors files as transformers has them: whole tensors by name, in one file or in several with an index."""
+"""Reads and writes safetensors files of transformers: complete tensors by name, in one file or several."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from moc.store.regions import bytes_of
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH = 8  # bytes of the number that a written file starts with: that of its header
-_ALIGNED = 8  # data start at a multiple of it
+_LENGTH = 8  # bytes of the header's length, with which a file starts
+_ALIGNED = 8  # alignment of the data
 
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that is in a file, or will be."""
+    """Tensor of an existing or future file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -52,14 +52,14 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor of a file, whose data begin at byte ``start``."""
+    """Tensor of a file, whose data begin at byte ``start``."""
 
     tensor: Tensor
     blob: LocalBlob
     start: int
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """Some of its rows, as a view of the mapped file."""
+        """Returns some rows as a view of the mapped file."""
         tensor, begin = self.tensor, self.start + first * self.tensor.row_bytes
         data = self.blob.read(begin, begin + count * tensor.row_bytes)
         values = torch.from_numpy(numpy.frombuffer(data, dtype=numpy.uint8)).view(tensor.dtype)
@@ -67,7 +67,7 @@ class StoredTensor:
 
 
 def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
-    """The object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
+    """Reads the object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
     try:
         return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
     except OSError as error:
@@ -83,10 +83,10 @@ def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
 
 
 def read_directory(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory, by name.
+    """Returns the tensors of a directory by name.
 
     Raises:
-        CheckpointError: it holds none, pickles, or files that are damaged or contradict the index.
+        CheckpointError: it has no tensors, has pickles, or its files are damaged or contradict the index.
     """
     found: dict[str, StoredTensor] = {}
     index = _index(directory)
@@ -114,7 +114,7 @@ def read_directory(directory: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class _Index:
-    """Content of :data:`INDEX`: the file of each tensor, by the tensor's name."""
+    """Contents of :data:`INDEX`: the file of each tensor, by the tensor's name."""
 
     weight_map: dict[Name, FileName]
 
@@ -171,7 +171,7 @@ def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -
 
 
 def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]]:
-    """Tensors by the file to write them into, in order; a file starts where the one before would grow larger."""
+    """Assigns tensors to files in order; a file starts where the previous one would exceed its size."""
     files: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -192,7 +192,7 @@ def write_file(
 
     Args:
         path: the file.
-        tensors: what is in it.
+        tensors: the tensors to write.
         blocks: yields the values of a tensor, in parts, by rows.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A directory of transformers becomes a dense checkpoint of iteration 0, to start training from."""
+"""Imports a directory of transformers as a dense checkpoint of iteration 0, to start training from."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _FILE_MB = 1024
 
 
 def import_directory(args: argparse.Namespace) -> Path:
-    """Writes the checkpoint, and the recipe of its model beside it; returns the checkpoint's directory.
+    """Writes the checkpoint, and the recipe of its model next to it; returns the checkpoint's directory.
 
     Raises:
-        CheckpointError: the directory cannot be converted, or this program computes something else.
+        CheckpointError: the directory cannot be converted, or this program computes different results.
     """
     source, recipe_file = args.source, args.output / RECIPE
     if args.to not in (None, "torch_dist") or args.flags or args.iteration is not None:
@@ -81,7 +81,7 @@ def import_directory(args: argparse.Namespace) -> Path:
 
 
 def _tokenizer(source: Path, rows: int) -> dict[str, Any]:
-    """The flags of the tokenizer in a directory, or of one that has as many tokens as the model."""
+    """Returns the flags of the directory's tokenizer, or of a NullTokenizer of the model's size."""
     if has_tokenizer(source):
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(source.resolve()))
     return dict(tokenizer_type="NullTokenizer", vocab_size=rows)

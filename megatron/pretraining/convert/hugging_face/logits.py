@@ -1,4 +1,4 @@
-"""Compares what our model and that of transformers compute, each in a process of its own."""
+"""Compares the logits of a model in this program and in transformers, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moc.store.errors import CheckpointError
 _HERE = "megatron.pretraining.convert.hugging_face"
 _SHAPE = (2, 32)  # sequences and tokens
 CLOSE = 1e-4
-"""Difference allowed, relative to the largest logit, in fp32; it comes from the order of sums."""
+"""Maximum difference relative to the largest logit, in fp32; caused by the order of sums."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Asked:
     Attributes:
         ours: an ``iter_*`` directory.
         theirs: a directory of transformers.
-        model: our model.
-        dtype: that of its weights.
+        model: the model in Megatron-LM's options.
+        dtype: dtype of its weights.
         allow_stale, trust: as on the command line.
     """
 
@@ -43,7 +43,7 @@ class Asked:
 
 
 def compare_logits(asked: Asked) -> str:
-    """Says how far the logits of both models are apart on random tokens.
+    """Computes the difference between both models' logits on random tokens, as a sentence.
 
     Raises:
         CheckpointError: they are not close, or one of the models cannot be computed.
@@ -76,7 +76,7 @@ def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
             code="logits-differ",
         )
     apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
-    if not apart <= CLOSE * max(largest, 1.0):  # also where there are NaNs
+    if not apart <= CLOSE * max(largest, 1.0):  # the comparison is false for NaNs
         raise CheckpointError(
             f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}. Fix: "
             "compare the files that were written, which stay, and do not use them",

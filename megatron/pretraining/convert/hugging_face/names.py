@@ -1,7 +1,7 @@
-"""Tensors of the unpartitioned model, and those of transformers that have the same values.
+"""Maps tensors of the unpartitioned model to transformers' tensors with the same values.
 
-Every tensor of one side is made of rows of tensors of the other, times a power of two at most.  So there and back every
-bit is the same, and any box can be read by itself.
+Every tensor of one side consists of rows of tensors of the other, times at most a power of two.  So a round trip is
+bit-exact, and any chunk can be read separately.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Shapes = Mapping[str, Shape]
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 _DERIVED = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq")  # in files of old versions; a function of the configuration
-_TOLD = 3  # names in a message
+_TOLD = 3  # maximum names in a message
 
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows from row ``ours`` of our tensor, which are those from row ``theirs`` of theirs."""
+    """Equal rows: ``count`` rows from row ``ours`` of this program's tensor, and from ``theirs`` in transformers."""
 
     ours: int
     theirs: int
@@ -35,15 +35,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Pair:
-    """What a tensor of ours and one of theirs have in common.
+    """Common values of a tensor of this program and one of transformers.
 
     Attributes:
         ours: name in the unpartitioned model.
         theirs: name in transformers.
-        our_shape: shape of ours; only of the embedding and the output layer, ours may have more rows (padding).
-        their_shape: shape of theirs.
-        rows: which rows are alike.
-        factor: a power of two; theirs are ours times this.
+        our_shape: shape here; embedding and output layer may have more rows (padding).
+        their_shape: shape in transformers.
+        rows: equal rows.
+        factor: a power of two; transformers' values are this program's times this factor.
     """
 
     ours: str
@@ -60,28 +60,28 @@ class NameMap:
 
     Attributes:
         pairs: in the order of the forward pass.
-        zeros: shapes of tensors of theirs that are all zeros, by name: what a family has and our model has not.
+        zeros: shapes by name of transformers' tensors that are all zeros, since the model lacks them.
     """
 
     pairs: tuple[Pair, ...]
     zeros: Shapes = field(default_factory=dict)
 
     def of_ours(self) -> dict[str, list[Pair]]:
-        """The pairs by our name."""
+        """Returns the pairs by this program's name."""
         found: dict[str, list[Pair]] = {}
         for pair in self.pairs:
             found.setdefault(pair.ours, []).append(pair)
         return found
 
     def their_shapes(self) -> dict[str, Shape]:
-        """Shapes of all of their tensors, by name, in the order of the forward pass."""
+        """Returns the shapes of all transformers' tensors by name, in the order of the forward pass."""
         return {pair.theirs: pair.their_shape for pair in self.pairs} | dict(self.zeros)
 
     def fitted(self, shapes: Shapes) -> NameMap:
-        """The same with the names that our tensors have here, of the two that the norm before experts goes by.
+        """Returns this map with the checkpoint's names; the norm before experts has two alternative names.
 
         Raises:
-            CheckpointError: one of our tensors is missing, superfluous, or has another shape.
+            CheckpointError: one of the checkpoint's tensors is missing, superfluous, or has another shape.
         """
         pairs = tuple(replace(pair, ours=_named(pair.ours, shapes)) for pair in self.pairs)
         wanted = {pair.ours: pair.our_shape for pair in pairs}
@@ -98,7 +98,7 @@ class NameMap:
         return replace(self, pairs=pairs)
 
     def check_theirs(self, shapes: Shapes) -> None:
-        """Raises CheckpointError if one of their tensors is missing, superfluous, or has another shape."""
+        """Raises CheckpointError if one of transformers' tensors is missing, superfluous, or has another shape."""
         there = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
         wanted = self.their_shapes()
         _check_names(wanted, there, "the directory", "config.json")
@@ -112,7 +112,7 @@ class NameMap:
 
 
 def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
-    """The tensors of a model of ours, and those of a family; raises CheckpointError if there is no such model."""
+    """Returns the tensors of a model, here and in a family; raises CheckpointError if the model is invalid."""
     ours = described(model)
     pairs, zeros = _pairs(ours, family), {}
     for layer in (layer for layer, experts in enumerate(ours.expert_layers) if experts):
@@ -150,7 +150,7 @@ def _attention(model: Described) -> Iterator[Pair]:
 
 
 def _queries_keys_values(kind: str, heads: int, groups: int, width: int, rest: Shape) -> Iterator[Pair]:
-    """Our rows are, group by group, its queries' heads, its key and its value."""
+    """Yields the pairs of the joint matrix, whose rows are, for each group, its query heads, key and value."""
     ratio = heads // groups
     stride = (ratio + 2) * width
     for which, first, count in (("q", 0, ratio), ("k", ratio, 1), ("v", ratio + 1, 1)):
@@ -198,7 +198,7 @@ def _gated(
 
 
 def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[tuple[str, Shape]]:
-    """What the family has in a layer with experts, and our model has not."""
+    """Yields the family's tensors of a layer with experts that the model lacks."""
     hidden = model.hidden_size
     if family.expert_bias and not model.moe_router_enable_expert_bias:
         yield f"{moe}.gate.e_score_correction_bias", (model.num_experts or 0,)
@@ -218,7 +218,7 @@ def _same(ours: str, theirs: str, shape: Shape) -> Pair:
 
 
 def _named(name: str, there: Shapes) -> str:
-    """Local layers and Transformer Engine's have different names for the norm before experts."""
+    """Returns the existing name: local layers and Transformer Engine name the norm before experts differently."""
     other = name.removesuffix(_NORM) + _NORM_OF_EXPERTS
     return other if name.endswith(_NORM) and name not in there and other in there else name
 

@@ -1,4 +1,4 @@
-"""Logits by our model, of a checkpoint: a program of its own, as :mod:`reference` is."""
+"""Computes this program's logits of a checkpoint, as a separate program like :mod:`reference`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy
 
 from megatron.pretraining.entry import cpu
 
-cpu.install()  # comes before megatron.core
+cpu.install()  # must precede megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -39,7 +39,7 @@ from moc.state.operators import is_module_state  # noqa: E402
 
 
 def main(asked: str) -> int:
-    """Writes the logits, fp32 of shape (sequences, tokens, vocabulary), that a file of :mod:`logits` asks for."""
+    """Writes the logits requested by a file of :mod:`logits`, fp32 of shape (sequences, tokens, vocabulary)."""
     ask = parse(Tree(Path(asked).parent).read(Path(asked).name, SMALL))
     contents = contents_of(Path(ask["source"]), ask["allow_stale"], ask["trust"])
     weights = weights_of(contents, DTYPES.get(ask["dtype"] or ""))
@@ -62,7 +62,7 @@ def _logits(
     with torch.no_grad():
         for piece in (piece for held in pieces for piece in held):
             into, entry = piece.view.view(piece.region.shape), there[piece.name]
-            box = whole_of(into.shape)  # of the embedding, without padding
+            box = whole_of(into.shape)  # excludes the embedding's padding
             read = weights.read(entry.name, entry.slot, box)
             into.copy_(read if rounded is None or is_module_state(entry.name) else read.to(rounded))
         positions = torch.arange(length)[None].expand(len(tokens), -1)
@@ -71,11 +71,11 @@ def _logits(
 
 
 def built(config: Any, rows: int) -> Any:
-    """The model of a configuration by Megatron-LM's builder; process groups of one worker exist.
+    """Builds the model of a configuration by Megatron-LM's builder; process groups of one worker exist.
 
     Args:
-        config: of :func:`megatron.pretraining.entry.offline.config_of_words`.
-        rows: of the embedding.
+        config: configuration from :func:`megatron.pretraining.entry.offline.config_of_words`.
+        rows: rows of the embedding.
     """
     args = config.arguments
     args.padded_vocab_size, args.transformer_impl = rows, "local"

@@ -1,4 +1,4 @@
-"""The description of a model: recorded in a checkpoint, or by the options of its run."""
+"""Reads the description of a model from a checkpoint's record, or from the options of its run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.pretraining.process import cpu
 
-cpu.install()  # comes before megatron.core
+cpu.install()  # must precede megatron.core
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
 
 from megatron.pretraining.config import Config  # noqa: E402
@@ -23,7 +23,7 @@ from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.regions import Entry  # noqa: E402
 
-_LONGEST = 4096  # tokens of a sample, where only the model says how many there may be
+_LONGEST = 4096  # maximum tokens of a sample if only the model limits them
 _OF_NO_RUN = (
     "--micro-batch-size=1", "--train-iters=1", "--lr=1e-3", "--mock-data", "--tokenizer-type=NullTokenizer",
     "--make-vocab-size-divisible-by=1",
@@ -32,10 +32,10 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Described
 
 
 def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tuple[Mapping, Mapping | None]:
-    """Model and tokenizer of a checkpoint, by its state, or by the options of its run if it does not record them.
+    """Returns model and tokenizer of a checkpoint from its state, or if not recorded, from its run's options.
 
     Raises:
-        CheckpointError: there is neither, or the options cannot work, or are of another model.
+        CheckpointError: neither exists, or the options are invalid or describe another model.
     """
     if state.get("model"):
         return _with_vocabulary(state["model"]), state.get("tokenizer")
@@ -53,7 +53,7 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
 
 
 def as_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that describe a model, by name, without default values."""
+    """Returns the options that describe a model by name, without default values."""
     values = dataclasses.asdict(described(model))
     if not values["group_query_attention"]:
         del values["num_query_groups"]
@@ -61,7 +61,7 @@ def as_options(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def configured(model: Mapping[str, Any], length: int) -> Config:
-    """The configuration of a run with a model on one worker; raises CheckpointError if no run can train it."""
+    """Returns the configuration of a run with a model on one worker; raises CheckpointError if it is invalid."""
     words = [f"--seq-length={length}", *_OF_NO_RUN]
     for name, value in as_options(model).items():
         spelling = f"--{name.replace('_', '-')}"
@@ -77,7 +77,7 @@ def configured(model: Mapping[str, Any], length: int) -> Config:
 
 
 def recipe(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for ``--config``: of the model, its arithmetic and its tokenizer."""
+    """Returns options for ``--config``: model, arithmetic and tokenizer."""
     dtypes = {} if dtype == "fp32" else {dtype: True}
     length = dict(seq_length=min(model["max_position_embeddings"], _LONGEST))
     values = {name: value for name, value in model.items() if name != "vocab_size"}
@@ -87,7 +87,7 @@ def recipe(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any]) -
 def first_state(
     model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any], tensors: Iterable[Entry]
 ) -> dict[str, Any]:
-    """``training_state.json`` of a checkpoint that no run has written."""
+    """Returns ``training_state.json`` of a checkpoint that no run has written."""
     return {
         **dataclasses.asdict(Position()),
         "optimizer": None,
@@ -103,7 +103,7 @@ def first_state(
 
 
 def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A model with the size of its vocabulary; if the tokenizer's is not recorded, the padded size."""
+    """Adds the size of the vocabulary to a model; the padded size if the tokenizer's is not recorded."""
     return {**model, "vocab_size": model.get("vocab_size") or model.get("padded_vocab_size")}
 
 

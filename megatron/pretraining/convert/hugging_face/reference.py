@@ -1,6 +1,6 @@
-"""Logits by transformers: a program of its own, since what megatron-core needs on a CPU breaks transformers' models.
+"""Computes transformers' logits, as a separate program: megatron-core's CPU substitutes break transformers' models.
 
-Nothing of this package is imported here but the standard library, torch and transformers.
+It imports only the standard library, numpy, torch and transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def main(directory: str, tokens: str, into: str) -> int:
-    """Writes the logits, fp32 of shape (sequences, tokens, vocabulary), of a directory's model for tokens in a file."""
+    """Writes the logits of a directory's model for tokens in a file, fp32 of shape (sequences, tokens, vocabulary)."""
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]  # optional
 
     how = dict(dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint as transformers has them, and the other way round; values are read on demand."""
+"""Converts a checkpoint's contents to transformers' tensors and back; values are read on demand."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from moc.store.errors import CheckpointError
 from moc.store.regions import Entry
 
 _BLOCK = 64 << 20
-_HELD = 1 << 30  # bytes of one of our tensors that are kept for the rows which follow
+_HELD = 1 << 30  # bytes of a tensor that is cached for its later rows
 
 
 class Exported:
-    """A model of ours as tensors of transformers.
+    """Model of this program as tensors of transformers.
 
     Args:
         weights: the compute weights.
         names: the tensors of both sides.
-        dtype: of the result; None leaves each as it is.  Router biases stay fp32.
+        dtype: dtype of the result; None keeps each dtype.  Router biases stay fp32.
 
     Raises:
-        CheckpointError: one of our tensors is missing, superfluous, or has another shape.
+        CheckpointError: one of this program's tensors is missing, superfluous, or has another shape.
     """
 
     def __init__(self, weights: ConvertedState, names: NameMap, dtype: torch.dtype | None):
@@ -45,13 +45,13 @@ class Exported:
         self.dtype = most
 
     def blocks(self, tensor: Tensor) -> Iterator[torch.Tensor]:
-        """The values of one of their tensors, in parts, by rows."""
+        """Yields the values of one of transformers' tensors, in parts, by rows."""
         step, rows = max(1, _BLOCK // max(1, tensor.row_bytes)), tensor.shape[0]
         for first in range(0, rows, step):
             yield self.rows(tensor, first, min(step, rows - first))
 
     def rows(self, tensor: Tensor, first: int, count: int) -> torch.Tensor:
-        """Some rows of one of their tensors.
+        """Returns some rows of one of transformers' tensors.
 
         Raises:
             CheckpointError: values cannot be read, or become infinite.
@@ -74,16 +74,16 @@ class Exported:
 
 
 class Imported(ConvertedState):
-    """Tensors of transformers as a model of ours: weights alone.
+    """Tensors of transformers as a model of this program, without optimizer state.
 
     Args:
         stored: the tensors, by name.
         names: the tensors of both sides.
-        dtype: of the result; None leaves each as it is.  Router biases become fp32.
+        dtype: dtype of the result; None keeps each dtype.  Router biases become fp32.
         state: as in ``training_state.json``.
 
     Raises:
-        CheckpointError: one of their tensors is missing, superfluous, or has another shape or dtype.
+        CheckpointError: one of transformers' tensors is missing, superfluous, or has another shape or dtype.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], names: NameMap, dtype: torch.dtype | None, state: dict):
@@ -96,16 +96,16 @@ class Imported(ConvertedState):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of most weights."""
+        """Dtype of most weights."""
         return most_common(self._dtypes.values())
 
     def with_state(self, state: dict) -> Imported:
-        """Sets what is not tensors, and returns itself."""
+        """Sets the state other than tensors, and returns itself."""
         self.facts = replace(self.facts, state=state)
         return self
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """A box of one of our weights."""
+        """Reads a chunk of a weight."""
         parts: dict[int, torch.Tensor] = {}
         for pair in self._pairs[name]:
             for r in pair.rows:
@@ -127,7 +127,7 @@ class Imported(ConvertedState):
 
 
 class _Held:
-    """Reads rows of our weights; of a tensor that is not huge, the rest is kept for what is read next."""
+    """Reads rows of weights; caches the last tensor unless it is huge."""
 
     def __init__(self, weights: ConvertedState):
         self._weights = weights
@@ -135,7 +135,7 @@ class _Held:
         self._name, self._values = "", torch.empty(0)
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Rows of a weight."""
+        """Returns rows of a weight."""
         entry = self._entries[name]
         if entry.nbytes > _HELD:
             offset = (first, *(0 for _ in entry.global_shape[1:]))
@@ -146,7 +146,7 @@ class _Held:
 
 
 def _common(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Where spans (start, start elsewhere, length) overlap a range: the start elsewhere, and the length."""
+    """Yields the overlaps of spans (start, other start, length) with a range, as (other start, length)."""
     for start, elsewhere, length in spans:
         low, high = max(first, start), min(first + count, start + length)
         if low < high:
@@ -154,7 +154,7 @@ def _common(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> It
 
 
 def most_common(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of most tensors."""
+    """Returns the dtype of most tensors."""
     return Counter(dtypes).most_common(1)[0][0]
 
 
@@ -165,7 +165,7 @@ def _dtype(name: str, there: torch.dtype, wanted: torch.dtype | None) -> torch.d
 
 
 def _in_order(names: NameMap) -> dict[str, tuple[int, ...]]:
-    """Shapes of their tensors by name, layer by layer, so that a file has few layers."""
+    """Returns the shapes of transformers' tensors by name, layer by layer, so that a file has few layers."""
     shapes, layers = names.their_shapes(), {}
     for name, shape in shapes.items():
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The files of a tokenizer in a directory of transformers."""
+"""Writes the files of a tokenizer into a directory of transformers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
-_FILES = (  # of a tokenizer: neither code nor weights, nor what a model is
+_FILES = (  # files of a tokenizer, without code, weights and the model's configuration
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _MODELS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_PROBE = " two  spaces\ta tab, \ufb01 and \uff21 "  # a ligature, and a letter of full width
+_PROBE = " two  spaces\ta tab, \ufb01 and \uff21 "  # with a ligature and a full-width letter
 _SPECIAL = ("bos", "eos", "unk", "pad")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds a tokenizer."""
+    """Returns whether a directory holds a tokenizer."""
     return any((directory / name).is_file() for name in _MODELS)
 
 
@@ -32,7 +32,7 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[dic
         Ids of special tokens for ``config.json``, and sentences for the user.
 
     Raises:
-        CheckpointError: its file cannot be read as what it is said to be.
+        CheckpointError: its file cannot be read as the recorded type.
     """
     kind, model = (recorded or {}).get("type"), (recorded or {}).get("model")
     if kind in (None, "NullTokenizer"):
@@ -78,7 +78,7 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
         "add_eos_token": False,
         "add_prefix_space": False,
         "legacy": False,
-        "split_special_tokens": True,  # text that looks like a special token is none in training
+        "split_special_tokens": True,  # in training, text that looks like a special token is plain text
         **{f"{kind}_token": processor.id_to_piece(number) for kind, number in ids.items() if number >= 0},
     }
     write_durably(into / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -86,13 +86,13 @@ def _sentencepiece(model: Path, into: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _differs(processor: Any) -> str | None:
-    """Why transformers' LlamaTokenizer, which merges pairs of text as it is, differs from a SentencePiece model."""
+    """Returns why transformers' LlamaTokenizer, a BPE without normalization, differs from a SentencePiece model."""
     normal = (
         piece
         for piece in range(processor.get_piece_size())
         if not (processor.is_control(piece) or processor.is_unknown(piece) or processor.is_byte(piece))
     )
-    if not all(processor.get_score(piece).is_integer() for piece in normal):  # of BPE, they are ranks
+    if not all(processor.get_score(piece).is_integer() for piece in normal):  # BPE scores are ranks
         return "is no BPE model"
     if processor.normalize(_PROBE).replace("\u2581", " ") != _PROBE:
         return "changes text before it encodes it"

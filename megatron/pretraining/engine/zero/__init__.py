@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO optimizer under this project's model, schedule and vote; DeepSpeed's engine is not used."""
+"""Runs DeepSpeed's ZeRO optimizer under this project's model, schedule and commit; without DeepSpeed's engine."""

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed, which nothing else does, and attaches it to process groups that exist already."""
+"""Imports DeepSpeed, as the only module that does, and attaches it to existing process groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 def load() -> Any:
-    """Imports what DeepSpeed's optimizer needs, some of which it would import while it works; starts no thread.
+    """Imports all modules that DeepSpeed's optimizer needs, including its lazy imports; starts no thread.
 
     Returns:
         The module of DeepSpeed's optimizer for stages 1 and 2.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it would probe
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # prevents probing
     from deepspeed.runtime.zero import stage_1_and_2
 
     compiler = torch.compile
@@ -29,7 +29,7 @@ def load() -> Any:
 
 
 def attach() -> Any:
-    """Attaches DeepSpeed to torch.distributed; communicates with nobody.
+    """Attaches DeepSpeed to torch.distributed, without communication.
 
     Returns:
         The module of DeepSpeed's optimizer for stages 1 and 2.
@@ -38,12 +38,12 @@ def attach() -> Any:
     import deepspeed.comm as comm
 
     if comm.comm.cdb is None:
-        # for inference only, and compiled for half a minute; ``deepspeed.comm.torch`` names torch itself
+        # only for inference, and takes half a minute to compile; ``deepspeed.comm.torch`` is an alias of torch itself
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
         comm.init_distributed(
             dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False
         )
         backend: Any = comm.comm.cdb
-        # looked up in each call: while a replacement builds alone, torch has a stand-in, which must not be kept
+        # looked up in each call: while a replacement builds without peers, torch has a stand-in, which must not be kept
         backend.all_gather_function = lambda **how: dist.all_gather_into_tensor(**how)
     return module

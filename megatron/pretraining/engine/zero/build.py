@@ -16,7 +16,7 @@ from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 
 
 def build_zero_optimizer(config: Config, chunk: ZeroChunk, core_config: OptimizerConfig) -> ZeroOptimizer:
-    """Builds DeepSpeed's optimizer over a chunk, whose parameters it moves into flat buffers; no collective."""
+    """Builds DeepSpeed's optimizer over a chunk, and moves its parameters into flat buffers; no collective."""
     module, zero = attach(), config.zero
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
     from deepspeed.utils.timer import NoopTimer
@@ -42,7 +42,7 @@ def build_zero_optimizer(config: Config, chunk: ZeroChunk, core_config: Optimize
         overlap_comm=False,
         offload_optimizer_config=offload if zero.cpu_optimizer else None,
         mpu=_model_parallel_unit(),
-        clip_grad=0.0,  # the vote clips
+        clip_grad=0.0,  # the optimizer's ``apply`` clips
         gradient_accumulation_dtype=_DTYPES[zero.zero_grad_accum_dtype],
         communication_data_type=_DTYPES[zero.zero_communication_dtype],
         gradient_average=False,
@@ -58,7 +58,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _groups_of(inner: torch.optim.Optimizer, chunk: ZeroChunk) -> dict:
-    """Process groups: experts have their own, under the name of their parameter group."""
+    """Returns the process groups; experts have their own, under the name of their parameter group."""
     groups: dict[str, Any] = dict(dp_process_group=chunk.dp_cp_group)
     experts = [group["name"] for group in inner.param_groups if group["moe"]]
     if experts:
@@ -71,7 +71,7 @@ def _groups_of(inner: torch.optim.Optimizer, chunk: ZeroChunk) -> dict:
 
 
 def _parameter_groups(config: Config, chunk: ZeroChunk) -> list[dict]:
-    """Parameter groups by (expert, weight decay, dtype), with the keys that megatron-core and DeepSpeed read."""
+    """Returns parameter groups by (expert, weight decay, dtype), with the keys of megatron-core and DeepSpeed."""
     rate, decay = config.learning_rate, config.regularization.weight_decay
     experts = f"ep_size_{config.parallel.expert_model_parallel_size}"
     groups: dict[tuple, dict] = {}
@@ -80,7 +80,7 @@ def _parameter_groups(config: Config, chunk: ZeroChunk) -> list[dict]:
         decays = not (name.endswith(".bias") or parameter.dim() == 1)  # as in Megatron-LM
         if is_expert:
             marked: Any = parameter
-            marked.group_name = experts  # where DeepSpeed looks for the process group
+            marked.group_name = experts  # the key under which DeepSpeed looks for the process group
         settings = dict(
             params=[],
             moe=is_expert,
@@ -98,7 +98,7 @@ def _parameter_groups(config: Config, chunk: ZeroChunk) -> list[dict]:
 
 
 def _model_parallel_unit() -> SimpleNamespace:
-    """What DeepSpeed asks about model parallelism."""
+    """Returns the interface through which DeepSpeed queries model parallelism."""
     group: Any = parallel_state.get_model_parallel_group()
     return SimpleNamespace(
         get_model_parallel_group=lambda: group,

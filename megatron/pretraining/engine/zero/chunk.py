@@ -1,4 +1,4 @@
-"""A model chunk whose gradients DeepSpeed reduces: stands in for megatron-core's ``DistributedDataParallel``."""
+"""Defines a model chunk whose gradients DeepSpeed reduces, in place of ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class Reducing(Protocol):
-    """What a chunk asks of the optimizer that reduces its gradients."""
+    """Methods that a chunk requires of the optimizer that reduces its gradients."""
 
     def begin_micro_batch(self) -> None:
-        """The forward pass of a micro batch is about to begin."""
+        """Prepares for the forward pass of a micro batch."""
 
     def reduce(self) -> None:
         """Reduces the gradients of the iteration."""
@@ -27,7 +27,7 @@ class Reducing(Protocol):
         """Drops the gradients of the last iteration."""
 
     def drop_unfinished_iteration(self) -> None:
-        """Drops what an interrupted iteration has left."""
+        """Clears the state of an interrupted iteration."""
 
     def gather_weights(self) -> None:
         """All-gathers the weights that data-parallel peers have updated."""
@@ -51,7 +51,7 @@ class ZeroChunk(MegatronModule):
         self.reducer: Reducing
 
     def forward(self, *inputs, **kwargs):
-        """Forward of a micro batch; without gradients it is an evaluation."""
+        """Computes forward of a micro batch; without gradients, it is an evaluation."""
         if torch.is_grad_enabled():
             self.reducer.begin_micro_batch()
         return self.module(*inputs, **kwargs)

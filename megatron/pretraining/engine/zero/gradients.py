@@ -1,9 +1,9 @@
-"""The gradients of an iteration in DeepSpeed's ZeRO optimizer: reduced into this rank's partitions.
+"""Reduces the gradients of an iteration into this rank's partitions of DeepSpeed's ZeRO optimizer.
 
-DeepSpeed's hooks take the gradient of each parameter as backward yields it.  At stage 1 they accumulate it, and the end
-of the iteration reduces the sum; at stage 2 each micro batch is reduced, and only this rank's partition accumulates.
-DeepSpeed is called as for micro batches whose number is not known beforehand, and never divides: gradients are averaged
-here, in fp32, after their sum, since at stage 2 it would divide in the format of the weights.
+DeepSpeed's hooks take the gradient of each parameter as backward produces it.  At stage 1 they accumulate it, and the
+end of the iteration reduces the sum.  At stage 2 each micro batch is reduced, and only this rank's partition
+accumulates.  DeepSpeed is called as for an unknown number of micro batches, and never divides.  Gradients are averaged
+here, in fp32, after their sum, since at stage 2 DeepSpeed would divide in the format of the weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 
 class PartitionedGradients:
-    """Reduced gradients, in memory that stays the same.
+    """Reduced gradients, at fixed memory addresses.
 
     Args:
         zero: DeepSpeed's ``DeepSpeedZeroOptimizer``, with ``gradient_average=False``.
         average_over: data-parallel workers to average over; 1 for sums.
 
     Attributes:
-        partitions: of each parameter group, this rank's part of the flattened gradients, fp32.
+        partitions: this rank's part of the flattened gradients of each parameter group, fp32.
     """
 
     def __init__(self, zero: Any, average_over: int):
@@ -33,7 +33,7 @@ class PartitionedGradients:
         self.partitions: list[torch.Tensor] = [self._memory(group) for group in self._groups]
 
     def begin_micro_batch(self) -> None:
-        """Prepares for the hooks of the next backward; at stage 2, ends the micro batch before."""
+        """Prepares for the hooks of the next backward; at stage 2, ends the previous micro batch."""
         zero = self._zero
         if self._begun and not zero.partition_gradients:
             return  # with a pipeline, forward passes precede the backward passes of others
@@ -45,10 +45,10 @@ class PartitionedGradients:
         self._begun = True
 
     def reduce(self, tied: Iterable[torch.nn.Parameter] = (), peers: Any = None) -> None:
-        """Reduces what is left, into :attr:`partitions`; a collective of data-parallel peers.
+        """Reduces the remaining gradients into :attr:`partitions`; a collective call of data-parallel peers.
 
         Args:
-            tied: weights that this pipeline stage has in common with another; at stage 1 only.
+            tied: weights that this pipeline stage shares with another; only at stage 1.
             peers: process group of these stages, over which the gradients of such weights are summed first.
         """
         zero = self._zero
@@ -59,7 +59,7 @@ class PartitionedGradients:
             zero.set_gradient_accumulation_boundary(True)
             zero.backward_epilogue()
             for parameter in tied:
-                if (gradient := zero.get_gradient_for_reduction(parameter)) is not None:  # else it is frozen
+                if (gradient := zero.get_gradient_for_reduction(parameter)) is not None:  # None if frozen
                     dist.all_reduce(gradient, group=peers)
             zero.reduce_gradients()
             zero.exit_backward()
@@ -78,7 +78,7 @@ class PartitionedGradients:
                 partition.mul_(factor.to(partition.device) if isinstance(factor, torch.Tensor) else factor)
 
     def drop(self) -> None:
-        """Back to before the first micro batch."""
+        """Resets the gradients to their state before the first micro batch."""
         zero = self._zero
         zero.zero_grad(set_to_none=True)
         zero.micro_step_id = -1  # as after DeepSpeed's own step(), which is not called
@@ -90,7 +90,7 @@ class PartitionedGradients:
         self._begun = False
 
     def forget(self) -> None:
-        """Clears what an interrupted backward or reduction has left in DeepSpeed's objects."""
+        """Clears the state of an interrupted backward or reduction in DeepSpeed's objects."""
         zero = self._zero
         for bucket in zero.ipg_buckets.values():
             bucket.clear()
@@ -113,7 +113,7 @@ class PartitionedGradients:
         self._zero.exit_backward()
 
     def _memory(self, group: int) -> torch.Tensor:
-        """Where the reduced gradients of a group stay: where DeepSpeed accumulates them, if it is one fp32 tensor."""
+        """Returns the memory of a group's reduced gradients: DeepSpeed's accumulator, if it is one fp32 tensor."""
         zero = self._zero
         master = zero.single_partition_of_fp32_groups[group]
         if zero.cpu_offload:
@@ -123,7 +123,7 @@ class PartitionedGradients:
         return torch.zeros_like(master, requires_grad=False)
 
     def _collect(self, group: int) -> None:
-        """Copies the reduced gradients of a group to their memory, if they are elsewhere, and frees them there."""
+        """Copies the reduced gradients of a group to their memory, if they are outside it, and frees the originals."""
         zero = self._zero
         if not zero.cpu_offload and zero._use_compact_grad_partition_buffer(group):
             return

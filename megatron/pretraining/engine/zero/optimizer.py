@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO optimizer as one of megatron-core's: one fp32 fragment for each parameter that this rank updates.
+"""Wraps DeepSpeed's ZeRO optimizer as a megatron-core optimizer, with one fp32 chunk per parameter part on this rank.
 
-DeepSpeed flattens each parameter group, and this rank's part of it is one fp32 tensor.  Here the inner Adam does not
-see that tensor but a view for each model parameter in it, so that each has its own moments and update count, takes no
-update while it is frozen, and is saved by itself.
+DeepSpeed flattens each parameter group, and this rank's part of it is one fp32 tensor.  Here the inner Adam receives
+one view per model parameter instead of that tensor.  So each parameter has its own moments and update count, skips
+updates while it is frozen, and is saved separately.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.pretraining.engine.zero.gradients import PartitionedGradients
 
 @dataclass(frozen=True, eq=False)
 class ZeroFragment:
-    """The part of a parameter that this rank updates.
+    """Part of a parameter that this rank updates.
 
     Attributes:
-        name: of the parameter in the chunk.
+        name: name of the parameter in the chunk.
         start: index of the first element in the flattened parameter.
         master: fp32, 1-D, a view of the partition of its group.
         gradient: reduced, fp32, of the same elements.
@@ -43,11 +43,11 @@ class ZeroFragment:
 
 
 class ZeroOptimizer(FragmentedOptimizer):
-    """A sharded megatron-core optimizer over DeepSpeed's partitions; also reduces the gradients of its chunk.
+    """Sharded megatron-core optimizer over DeepSpeed's partitions; also reduces the gradients of its chunk.
 
     Attributes:
         fragments: the parts of parameters that this rank updates.
-        starts: by parameter, where its fragment begins.
+        starts: by parameter, the index at which its part begins.
     """
 
     is_stub_optimizer = False
@@ -71,7 +71,7 @@ class ZeroOptimizer(FragmentedOptimizer):
             first = dist.get_rank(zero.real_dp_process_group[group]) * masters.numel()
             self.optimizer.state.pop(settings["params"][0], None)
             settings["params"] = []
-            # the order in the flat buffer; DeepSpeed's own map of fragments assumes another with round_robin_gradients
+            # the order in the flat buffer; DeepSpeed's own map assumes another order with round_robin_gradients
             order = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
             for parameter, offset in zip(*order, strict=True):
                 begin, end = max(offset, first), min(offset + parameter.numel(), first + masters.numel())
@@ -81,7 +81,7 @@ class ZeroOptimizer(FragmentedOptimizer):
                     name = zero.param_names[parameter]
                     yield ZeroFragment(name, parameter, begin - offset, settings["params"][-1], gradients[mine])
 
-    # the gradients of the chunk: see :class:`megatron.pretraining.engine.zero.chunk.Reducing`
+    # gradients of the chunk: see :class:`megatron.pretraining.engine.zero.chunk.Reducing`
 
     def begin_micro_batch(self) -> None:
         """Prepares DeepSpeed's hooks for the next backward."""
@@ -101,7 +101,7 @@ class ZeroOptimizer(FragmentedOptimizer):
         self._gradients.drop()
 
     def drop_unfinished_iteration(self) -> None:
-        """Drops what an interrupted iteration has left."""
+        """Clears the state of an interrupted iteration."""
         self._gradients.forget()
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class ZeroOptimizer(FragmentedOptimizer):
         )
 
     def _sum_over_tensor_parallel(self) -> None:
-        """As megatron-core's ``finalize_model_grads``, which looks for gradients of whole parameters and finds none.
+        """Sums as megatron-core's ``finalize_model_grads``, which finds no gradients of complete parameters here.
 
         Tensor-parallel ranks own the same elements, since their parameters have the same shapes.
         """
@@ -136,7 +136,7 @@ class ZeroOptimizer(FragmentedOptimizer):
         for gradients, divisor in ((summed, 1), (averaged, group.size())):
             if gradients:
                 together = torch.cat(gradients)  # each is 1-D
-                reduced = together.to(self.fragments[0].parameter.device)  # with offload, the host has them
+                reduced = together.to(self.fragments[0].parameter.device)  # from the host, with offload
                 dist.all_reduce(reduced, group=group)
                 together.copy_(reduced).div_(divisor)
                 for gradient, values in zip(gradients, together.split([one.numel() for one in gradients]), strict=True):
@@ -145,12 +145,12 @@ class ZeroOptimizer(FragmentedOptimizer):
     # a megatron-core optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Takes the gradients from the inner Adam; the reduced ones stay."""
+        """Removes the gradients from the inner Adam; the reduced ones are kept."""
         for fragment in self.fragments:
             fragment.master.grad = None
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Gradients that count in the norm: no copies on other tensor-parallel ranks or stages."""
+        """Returns the gradients that count in the norm, without copies from other tensor-parallel ranks or stages."""
         dense, experts = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),
@@ -185,7 +185,7 @@ class ZeroOptimizer(FragmentedOptimizer):
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    """As megatron-core chooses it."""
+    """Returns the gradient scaler, chosen as in megatron-core."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:

@@ -1,4 +1,4 @@
-"""Families by name.  Every file in this directory is imported: adding a family means adding one file."""
+"""Registers families by name.  Every file in this directory is imported: to add a family, add one file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
 
 
 def family_named(name: str) -> Family:
-    """The family of a ``model_type``.
+    """Returns the family of a ``model_type``.
 
     Raises:
-        CheckpointError: it is not known.
+        CheckpointError: it is unknown.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -40,7 +40,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Config) -> Family:
-    """The family of a configuration, by its ``model_type``; raises CheckpointError if it is not known."""
+    """Returns the family of a configuration by its ``model_type``; raises CheckpointError if it is unknown."""
     if not isinstance(name := config.get("model_type"), str) or len(name) > _LONGEST:
         raise CheckpointError(
             "config.json has no model_type, which names the family of the weights. Fix: add it, as the model was "
@@ -51,16 +51,16 @@ def family_of(config: Config) -> Family:
 
 
 def families_for(model: Model) -> list[Family]:
-    """The families that can say a model of ours: those that have what it has, or else those with zeros in addition."""
+    """Returns the families that can express a model: exact matches, or otherwise families that need added zeros."""
     able = [family for family in FAMILIES.values() if _refusal(family, model) is None]
     return [family for family in able if _plainly(family, model)] or able
 
 
 def family_for(model: Model) -> Family:
-    """The one family that can say a model of ours.
+    """Returns the only family that can express a model.
 
     Raises:
-        CheckpointError: none can, or several.
+        CheckpointError: no family or several can.
     """
     able = families_for(model)
     if len(able) == 1:

@@ -1,7 +1,7 @@
-"""GLM-4-MoE (GLM-4.5, 2025): DeepSeek-V3's routing with grouped-query attention.
+"""Converts GLM-4-MoE (GLM-4.5, 2025): DeepSeek-V3's routing with grouped-query attention.
 
 Scores are sigmoids, experts are selected by score and bias within the best groups, and shared experts have no gate.  A
-model without shared experts gets some of an expert's width whose weights are zeros.
+model without shared experts receives one of an expert's width, with zero weights.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "glm4_moe", "Glm4MoeForCausalLM", "n_routed_experts"
 _FIXED: dict[str, Any] = dict(moe_router_score_function="sigmoid", moe_shared_expert_gate=False)
-_PER_GROUP = 2  # experts whose scores are a group's in transformers; topk // group_topk in megatron-core
+_PER_GROUP = 2  # experts whose scores sum to a group's in transformers; topk // group_topk in megatron-core
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """Our model; see :class:`Family`."""
+    """Returns the model in Megatron-LM's options; see :class:`Family`."""
     values = common.read(config, _EXPERTS, _FIXED, partial=0.5)
     width = common.whole(config, "moe_intermediate_size")
     factor = common.number(config, "routed_scaling_factor", 1.0)
@@ -42,7 +42,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The configuration; see :class:`Family`."""
+    """Returns the configuration; see :class:`Family`."""
     ours = described(model)
     check(_NAME, ours, _FIXED)
     _check_groups(ours)
@@ -53,7 +53,7 @@ def config_of(model: Model) -> dict[str, Any]:
             "experts. Fix: choose another --family",
             code="family-cannot-express",
         )
-    width = ours.moe_ffn_hidden_size or 1  # known, since there are experts
+    width = ours.moe_ffn_hidden_size or 1  # always set, since there are experts
     if ours.shared % width:
         raise CheckpointError(
             f"{_NAME} cannot express --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
@@ -81,7 +81,7 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def shared_width(model: Model) -> int:
-    """Inner width of the shared experts, which the family always has."""
+    """Returns the inner width of the shared experts, which the family always has."""
     ours = described(model)
     return ours.shared or ours.moe_ffn_hidden_size or 0
 

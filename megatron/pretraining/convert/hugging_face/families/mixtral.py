@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): experts in every layer, weighted by the softmax over the selected ones."""
+"""Converts Mixtral (Jiang et al., 2024): experts in every layer, weighted by the softmax over the selected ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """Our model; see :class:`Family`."""
+    """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
     width = common.whole(config, "intermediate_size")
     values = common.read(config, _EXPERTS, _FIXED, theta=1e6)
@@ -32,7 +32,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The configuration; see :class:`Family`."""
+    """Returns the configuration; see :class:`Family`."""
     ours = described(model)
     check(_NAME, ours, _FIXED)
     check_all_layers_have_experts(_NAME, ours)

@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al., 2024): queries and keys are normalised over all heads together."""
+"""Converts OLMoE (Muennighoff et al., 2024): queries and keys are normalised over all heads together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """Our model; see :class:`Family`."""
+    """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
@@ -39,7 +39,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The configuration; see :class:`Family`."""
+    """Returns the configuration; see :class:`Family`."""
     ours = described(model)
     check(_NAME, ours, _FIXED)
     check_all_layers_have_experts(_NAME, ours)

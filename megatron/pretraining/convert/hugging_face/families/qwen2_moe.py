@@ -1,7 +1,7 @@
-"""Qwen2-MoE (Yang et al., 2024): any layers may be dense, and shared experts have a gate.
+"""Converts Qwen2-MoE (Yang et al., 2024): any layers may be dense, and shared experts have a gate.
 
-Shared experts without a gate are the same with a gate of zeros, whose sigmoid is a half, and twice the last matrix.  A
-model without shared experts gets some of width 1 whose weights are zeros.
+Shared experts without a gate become experts with a zero gate, whose sigmoid is a half, and a doubled last matrix.  A
+model without shared experts receives some of width 1 with zero weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(qk_layernorm=False, rotary_percent=1.0)
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """Our model; see :class:`Family`."""
+    """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
     return (
         common.read(config, _EXPERTS, _FIXED)
@@ -32,7 +32,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The configuration; see :class:`Family`."""
+    """Returns the configuration; see :class:`Family`."""
     ours = described(model)
     check(_NAME, ours, _FIXED)
     return common.write(
@@ -48,7 +48,7 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def shared_width(model: Model) -> int:
-    """Inner width of the shared experts, which the family always has."""
+    """Returns the inner width of the shared experts, which the family always has."""
     return model.get("moe_shared_expert_intermediate_size") or 1
 
 

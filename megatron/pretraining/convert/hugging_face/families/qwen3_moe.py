@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al., 2025): queries and keys of each head are normalised, any layers may be dense."""
+"""Converts Qwen3-MoE (Yang et al., 2025): queries and keys of each head are normalised, any layers may be dense."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """Our model; see :class:`Family`."""
+    """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     return (
@@ -29,7 +29,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The configuration; see :class:`Family`."""
+    """Returns the configuration; see :class:`Family`."""
     ours = described(model)
     check(_NAME, ours, _FIXED)
     own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(ours)
