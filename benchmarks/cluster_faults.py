@@ -1,24 +1,28 @@
-"""Hosts, links and storage that fail under a job of several machines, and whether it ends as if nothing had been.
+"""Injects failures of hosts, links and storage into a job on several machines, and checks its result.
 
     python benchmarks/cluster_faults.py --list
-    python benchmarks/cluster_faults.py --only "first lost" --keep /tmp/there     # one row; consoles and events stay
+    python benchmarks/cluster_faults.py --only "first lost" --keep /tmp/there     # one row; keeps consoles and events
     python benchmarks/cluster_faults.py --output docs/results/cluster_faults_cpu.json
     python benchmarks/cluster_faults.py --layout elastic --tiers disk --iterations 200 --patience 90
 
-The machines are namespaces of this one (benchmarks/cluster/hosts.py): each has its own network, memory and processes;
-loss of power is the end of all its processes, of which nobody hears, and a cut link loses packets without a word.  All
-see the same storage, a file system that can be frozen.  It needs root; elsewhere it says so, and ends with 0.
+The machines are namespaces of this machine (benchmarks/cluster/hosts.py). Each has its own network, memory and
+processes. A power loss ends all processes of a host without a message; a cut link drops packets silently. All hosts
+share one storage, a file system that can be frozen. The program needs root; without root it exits with 0.
 
-A row has failed if the job has not ended; if losses, gradient norms or the hash of any region of the last snapshot
-differ from those of the run without faults (with partial snapshots: unless it went on with experts of other iterations
-than the rest, and has counted what they lost); if a host ended with another code than it should; if a host that was cut
-off says nothing of it; if a console has a traceback; if processes, temporary files or memory are left where a job has
-ended well; and if there were two worlds at any moment: an iteration told by two, a rank that lived on two hosts while
-something was told or published, or a manifest of an older generation after one of a newer one.
+A row fails if
 
-With ``--layout elastic``, five hosts train, and at least three go on in process when others fail.  Then losses must be
-within 1e-5 of those without faults, no iteration computed twice, and no checkpoint read; ranks are others after each
-change, so that none of them tells of two worlds.
+* the job does not end, or a host exits with an unexpected code;
+* losses, gradient norms or the hash of any region of the last snapshot differ from the run without faults. Partial
+  snapshots are exempt if the run continued with stale experts and counted the lost tokens;
+* a host that was cut off prints no reason, or a console has a traceback;
+* processes, temporary files or memory remain after a job that exited with 0;
+* two generations were active simultaneously: an iteration was reported twice, or a rank ran on two hosts while an
+  iteration was reported or a checkpoint committed;
+* a manifest of an older generation followed one of a newer generation.
+
+With ``--layout elastic``, five hosts train, and at least three continue in process when others fail.  Losses must then
+be within 1e-5 of the run without faults, no iteration may be computed twice, and no checkpoint may be read.  Ranks are
+not checked there, because they change with each membership.
 """
 
 from __future__ import annotations
@@ -54,24 +58,24 @@ HERE = {"EP2": (2, f"{ZERO} {EP2}"), **LAYOUTS, "elastic": (elastic.HOSTS, elast
 
 @dataclass
 class Row:
-    """What became of one scenario."""
+    """Outcome of one scenario."""
 
     scenario: str
     tier: str
-    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
+    wrong: list[str] = field(default_factory=list)  # failed checks; empty if the row passed
     codes: dict[int, int | None] = field(default_factory=dict)  # exit codes by host
-    generations: int = 0  # memberships that began after the first one
-    lived_twice_s: float = 0.0  # how long a rank lived on two hosts, whether or not anything was told then
+    generations: int = 0  # memberships after the first one
+    lived_twice_s: float = 0.0  # total time that a rank ran on two hosts
     stood_still_s: float = 0.0  # the longest time between two iterations
     seconds: float = 0.0
-    stand: dict[str, list[str]] = field(default_factory=dict)  # if it did not end, what its processes did
-    stale: list[int] = field(default_factory=list)  # experts of other iterations than the rest, by recovery
-    plt: float = 0.0  # most lost tokens, as a share of those so far
-    members: list[int] = field(default_factory=list)  # workers of each generation
+    stand: dict[str, list[str]] = field(default_factory=dict)  # states of the processes, if the job did not end
+    stale: list[int] = field(default_factory=list)  # stale experts, by recovery
+    plt: float = 0.0  # largest share of lost tokens
+    members: list[int] = field(default_factory=list)  # workers of each membership that trained
 
 
 class Trial:
-    """One job in one scenario, on a cluster whose hosts are on; ``wrong`` says what should not have happened."""
+    """One job in one scenario, on a cluster of running hosts; ``wrong`` lists unexpected behavior."""
 
     def __init__(self, own: argparse.Namespace, directory: Path, cluster: Cluster, storage: Storage, tier: str):
         workers, parallel = HERE[own.layout]
@@ -87,11 +91,11 @@ class Trial:
         self.job = ClusterJob(cluster, launcher, program, directory, self._snapshots)
         self._deadline = time.monotonic() + own.limit
         self.wrong: list[str] = []
-        self._said: dict[int, int] = {}  # by host that was set aside, what it had written before
+        self._said: dict[int, int] = {}  # by isolated host: length of its console before
         self._scenario = Scenario("", ())
 
     def run(self, scenario: Scenario) -> None:
-        """Until all launchers have ended, or time is over."""
+        """Runs until all launchers have ended or the time limit is reached."""
         self._scenario = scenario
         for host in self._cluster.hosts:
             self.job.start(host.number)
@@ -105,11 +109,11 @@ class Trial:
                 self._start_again()
 
     def end(self) -> End:
-        """What it has come to."""
+        """Returns losses and hashes of the run."""
         return end_of(self._snapshots, self._own.iterations, self.job.events)
 
     def codes(self) -> list[str]:
-        """What is wrong with how launchers ended, and with what those say that were set aside."""
+        """Returns unexpected exit codes, and isolated hosts that printed no reason."""
         wrong, aside = [], self._scenario.aside
         for number, code in self.job.codes().items():
             if code not in (None, 0) and not (code == AGAIN and number in aside):
@@ -120,7 +124,7 @@ class Trial:
         return wrong
 
     def _start_again(self) -> None:
-        """What a scheduler does with a job that has ended with 75."""
+        """Restarts the job, as a scheduler does after exit code 75."""
         if not self._scenario.ends:
             self.wrong.append("the job ended with 75, though a majority was left")
         for number in self.job.codes():
@@ -167,7 +171,7 @@ class Trial:
 
     def _on(self, hosts: tuple[int, ...]) -> None:
         for number in hosts:
-            shutil.rmtree(self._directory / f"tmp{number}")  # it was on a disk of its own
+            shutil.rmtree(self._directory / f"tmp{number}")  # on the host's own disk, which is lost
             self._cluster.hosts[number].power_on()
             self.job.start(number)
 
@@ -200,14 +204,14 @@ class Trial:
 
     def _cont_controller(self, _) -> None:
         for _, process in self._stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):  # its launcher has ended it
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended by its launcher
                 process.resume()
 
 
 def trial(
     own: argparse.Namespace, scenario: Scenario, name: str, tier: str, directory: Path, expected: End | None = None
 ) -> tuple[Row, End]:
-    """Runs one scenario, and judges it; its end only if one is expected."""
+    """Runs and judges one scenario; without ``expected``, losses and hashes are not compared."""
     directory.mkdir(parents=True)
     begun, row = time.monotonic(), Row(name, tier)
     with Storage(directory) as storage, Cluster(own.nnodes + own.spares) as cluster:
@@ -240,8 +244,8 @@ def trial(
 
 
 def _leftovers(cluster: Cluster, codes: dict[int, int | None], directory: Path) -> list[str]:
-    """Where a job has ended well, nothing of it is left."""
-    time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+    """Returns what remains after a job that ended well."""
+    time.sleep(0.5)  # the kernel needs a moment to end orphaned processes
     wrong = [f"{process} is left on {host.name}" for host in cluster.hosts for process in host.processes()]
     for host in cluster.hosts:
         if codes.get(host.number) == 0:
@@ -252,7 +256,7 @@ def _leftovers(cluster: Cluster, codes: dict[int, int | None], directory: Path) 
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--list", action="store_true", help="print the rows, and stop")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
@@ -282,7 +286,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _without_faults(own: argparse.Namespace, directory: Path) -> End:
-    """How the job ends if nothing happens; remembered where the files of runs are kept."""
+    """Returns the result of the job without faults; cached in the directory of the runs' files."""
     known = directory / f"expected_{own.layout}_{own.iterations}.json"
     if not known.exists():
         nothing, ended = trial(own, Scenario("nothing", ()), "nothing", "disk", directory / "nothing")
@@ -294,7 +298,7 @@ def _without_faults(own: argparse.Namespace, directory: Path) -> End:
 
 
 def _plain(end: End) -> End:
-    """The same in what JSON knows."""
+    """Returns the same with keys that JSON supports."""
     losses = {str(iteration): list(values) for iteration, values in end.losses.items()}
     return End(losses, {str(box): digest for box, digest in end.hashes.items()})
 
@@ -313,7 +317,7 @@ def _write(own: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Runs the rows; 1 if one has failed."""
+    """Runs all rows; returns 1 if any failed."""
     own = parse()
     if own.list:
         print("\n".join(f"{name:30} {row.what}" for name, row in own.rows.items()))
@@ -321,9 +325,9 @@ def main() -> int:
     if reason := unusable():
         print(f"skipped: {reason}")
         return 0
-    if _ALONE not in os.environ:  # so that mounts end with this process, however it ends
+    if _ALONE not in os.environ:  # mounts then end with this process, in any case
         os.execvpe("unshare", ["unshare", "--mount", sys.executable, *sys.argv], os.environ | {_ALONE: "1"})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and that storage is thawed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit handlers thaw the storage
     directory = own.keep or Path(tempfile.mkdtemp(prefix="cluster-faults-"))
     expected, rows = _without_faults(own, directory), []
     for tier in own.tiers:

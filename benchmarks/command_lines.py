@@ -1,13 +1,13 @@
-"""Counts recorded command lines of other programs that parse and configure, each in a process of its own.
+"""Counts recorded command lines of other programs that parse and configure, each in a separate process.
 
     python -m benchmarks.command_lines [--all | --id N ...] RECORDED.json
 
-A command line passes if ``pretrain_gpt_moe.py`` would start training with it: its words are read, Megatron-LM validates
-them, and no check of this project refuses them.  One H100 and Transformer Engine are simulated; no process group is
-made, and no data file is read.  The number of workers is the recorded one, or the smallest that the layout allows.
+A command line passes if ``pretrain_gpt_moe.py`` would start training with it: its words are parsed, Megatron-LM
+validates them, and no check of this project refuses them.  One H100 and Transformer Engine are simulated.  No process
+group is created and no data file is read.  The number of workers is the recorded one, or the smallest valid one.
 
 RECORDED.json is a list of objects with ``argv`` (words), ``source`` (the project), ``world`` (workers, or null),
-``files`` (content by path) and ``id``.
+``files`` (content by path), ``path`` (printed with the result) and ``id``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def simulate_device() -> None:
-    """Makes torch and megatron-core find one H100 and Transformer Engine, before other imports of Megatron."""
+    """Makes torch and megatron-core find one H100 and Transformer Engine; call it before other imports of Megatron."""
     import torch
 
     cuda: Any = torch.cuda
@@ -96,7 +96,7 @@ def simulate_engine() -> None:
 
 
 def outcome(recorded: dict[str, Any]) -> str | None:
-    """What the program answers to a command line: nothing if it trains, or its message; None if it crashes."""
+    """Returns the program's message for a command line: empty if it trains, None if it crashes."""
     received, sent = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -123,7 +123,7 @@ def _configure(recorded: dict[str, Any], answer: int) -> NoReturn:
         sys.argv = ["pretrain_gpt_moe.py", *argv]
         arguments: Any = import_module("megatron.training.arguments")
         gpt: Any = import_module("megatron.pretraining.entry.gpt")
-        arguments.set_global_variables = lambda *_, **__: None  # builds the tokenizer, from a file
+        arguments.set_global_variables = lambda *_, **__: None  # it would build the tokenizer from a file
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
                 gpt.configured()
@@ -138,7 +138,7 @@ def _configure(recorded: dict[str, Any], answer: int) -> NoReturn:
 
 
 def smallest_world(argv: list[str]) -> int:
-    """The smallest number of workers that the layout of a command line allows."""
+    """Returns the smallest number of workers that the layout of a command line allows."""
     sizes = dict.fromkeys(_WORDS_OF_LAYOUT.values(), 1) | {"expert_tensor": 0}
     for word, value in zip(argv, argv[1:], strict=False):
         name, _, joined = word.partition("=")

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: flags, the machine's description, JSON, verdicts, tables and plots."""
+"""Shared functions of benchmarks: flags, description of the machine, JSON, verdicts, tables and plots."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from moc.output import replacing
 
 
 def command_line(description: str | None, output: str = "JSON file") -> argparse.ArgumentParser:
-    """A parser whose help shows the whole description; with the flag ``--output``."""
+    """Returns a parser with the flag ``--output``, whose help shows the complete description."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=output)
     return parser
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """The order of turns in a round: each is first, second, ... equally often, and comes after others as often as
-    before them.
+    """Returns the order of turns in a round.
+
+    Each name is equally often at each position, and equally often before and after each other name.
 
     Args:
-        names: whose turns they are.
-        number: of the round, from 0; it is even after every ``2 * len(names)`` of them.
+        names: participants.
+        number: of the round, from 0; the order is balanced after every ``2 * len(names)`` rounds.
     """
     cycle, first = divmod(number, len(names))
     order = [*names[first:], *names[:first]]
@@ -36,7 +37,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 
 
 def machine(load: bool = False) -> dict[str, Any]:
-    """What is measured on; with ``load``, also how busy it is before."""
+    """Describes the machine; with ``load``, includes its present load."""
     import torch
 
     found = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
@@ -44,7 +45,7 @@ def machine(load: bool = False) -> dict[str, Any]:
 
 
 def machine_and_versions() -> dict[str, dict]:
-    """What saving is measured on, and with which releases."""
+    """Describes the machine and the library versions for benchmarks of saving."""
     return {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
@@ -52,26 +53,26 @@ def machine_and_versions() -> dict[str, dict]:
 
 
 def write_json(path: Path | None, told: Mapping) -> None:
-    """Writes a file, where one is named."""
+    """Writes a JSON file if a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def say(held: Mapping[str, bool]) -> bool:
-    """Prints what holds and what does not; whether all does."""
+    """Prints each verdict; returns whether all hold."""
     for what, holds in held.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}", flush=True)
     return all(held.values())
 
 
 def met(value: float, sign: str, target: float) -> str:
-    """``met`` or ``missed``; the sign is ``<=`` or ``>=``."""
+    """Returns ``met`` or ``missed``; the sign is ``<=`` or ``>=``."""
     return "met" if (value <= target if sign == "<=" else value >= target) else "missed"
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]):
-    """A table for a console, with figures in all columns but the first."""
+    """Returns a console table, right-aligned in all columns but the first."""
     from rich.table import Table
 
     result = Table(title=title, title_justify="left")
@@ -83,7 +84,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]):
 
 
 def show(width: int, parts: Iterable[tuple[object, Iterable[str]]]) -> None:
-    """Prints tables, for which a console must have ``width`` columns, each with the lines below it."""
+    """Prints tables, each followed by its lines, on a console of at least ``width`` columns."""
     from rich.console import Console
 
     console = Console()
@@ -96,7 +97,7 @@ def show(width: int, parts: Iterable[tuple[object, Iterable[str]]]) -> None:
 
 @contextmanager
 def drawing(path: Path, rows: int = 1, columns: int = 1, dpi: int = 120, **how) -> Iterator[tuple[Any, Any]]:
-    """A figure and its panels, in two dimensions, written as PNG at the end; ``how`` is matplotlib's."""
+    """Yields a figure and its 2-d array of panels, and writes it as PNG at the end; ``how`` goes to matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

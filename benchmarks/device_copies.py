@@ -1,15 +1,19 @@
-"""What copies of a snapshot cost the device that trains meanwhile, piece by piece and otherwise.
+"""Measures how snapshot copies slow down a training device, with and without division into pieces.
 
     python benchmarks/device_copies.py --output docs/results/gpu_copies.json
 
-An "iteration" here is a number of layers, each of which multiplies matrices and then waits for a few bytes from the
-device, as megatron-core's MoE layers wait for the tokens of each expert before they dispatch.  A snapshot of the given
-size is copied beside each, whole or in pieces, of one tensor or of many, by the code that training uses.  Told for each
-case: how long iterations take beside those without a copy, the longest wait of a layer, how long the copy and its start
-take, and numbers of calls and bytes.  Beside it, in the same run, the limits: the bandwidth of one copy into locked
-memory and into memory that is not, alone and beside products.
+An "iteration" here is a number of layers.  Each layer multiplies matrices and then waits for a few bytes from the
+device, as megatron-core's MoE layers wait for each expert's token count before they dispatch.  During each iteration,
+the training code copies a snapshot of the given size, undivided or in pieces, of one tensor or of many.  The program
+reports for each case
 
-Without a GPU it runs the same code on the CPU, where only calls and bytes mean anything: it makes them small.
+* the duration of iterations relative to iterations without a copy, and the longest wait of a layer;
+* the duration of the copy and of its start, and the numbers of calls and bytes.
+
+The same run measures the limits: the bandwidth of one copy into pinned and into pageable memory, and into pinned
+memory during matrix products.
+
+Without a GPU it runs on the CPU with small sizes; only the numbers of calls and bytes are meaningful then.
 """
 
 from __future__ import annotations
@@ -34,19 +38,19 @@ from moc.store.buffers import Buffer
 
 MB = 1 << 20
 LAYERS = 24
-TENSORS = 3000  # of a snapshot, if it is not flat: about those of ZeRO's masters and moments
+TENSORS = 3000  # of a snapshot that is not flat: about the number of ZeRO's masters and moments
 PIECES = {"whole": 1 << 60, "64 MB": 64 * MB, "16 MB": 16 * MB}
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of what is measured.
+    """Sizes of the measured cases.
 
     Attributes:
         amounts: bytes of a snapshot.
-        iterations_ms: lengths of iterations.
-        side: of the matrices of the products.
+        iterations_ms: durations of iterations.
+        side: side length of the multiplied matrices.
     """
 
     amounts: Sequence[int]
@@ -59,7 +63,7 @@ ON_CPU = Size((48 * MB,), (20,), 128)
 
 
 class Work:
-    """Iterations of a given length on a device."""
+    """Iterations of a given duration on a device."""
 
     def __init__(self, device: torch.device, side: int, iteration_ms: float):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -69,7 +73,7 @@ class Work:
         self.products = max(1, round(iteration_ms / 1e3 / LAYERS / min(self._layer() for _ in range(5))))
 
     def iteration(self) -> tuple[float, float]:
-        """Computes one; returns its seconds, and how much longer than the median the slowest layer took."""
+        """Runs one iteration; returns its seconds, and the slowest layer's excess over the median layer."""
         begun = time.perf_counter()
         layers = [self._layer() for _ in range(LAYERS)]
         synchronize(self.device)
@@ -79,18 +83,18 @@ class Work:
         begun = time.perf_counter()
         for _ in range(self.products):
             torch.mm(self._factor, self._factor, out=self._product)
-        self._counts.cpu()  # what a MoE layer waits for
+        self._counts.cpu()  # as a MoE layer waits for token counts
         return time.perf_counter() - begun
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that a device was asked for."""
+    """Waits for all pending operations of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def state(device: torch.device, amount: int, tensors: int, buffer: Buffer) -> list[Copy]:
-    """Copies of a state of so many bytes and tensors, into a buffer."""
+    """Returns copies into a buffer, from a state with this many bytes and tensors."""
     elements, copies = amount // 4 // tensors, []
     for number in range(tensors):
         source, start = torch.full((elements,), float(number), device=device), 4 * elements * number
@@ -99,25 +103,25 @@ def state(device: torch.device, amount: int, tensors: int, buffer: Buffer) -> li
 
 
 class Counted:
-    """Counts the calls that copy, the tensors and the bytes of each."""
+    """Replacement for the copy function that records the tensors and bytes of each call."""
 
     def __init__(self):
         self.calls: list[tuple[int, int]] = []
         self._copy = capture._copy_all
 
     def __call__(self, copies: Sequence[Copy], non_blocking: bool) -> None:
-        """As what it counts."""
+        """Records and forwards a call."""
         self.calls.append((len(copies), nbytes(copies)))
         self._copy(copies, non_blocking)
 
 
 def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
-    """Iterations with a snapshot beside each, and without, in turns."""
+    """Measures iterations with and without a concurrent snapshot, in turns."""
     how = FromDevice(work.device, lambda: None) if work.device.type == "cuda" else FromHost()
     capturing: Capturer = ThreadCapturer(Gate(piece), how)
     told: dict[str, list[float]] = {name: [] for name in ("alone_s", "beside_s", "wait_s", "start_s", "copy_s")}
     with mock.patch.object(capture, "_copy_all", counted := Counted()):
-        capturing.start(copies).wait()  # makes the thread
+        capturing.start(copies).wait()  # creates the thread
         for _ in range(ROUNDS):
             told["alone_s"].append(work.iteration()[0])
             begun = time.perf_counter()
@@ -136,7 +140,7 @@ def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
 
 
 def limits(device: torch.device, side: int, amount: int) -> dict[str, float]:
-    """Bytes a second of one copy: into locked memory, into other memory, and into locked memory beside products."""
+    """Returns bytes per second of one copy into pinned and pageable memory, and into pinned memory during products."""
     source = torch.zeros(amount, dtype=torch.uint8, device=device)
     locked = Buffer(amount, pin=device.type == "cuda")
     found = {
@@ -169,7 +173,7 @@ def _rate(device: torch.device, source: torch.Tensor, target: torch.Tensor, besi
 
 
 def measure(device: torch.device, size: Size) -> dict:
-    """All cases, and the limits beside them."""
+    """Measures the limits and all cases."""
     told: dict = {"limits": limits(device, size.side, size.amounts[0]), "cases": []}
     for amount in size.amounts:
         buffer = Buffer(amount, pin=device.type == "cuda")
@@ -185,7 +189,7 @@ def measure(device: torch.device, size: Size) -> dict:
 
 
 def main() -> None:
-    """Measures, prints, and writes every sample."""
+    """Measures, prints the results, and writes all samples."""
     own = command_line(__doc__).parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     size = ON_GPU if device.type == "cuda" else ON_CPU

@@ -1,11 +1,11 @@
-"""What a snapshot in every iteration costs a real model's iterations on one GPU.
+"""Measures how a snapshot in each iteration changes the iteration time of a real model on one GPU.
 
     python benchmarks/device_training.py --output docs/results/gpu_training.json
 
-One worker trains a mixture of experts in bf16 (policy full, tier memory): some 1, 2 and 3 GB of master weights and
-moments, each with a snapshot in every iteration and with none, in turns; for the smallest also with
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` and with experts padded to their capacity, where MoE layers do not wait for token
-counts.  Told are medians of iterations, and their ratio.
+One worker trains a mixture of experts in bf16 (policy full, tier memory) with about 1, 2 and 3 GB of master weights and
+moments.  Each model trains with a snapshot in each iteration, and without snapshots.  The smallest one also runs with
+``CUDA_DEVICE_MAX_CONNECTIONS=1``, and with experts padded to capacity, where MoE layers do not wait for token counts.
+The program prints median iteration times and their ratio.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ITERATIONS, WARM = 30, 6
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """One trained configuration.
 
     Attributes:
         name: in the table.
-        layers: of the model, 14 million parameters each.
-        flags: beside the model's.
+        layers: number of layers, 14 million parameters each.
+        flags: in addition to the model's flags.
         connections: value of ``CUDA_DEVICE_MAX_CONNECTIONS``; None to unset it.
     """
 
@@ -61,7 +61,7 @@ CASES = (
 
 
 def seconds(case: Case, interval: int) -> list[float]:
-    """Trains, and returns the seconds of each iteration but the first ones."""
+    """Trains, and returns the seconds of each iteration except the first ones."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     if case.connections is not None:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = case.connections
@@ -78,7 +78,7 @@ def seconds(case: Case, interval: int) -> list[float]:
 
 
 def main() -> None:
-    """Measures, prints, and writes every sample."""
+    """Measures, prints the results, and writes all samples."""
     import torch
 
     own = command_line(__doc__).parse_args()

@@ -1,23 +1,22 @@
-"""Random losses and growths of an elastic job, and whether it ends as if nothing had been.
+"""Injects random losses and growths into an elastic job, and compares it with a job of fixed members.
 
     python benchmarks/elastic_faults.py --seed 1 --events 15 --output docs/results/elastic_faults_cpu.json --append
 
-A tiny model with dropout trains on MIN to MAX nodes, each a launcher with one worker and temporary files of its own,
-and each with a candidate for the controller.  All that happens is drawn from the seed: all processes of a node are
-killed at once, its launcher, or its worker; nodes come back; half of it while something earlier is under way, of which
-half as soon as experts move, for which moves of layers take longer (``--inject slow``).  Fewer than f nodes are lost at
-once.
+A tiny model with dropout trains on MIN to MAX nodes.  Each node is a launcher with one worker, its own temporary files
+and a candidate for the controller.  The seed determines all events: all processes of a node, its launcher or its worker
+are killed, or a node returns.  About 60 % of the events occur while an earlier one is in progress, half of these while
+experts move; ``--inject slow`` extends the moves.  Fewer than f nodes are lost simultaneously.
 
-At the end the job is asked to stop.  Then:
+At the end the job is asked to stop.  A run passes if
 
-* the losses of all iterations are within 1e-5 of those of a job whose members stay.  Both jobs tell where each token
-  goes (benchmarks/live/routing.py): if a router liked two experts equally well, within MARGIN, and rounding sent a
-  token elsewhere, this holds up to there, and from there on within AFTER_A_TIE;
-* no iteration was computed twice or left out, no checkpoint was read, and no worker was replaced that was not killed;
-* all launchers ended with the code for a job that has saved, the last snapshot is whole, and nothing is left: no
-  process, no shared memory, no temporary file.
+* the losses of all iterations are within 1e-5 of a job with fixed members.  Both jobs record where each token goes
+  (benchmarks/live/routing.py).  If two experts' logits differed by at most MARGIN, and rounding sent a token elsewhere,
+  this holds up to that iteration, and later losses are within AFTER_A_TIE;
+* no iteration was computed twice or omitted, no checkpoint was read, and only killed workers were replaced;
+* all launchers exited with the code of a saved job, and the last snapshot is valid;
+* no processes, shared memory or temporary files remain.
 
-The files of a run that failed are kept.
+The files of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from benchmarks.live.members import Nodes
 PROGRAM = str(ROOT / "benchmarks/live/routing.py")
 CLOSE, AFTER_A_TIE, SAVED = 1e-5, 1e-3, 75
 MARGIN = 1e-5
-"""Of two logits between which rounding may decide: each differs by up to 2.5e-6 between jobs with other members."""
-MOVES_S = 0.1  # that each layer of a move takes longer, twice
-CHANGE_S = 4.0  # that changes take, about
+"""Largest distance of two logits that rounding may reorder: each logit varies by up to 2.5e-6 between memberships."""
+MOVES_S = 0.1  # delay of each layer of a move, applied twice
+CHANGE_S = 4.0  # approximate duration of a change
 CLUSTER = Cluster(nodes=5, least=3, slots=6, experts=8, replicas=3)
 MODEL = f"""--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-experts {CLUSTER.experts} --seq-length 32
     --max-position-embeddings 32 --vocab-size 255 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3
@@ -61,37 +60,37 @@ MODEL = f"""--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-experts {
 
 @dataclass
 class Row:
-    """What became of one run."""
+    """Outcome of one run."""
 
     seed: int
-    happened: list[dict] = field(default_factory=list)  # each with what the job did then
-    members: list[int] = field(default_factory=list)  # workers, of each start
+    happened: list[dict] = field(default_factory=list)  # each event with the phase of the job
+    members: list[int] = field(default_factory=list)  # workers at each start
     migrations: int = 0
     iterations: int = 0
-    difference: float = 0.0  # the largest of a loss, as long as each token goes where it went with fixed members
-    ties: list[dict] = field(default_factory=list)  # by which the runs part, if they do
-    difference_after: float = 0.0  # the largest of a loss from there on
-    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
-    left: list[str] = field(default_factory=list)  # what it has left
-    stand: list[str] = field(default_factory=list)  # if it stood still, what its processes did then
+    difference: float = 0.0  # largest difference of a loss before the first tie
+    ties: list[dict] = field(default_factory=list)  # first routing choices that differ between the runs, if any
+    difference_after: float = 0.0  # largest difference of a loss from the tie on
+    wrong: list[str] = field(default_factory=list)  # failed checks; empty if the run passed
+    left: list[str] = field(default_factory=list)  # leftovers of the job
+    stand: list[str] = field(default_factory=list)  # states of the processes, if the job hung
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a job whose members stay has done: losses, and where tokens went."""
+    """Losses and token routes of the job with fixed members."""
 
     losses: list[float]
     routes: dict[Key, Routed]
 
 
 class Run:
-    """One job, and what happens to it.
+    """One job and the events injected into it.
 
     Args:
         own: flags of the benchmark.
-        directory: for its files; made.
-        stack: at whose end the job has ended.
+        directory: for the job's files; created.
+        stack: its exit ends the job.
     """
 
     def __init__(self, own: argparse.Namespace, directory: Path, stack: ExitStack):
@@ -117,7 +116,7 @@ class Run:
         self._last, self._reached = None, 0
 
     def meets(self, happening: Happening) -> None:
-        """Waits for the moment of a loss or growth, and brings it about."""
+        """Waits until a loss or growth is due, then causes it."""
         self._wait(lambda: self._is_time(happening), f"{happening}")
         did = moment(self.nodes.events.all(), self._last, len(self.nodes.present))
         told = {"action": happening.action, "node": happening.node, "iteration": self.nodes.iteration, "moment": did}
@@ -133,12 +132,12 @@ class Run:
             self.nodes.lose(happening.node, at_once=happening.action == "node")
 
     def trains_to_its_end(self) -> None:
-        """Waits for the last iteration, undisturbed."""
+        """Waits for the last iteration without disturbing the job."""
         for iteration in range(1, self._own.iterations + 1):
             self._wait(lambda at=iteration: self.nodes.iteration >= at, f"iteration {iteration}")
 
     def ends(self) -> None:
-        """Waits until all is over, and asks the job to stop."""
+        """Waits for the last change, then asks the job to stop."""
         self._wait(self._settled, "the last change")
         self.nodes.jobs[min(self.nodes.present)].process.send_signal(signal.SIGTERM)
         self._wait(lambda: None not in self.nodes.ended().values(), "the end")
@@ -155,12 +154,12 @@ class Run:
         return settled or spent >= happening.share * CHANGE_S
 
     def _settled(self) -> bool:
-        """Whether all who are there train, and have completed iterations since the last change."""
+        """Whether all present nodes train and have completed iterations since the last change."""
         there = len(self.nodes.present)
         return self.nodes.size == there and self.nodes.iteration >= self._reached + (2 if self._last else 1)
 
     def _wait(self, ready, what: str) -> None:
-        """Raises TimeoutError if that does not come to pass."""
+        """Waits for a condition; raises TimeoutError after the limit."""
         deadline = time.monotonic() + self._own.limit
         while not ready():
             codes = self.nodes.ended()
@@ -176,7 +175,7 @@ class Run:
             time.sleep(0.01)
 
     def judged(self, expected: Told) -> Row:
-        """What became of it, beside what fixed members do."""
+        """Returns the outcome, compared with the job with fixed members."""
         row, events = self.row, self.nodes.events
         told = [event["iteration"] for event in events.of("iteration")]
         losses = [event["loss"] for event in events.of("iteration")]
@@ -210,7 +209,7 @@ class Run:
         row.wrong += [] if row.difference_after <= AFTER_A_TIE else [f"a loss differs by {row.difference_after:.2g}"]
 
     def _replaced(self) -> list[str]:
-        """Workers that were started anew although nobody killed them."""
+        """Returns workers that were restarted although they were not killed."""
         console = self.nodes.console().splitlines()
         started = Counter(int(line.split()[2].rstrip(":")) for line in console if WORKER.search(line))
         may = Counter(one["node"] for one in self.row.happened if one["action"] in (COMES, "worker"))
@@ -226,7 +225,7 @@ def _processes(pid: int):
 
 
 def fixed(own: argparse.Namespace, directory: Path) -> Told:
-    """What a job does whose members stay; computed once for a directory."""
+    """Runs the job with fixed members; cached in the directory."""
     known = directory / f"fixed-{own.iterations}"
     if not known.exists():
         with ExitStack() as stack:
@@ -240,7 +239,7 @@ def fixed(own: argparse.Namespace, directory: Path) -> Told:
 
 
 def disturbed(own: argparse.Namespace, directory: Path, expected: Told) -> Row:
-    """One run, with all that is drawn from its seed."""
+    """Runs one job with the events of its seed."""
     begun = time.monotonic()
     with ExitStack() as stack:
         run = Run(own, directory, stack)
@@ -252,7 +251,7 @@ def disturbed(own: argparse.Namespace, directory: Path, expected: Told) -> Row:
             run.ends()
         except TimeoutError as late:
             run.row.wrong.append(str(late))
-        time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+        time.sleep(0.5)  # the kernel needs a moment to end orphaned processes
         row = run.judged(expected)
         (directory / "console").write_text(run.nodes.console())
     row.seconds = round(time.monotonic() - begun, 1)
@@ -260,7 +259,7 @@ def disturbed(own: argparse.Namespace, directory: Path, expected: Told) -> Row:
 
 
 def summary(rows: list[Row]) -> dict:
-    """What all runs come to together."""
+    """Summarizes all runs."""
     happened = [one for row in rows for one in row.happened]
     return {
         "runs": len(rows),
@@ -280,13 +279,13 @@ def summary(rows: list[Row]) -> dict:
 
 
 def counted(happened: list[dict], action: str) -> dict[str, int]:
-    """How often something happened, by what the job did then."""
+    """Counts the events of one kind, by the phase of the job."""
     found = Counter(one["moment"] for one in happened if one["action"] == action)
     return {did: found[did] for did in MOMENTS}
 
 
 def write(own: argparse.Namespace, rows: list[Row]) -> None:
-    """Writes what all runs have come to; with ``--append``, with those that are there already."""
+    """Writes the outcomes of all runs; with ``--append``, keeps the file's other runs."""
     if own.append and own.output and own.output.exists():
         seeds = {row.seed for row in rows}
         there = [Row(**run) for run in json.loads(own.output.read_text())["runs"]]
@@ -297,7 +296,7 @@ def write(own: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next one")
     parser.add_argument("--runs", type=int, default=1)
@@ -311,7 +310,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the campaign; 1 if a run failed."""
+    """Runs the campaign; returns 1 if a run failed."""
     own, rows = parse(), []
     directory = own.directory or Path(tempfile.mkdtemp(prefix="elastic-faults-"))
     directory.mkdir(parents=True, exist_ok=True)

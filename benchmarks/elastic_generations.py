@@ -1,15 +1,15 @@
-"""Whether anything creeps while members change: a node is lost and comes back, again and again.
+"""Checks whether processes accumulate memory, threads or descriptors while a node is lost and returns many times.
 
     python benchmarks/elastic_generations.py --output docs/results/generations_elastic_cpu.json
 
-An elastic job of three nodes, each a launcher with one worker, loses the last one with all its processes, goes on in
-process, takes it in again, and so on.  After each change, of the first node's worker, its launcher (the agent), its
-controller and the process that forks: memory that is theirs alone (USS), resident memory, threads and descriptors.
-The worker's process must be the same throughout.
+An elastic job has three nodes, each a launcher with one worker.  It repeatedly loses the last node with all processes,
+continues in process, and includes the node again.  After each change the program samples four processes of the first
+node: worker, launcher (agent), controller and forkserver.  It records unique memory (USS), resident memory, threads and
+descriptors.  The worker's process must remain the same.
 
-The verdict is the slope of a line through the second half of the changes, for each process and figure: the first fifty
-fill tables of bounded size, which a worker keeps of members and of iterations.  Fewer nodes take fewer descriptors, and
-other memory: a loss and the growth after it count together, by their mean.
+The verdict is the slope of a line through the second half of the changes, for each process and figure.  The first fifty
+changes fill bounded tables of members and iterations in a worker.  Fewer nodes need fewer descriptors and different
+memory, so a loss and the next growth are averaged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-experts 8 
     --elastic-rebalance-interval 10 --ckpt-policy full --ckpt-tier disk --snapshot-interval 20 --ckpt-keep 2""".split()
 LAUNCHER = ["--nnodes", f"{LEAST}:{NODES}", "--nproc-per-node", 1, "--grow-wait", 600, "--silence-timeout", 30]
 SETTLE = 2
-"""Iterations after a change before the next."""
+"""Iterations between two changes."""
 
 
 def measure(changes: int, files: Path, stack: ExitStack) -> dict:
-    """Figures of the first node's processes after each change."""
+    """Returns samples of the first node's processes after each change."""
     nodes = Nodes([PROGRAM, *KIND, *MODEL, "--ckpt-dir", files / "snapshots"], files, stack, LAUNCHER, NODES)
     first = nodes.jobs[0]
     first.wait_for(lambda: nodes.size == NODES and nodes.iteration >= SETTLE, "the first iterations")
@@ -73,13 +73,13 @@ def measure(changes: int, files: Path, stack: ExitStack) -> dict:
 
 
 def cycles(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Means of a loss and the growth after it, without what was there before all; an odd last one is left out."""
+    """Returns means of each loss and the next growth; the first sample and an odd last one are omitted."""
     pairs = zip(samples[1::2], samples[2::2], strict=False)
     return [{name: (lost[name] + grown[name]) / 2 for name in lost} for lost, grown in pairs]
 
 
 def main() -> int:
-    """Measures, and writes what each change adds; 1 if anything creeps."""
+    """Measures, and writes the growth per change; returns 1 if a figure grows too fast."""
     parser = command_line(__doc__)
     parser.add_argument("--changes", type=int, default=100, help="of members (default: %(default)s)")
     own = parser.parse_args()

@@ -1,18 +1,18 @@
-"""How long a job stands still when a node is lost and when it comes back: in process, anew, and restarted from disk.
+"""Measures how long a job pauses when a node is lost and returns: in process, with new processes, or with torchrun.
 
     python benchmarks/elastic_members.py --output docs/results/elastic_members_cpu.json
 
-Four launchers on this machine are the nodes, each with one worker.  One of them is killed with all its processes, and
-started again later, a few times.  Each way saves every iteration to disk:
+Four launchers on this machine are the nodes, each with one worker.  One of them is killed with all its processes and
+started again later, several times.  All variants save each iteration to disk:
 
-* ``in process``: ``--elastic``; workers that are left keep their state, and get from one another what they lack;
-* ``anew``: without it; all workers are started anew from warm processes, and read the newest snapshot;
-* ``restarted``: a job of fixed size, as elsewhere: one of four workers is killed under torchrun, which ends the others
-  and starts all of them again; they import everything, and read the newest snapshot.  Nobody has to come back.
+* ``in process``: ``--elastic``; surviving workers keep their state and receive missing state from each other;
+* ``anew``: without it; all workers are forked from warm processes and read the newest snapshot;
+* ``restarted``: a job of fixed size under torchrun.  One of four workers is killed; torchrun ends the others and starts
+  all again.  They import everything and read the newest snapshot.  No node has to return.
 
-*Lost* is the time from the kill to the first new iteration; *still* the same less the time of an iteration, which
-differs between the ways (median of those before the kill); *taken in* the time from the last iteration of fewer nodes
-to the first of all.
+*Lost* is the time from the kill to the first new iteration.  *Still* is *lost* less the time of an iteration, which
+differs between the variants (median before the kill).  *Taken in* is the time from the last iteration of fewer nodes to
+the first one of all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS = {"in process": ["--elastic", "--elastic-slots", "6"], "anew": []}
 
 
 class Nodes:
-    """The launchers of a job; the first one tells everything."""
+    """The launchers of a job; the first one's events describe the complete job."""
 
     def __init__(self, way: str, files: Path, stack: ExitStack):
         address, self._token = f"127.0.0.1:{free_ports(1)[0]}", {"MOC_TOKEN": secrets.token_hex(32)}
@@ -54,7 +54,7 @@ class Nodes:
         self.jobs = [self.start(node) for node in range(NODES)]
 
     def start(self, node: int) -> Job:
-        """Starts a node, the first time or again."""
+        """Starts a node, for the first time or again."""
         directory = self._files / f"{node}-{time.monotonic_ns()}"
         directory.mkdir()
         command = [*self._launcher, "--node-rank", node, *self._program]
@@ -62,33 +62,33 @@ class Nodes:
 
     def lose(self) -> None:
         """Kills a node with all its processes."""
-        self.jobs[LOST].process.kill()  # all others die with the launcher
+        self.jobs[LOST].process.kill()  # the node's other processes end with their launcher
         self.jobs[LOST].__exit__()
 
     def starts(self, size: int, after: float) -> float:
-        """When so many workers have started to train together, after a moment."""
+        """Returns when this many workers first started to train together after a given time."""
         fits = lambda one: one["time"] > after and one["world_size"] == size  # noqa: E731
         return first_of(self.jobs[0], "start", fits)["time"]
 
 
 def last_before(job: Job, moment: float) -> dict:
-    """The newest iteration that was complete by then."""
+    """Returns the newest iteration that was complete at a given time."""
     return max((one for one in job.events.of("iteration") if one["time"] < moment), key=lambda one: one["iteration"])
 
 
 def new_after(job: Job, moment: float) -> float:
-    """When the first iteration is complete that had not been by then; those computed again do not count."""
+    """Returns when the first new iteration completed after a given time; repeated iterations do not count."""
     last = last_before(job, moment)["iteration"]
     return first_of(job, "iteration", lambda one: one["iteration"] > last)["time"]
 
 
 def first_of(job: Job, kind: str, fits: Callable[[dict], bool]) -> dict:
-    """The first event of a kind that fits, as soon as it is told."""
+    """Waits for the first event of a kind that satisfies a condition."""
     return job.wait_for(lambda: next(filter(fits, job.events.of(kind)), None), f"an event {kind}")
 
 
 def measure(way: str) -> dict[str, list[float]]:
-    """Seconds, of each round."""
+    """Returns the seconds of each round, by figure."""
     found: dict[str, list[float]] = {"lost_s": [], "still_s": [], "taken_in_s": [], "iteration_s": []}
     with tempfile.TemporaryDirectory(prefix="members-") as files, ExitStack() as stack:
         nodes = Nodes(way, Path(files), stack)
@@ -112,7 +112,7 @@ def measure(way: str) -> dict[str, list[float]]:
 
 
 def measure_restarts() -> dict[str, list[float]]:
-    """Seconds, of each round, of the job that torchrun starts again."""
+    """Returns the seconds of each round of the job that torchrun restarts."""
     found: dict[str, list[float]] = {"lost_s": [], "still_s": [], "iteration_s": []}
     with tempfile.TemporaryDirectory(prefix="members-") as files:
         program = [PROGRAM, *KIND, *MODEL, "--ckpt-dir", Path(files) / "snapshots"]
@@ -132,7 +132,7 @@ def measure_restarts() -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures all ways, and writes medians and the ratios of the first to each of the others."""
+    """Measures all variants; writes medians, and ratios of the first variant to the others."""
     given = command_line(__doc__).parse_args()
     rounds = {way: measure(way) for way in WAYS} | {"restarted": measure_restarts()}
     medians = {way: {name: round(median(values), 4) for name, values in of.items()} for way, of in rounds.items()}

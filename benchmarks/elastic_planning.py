@@ -1,16 +1,17 @@
-"""What plans of experts promise, on recorded loads, and what planning costs with 16 times as many nodes.
+"""Measures the quality of expert plans on recorded loads, and the planning time with 16 times as many nodes.
 
     python benchmarks/elastic_planning.py --routing FILE --output docs/results/elastic_planning_cpu.json
 
-FILE is an ``.npz`` file with ``tokens[iterations, layers, experts]``, ten iterations apart.  Plans are as in section
-6.1 of Lazarus: 10 nodes of 6 slots, 12 layers, the 8, 12 or 16 hottest experts of each.
+FILE is an ``.npz`` file with ``tokens[iterations, layers, experts]``, ten iterations apart.  Plans follow section 6.1
+of Lazarus: 10 nodes of 6 slots, 12 layers, the 8, 12 or 16 experts of each layer with most tokens.
 
-*work*: of the busiest node by the mean, over the trace, with fresh plans and with those of 200 steps before; beside it
-Algorithm 1 on the paper's placement.  *survived*: whether each expert has as many holders as were asked for, and so
-each loss of fewer nodes is survived, in every plan; the last fifth of the trace counts apart.  *moved*: when nodes are
-lost or come, expert replicas sent by the fewest with any order of nodes, and what the busiest sender sends by the mean,
-or by what it alone holds, which goes out once, if that is more.
-*planning*: CPU seconds of a first plan, and of one after 1 % of the nodes were lost, with 256 experts in 8 slots.
+* *work*: the busiest node's work divided by the mean, over the trace, with current plans and plans that are 200 steps
+  old; for comparison, Algorithm 1 with the paper's placement.
+* *survived*: whether each expert has the required number of holders in each plan, so that the loss of fewer nodes is
+  survived.  The last fifth of the trace counts separately.
+* *moved*: expert replicas sent when nodes are lost or join, relative to the minimum over all orders of nodes.  The
+  busiest sender's bytes are divided by the mean, or by the bytes of experts that only one node holds, if larger.
+* *planning*: CPU seconds of a first plan, and of a plan after 1 % of the nodes were lost, with 256 experts in 8 slots.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from moc.elastic.placement import holders
 from moc.elastic.plan import Plan, Settings, held_before, plan
 
 NODES, SLOTS, LAYERS, LEAST, EXPERTS = 10, 6, 12, 2, (8, 12, 16)
-OLD = 20  # rows of the recording that are 200 steps
-CHANGES = {  # nodes before, and then: lost and new ones
+OLD = 20  # rows of the recording in 200 steps
+CHANGES = {  # name: (nodes before, lost nodes, new nodes)
     "10 nodes, 1 lost": (10, 1, 0),
     "10 nodes, 2 lost, 3 new": (10, 2, 3),
     "6 nodes, 4 new": (6, 0, 4),
@@ -49,18 +50,18 @@ SMALL, LARGE = 1024, 16384
 
 
 def hottest(tokens: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """The experts of each layer with most tokens over the whole trace: [iterations, layers, experts]."""
+    """Returns loads of each layer's experts with most tokens over the trace: [iterations, layers, experts]."""
     order = numpy.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     return numpy.take_along_axis(tokens, order[None, :, :experts], axis=2)
 
 
 def by_layer(rows: numpy.ndarray) -> dict[int, list[int]]:
-    """Loads as plans take them."""
+    """Converts loads to the planner's format."""
     return dict(enumerate(rows.tolist()))
 
 
 def unlevelled(rows: numpy.ndarray) -> float:
-    """Busiest by mean with Algorithm 1 on maximum rank overlap, as in the paper."""
+    """Returns busiest by mean work with Algorithm 1 and maximum rank overlap, as in the paper."""
     found = []
     for row in rows:
         replicas = holders(aligned(allocate(row.tolist(), NODES * SLOTS, LEAST), NODES, SLOTS), len(row))
@@ -70,7 +71,7 @@ def unlevelled(rows: numpy.ndarray) -> float:
 
 
 def on_trace(tokens: numpy.ndarray, experts: int, every: int) -> dict:
-    """Work of the busiest node, and holders of the rarest expert, over the trace."""
+    """Returns the work of the busiest node and the holders of the rarest expert, over the trace."""
     loads = hottest(tokens, experts)
     held_back = len(loads) * 4 // 5
     work: dict[str, list[float]] = {"fresh": [], "old": [], "algorithm_1": []}
@@ -91,7 +92,7 @@ def on_trace(tokens: numpy.ndarray, experts: int, every: int) -> dict:
 
 
 def fewest_moved(previous: Plan, after: Plan) -> int:
-    """Replicas that are sent with the best order of nodes, by the Hungarian method's bound: no fewer are possible."""
+    """Returns the minimum number of sent replicas over all orders of nodes (Hungarian method)."""
     cost = sum(
         numpy.array(
             [
@@ -105,7 +106,7 @@ def fewest_moved(previous: Plan, after: Plan) -> int:
 
 
 def assignment(cost: numpy.ndarray) -> int:
-    """The least sum of one entry of each row and column (the Hungarian method, with potentials)."""
+    """Returns the minimum sum of one entry per row and column (Hungarian method with potentials)."""
     size = len(cost)
     rows, columns = numpy.zeros(size + 1), numpy.zeros(size + 1)
     owner = numpy.full(size + 1, -1)
@@ -130,7 +131,7 @@ def assignment(cost: numpy.ndarray) -> int:
 
 
 def changes(tokens: numpy.ndarray) -> Iterator[dict]:
-    """What moves when nodes are lost or come, and who sends it; means over the trace."""
+    """Yields for each change the mean number of moved replicas, and the busiest sender's maximum over the trace."""
     loads = hottest(tokens, EXPERTS[-1])
     rng = numpy.random.default_rng(0)
     for name, (nodes, lost, new) in CHANGES.items():
@@ -167,7 +168,7 @@ def changes(tokens: numpy.ndarray) -> Iterator[dict]:
 
 
 def planning(nodes: int, skew: float) -> dict:
-    """CPU seconds of plans with so many nodes, in one domain; the load falls with this power of an expert's rank."""
+    """Returns CPU seconds of plans for one domain of nodes; load is the expert's rank to the power of ``-skew``."""
     tokens = (1e9 * numpy.arange(1, 257) ** -skew).astype(int)
     loads = {0: numpy.random.default_rng(0).permutation(tokens).tolist()}
     start = time.process_time()
@@ -178,7 +179,7 @@ def planning(nodes: int, skew: float) -> dict:
 
 
 def main() -> int:
-    """Measures, prints and writes."""
+    """Measures, prints and writes the results."""
     parser = command_line(__doc__)
     parser.add_argument("--routing", type=Path, required=True, help="recorded loads of experts")
     parser.add_argument("--every", type=int, default=5, help="rows of the recording between plans")

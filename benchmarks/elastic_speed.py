@@ -1,15 +1,15 @@
-"""How fast an elastic job trains with fewer nodes, where a device's time counts, and not this machine's.
+"""Measures how fast an elastic job trains with fewer nodes, with simulated device time.
 
     python benchmarks/elastic_speed.py --output docs/results/elastic_speed_cpu.json
 
-A job of six nodes, each a launcher with one worker, loses one after the other until three are left, and goes on in
-process.  Workers share the cores of this machine, so that the same batch would take as long with three as with six.
-Therefore each real micro batch sleeps (``--sleep``), as if a device computed it, and ghosts do not; the model is so
-small that the rest hardly counts.
+A job of six nodes, each a launcher with one worker, loses one node after the other until three remain, and continues in
+process.  Workers share the cores of this machine, so a batch would take as long with three workers as with six.
+Therefore each real micro batch sleeps (``--sleep``), as if a device computed it; dummy micro batches do not.  The model
+is so small that other time is negligible.
 
-The global batch of B micro batches takes ceil(B / D) rounds on D workers.  *Speed* is the median iteration's of six
-workers by that of D, and is compared with ceil(B / 6) / ceil(B / D).  The first iteration with other members does not
-count: what is outside useful work is measured by ``benchmarks/elastic_members.py``.
+The global batch of B micro batches takes ceil(B / D) rounds on D workers.  *Speed* is the median iteration time of six
+workers divided by the median time of D, and is compared with ceil(B / 6) / ceil(B / D).  The first iteration with new
+members does not count: ``benchmarks/elastic_members.py`` measures the pause of a change.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LAUNCHER = ["--nnodes", f"{LEAST}:{NODES}", "--nproc-per-node", 1, "--grow-wait"
 
 
 def rounds(batch: int, workers: int) -> int:
-    """Micro batches of the worker that has most."""
+    """Returns the micro batches of the worker that has most."""
     return -(-batch // workers)
 
 
 def measure(batch: int, iterations: int, files: Path, stack: ExitStack) -> dict[int, list[float]]:
-    """By number of workers, seconds of each iteration."""
+    """Returns the seconds of each iteration, by number of workers."""
     program = [PROGRAM, *KIND, *MODEL, "--global-batch-size", batch, "--ckpt-dir", files / "snapshots"]
     nodes, found = Nodes(program, files, stack, LAUNCHER, NODES), {}
     for workers in range(NODES, LEAST - 1, -1):
@@ -56,7 +56,7 @@ def measure(batch: int, iterations: int, files: Path, stack: ExitStack) -> dict[
 
 
 def speeds(batch: int, seconds: dict[int, list[float]]) -> dict[int, dict[str, float]]:
-    """By number of workers, median seconds, rounds, and the speed beside what rounds promise."""
+    """Returns median seconds, rounds, measured and expected speed, by number of workers."""
     most = median(seconds[NODES])
     told = {}
     for workers, taken in seconds.items():
@@ -67,7 +67,7 @@ def speeds(batch: int, seconds: dict[int, list[float]]) -> dict[int, dict[str, f
 
 
 def main() -> int:
-    """Measures, and writes what came of it; 1 if a speed is further from what rounds promise than it may be."""
+    """Measures, and writes the results; returns 1 if a speed deviates too far from the expected one."""
     parser = command_line(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[60], metavar="B", help="micro batches (default: 60)")
     parser.add_argument("--sleep", type=float, default=1.0, help="seconds of a micro batch (default: %(default)s)")

@@ -1,10 +1,10 @@
-"""Memory and speed of the engines: megatron-core's, and DeepSpeed's ZeRO-1 and ZeRO-2, with the same model and data.
+"""Compares memory and speed of megatron-core's engine with DeepSpeed's ZeRO-1 and ZeRO-2, with the same model and data.
 
     python benchmarks/engines.py --output docs/results/engines_cpu.json
 
-Each round starts a job for each engine, the next one in the reverse order, so that whatever else the machine does meets
-all alike.  A worker's memory is what it has held at most, less what it had after its imports.  Losses are compared: a
-faster engine that computes something else would be no engine.
+Each round starts a job for each engine, and the next round reverses the order, so that other load on the machine
+affects all engines equally.  A worker's memory is its peak less the memory after its imports.  Losses must be equal: a
+faster engine with other results does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENGINES = {
 
 
 def work(iterations: int, flags: list[str]) -> None:
-    """One worker: trains, and on rank 0 prints what all have measured."""
+    """Trains as one worker; rank 0 prints the measurements of all workers."""
     import torch
 
     from benchmarks.save_peers.rounds import gather, timed
@@ -60,13 +60,13 @@ def work(iterations: int, flags: list[str]) -> None:
 
 
 def _resident() -> float:
-    """MB that this process holds now."""
+    """Returns the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def measure(engine: str, iterations: int) -> dict:
-    """What the workers of one job told."""
+    """Returns the measurements of one job."""
     from benchmarks.save_peers.launching import OUTPUT, TORCHRUN, launch
 
     with tempfile.TemporaryDirectory() as directory:
@@ -77,7 +77,7 @@ def measure(engine: str, iterations: int) -> dict:
 
 
 def main() -> int:
-    """Measures, prints a table, writes JSON; 1 if losses differ."""
+    """Measures, prints a table and writes JSON; returns 1 if losses differ."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=4, help="timed in a job, after two others")

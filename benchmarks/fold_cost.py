@@ -1,11 +1,11 @@
-"""What folding gradients beside training costs, beside the run's own update of the same experts.
+"""Compares applying gradients to stored experts in the background with the run's own update of the same experts.
 
     python benchmarks/fold_cost.py --output docs/results/fold_cost_cpu.json
 
-Experts of 4 million parameters are updated by torch's AdamW, and folded from files in shared memory as a folder does:
-read, hashes compared, updated, hashed, written.  Both on one core, in CPU seconds, of one process, so that others on
-the machine disturb little; the best of three.  By the number of gradients since the base: what each gradient costs,
-relative to an update, and the bytes that memory gets back.
+Experts of 4 million parameters are updated by torch's AdamW.  The background update uses files in shared memory: it
+reads, compares hashes, updates, hashes and writes.  Both run on one core.  The program measures CPU seconds of one
+process, which other load changes little, and takes the best of three.  For each number of gradients since the base it
+reports the cost of a gradient in updates, and the bytes of memory released.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from moc.store.store import Store, directory_of
 
 EXPERT, TENSOR = "layers.0.expert.0", "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight"
 SHAPE = (2048, 2048)
-LENGTHS = (1, 4, 16)  # gradients since the base
+LENGTHS = (1, 4, 16)  # number of gradients since the base
 TIMES = 3
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def save(store: Store, iteration: int, slots: tuple[str, ...]) -> None:
-    """What memory has of an expert, carried out of a snapshot."""
+    """Saves an expert's file and manifest, as extracted from a snapshot."""
     directory, region = Path(store.place.path(directory_of(iteration))), Region((0, 0), SHAPE)
     directory.mkdir(parents=True)
     tensors = [RegionTensor(TENSOR, slot, SHAPE, region, torch.rand(SHAPE) * 1e-3) for slot in slots]
@@ -56,7 +56,7 @@ def save(store: Store, iteration: int, slots: tuple[str, ...]) -> None:
 
 
 def cpu_s(action: Callable[[], object]) -> list[float]:
-    """CPU seconds of an action, several times, after one that does not count."""
+    """Returns several samples of an action's CPU seconds, after a warm-up call."""
     action()
     found = []
     for _ in range(TIMES):
@@ -67,7 +67,7 @@ def cpu_s(action: Callable[[], object]) -> list[float]:
 
 
 def main() -> None:
-    """Measures, prints, and writes every sample."""
+    """Measures, prints the results, and writes all samples."""
     own = command_line(__doc__).parse_args()
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.rand(SHAPE))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.front [--turns N] [--workers N] SCRIPT FLAGS
 
-FLAGS are the script's; they name a model, and at least 30 iterations with --log-interval 1.  Turns alternate between
+FLAGS are the script's; they specify a model, and at least 30 iterations with --log-interval 1.  Turns alternate between
 Megatron-LM's loop, ours without snapshots, and ours with a snapshot in memory after each iteration.  The first ten
-iterations of each job are left out.  Two ratios are printed: of the medians of each turn, and of the fastest tenth of
+iterations of each job are omitted.  Two ratios are printed: of the medians of each turn, and of the fastest tenth of
 all iterations, which other load on the machine does not change.
 """
 
@@ -57,7 +57,7 @@ def _fastest_tenth(values: list[float]) -> float:
 
 
 def command_of(kind: str, script: str, workers: int, flags: list[str], directory: Path) -> list[str]:
-    """The command line of a job; its files are in ``directory``."""
+    """Returns the command line of a job, whose files are in ``directory``."""
     python = [sys.executable, "-m"]
     if kind == "stock":
         launcher = ["torch.distributed.run", "--nproc-per-node", str(workers), "--master-port", str(*free_ports(1))]

@@ -1,12 +1,12 @@
-"""Whether anything creeps: one worker is killed again and again, and those that outlive it all are looked at.
+"""Checks whether processes accumulate memory, threads or descriptors while one worker is killed many times.
 
     python benchmarks/generations.py --output docs/results/generations_cpu.json
     python benchmarks/generations.py --kills 50 --deepspeed --output docs/results/generations_deepspeed_cpu.json
 
 A job of two workers (EP2) with a snapshot in memory after each iteration runs under our launcher.  The second worker is
-killed as soon as an iteration is complete that is new, 200 times.  After each, of the first worker and of the launcher
-(the agent), the controller and the process that forks: memory that is theirs alone (USS), resident memory, threads and
-descriptors.  In the end the job is asked to stop, and shared memory is looked through for what it has left.
+killed 200 times, each time after a new iteration.  After each kill the program samples the first worker, the launcher
+(agent), the controller and the forkserver.  It records unique memory (USS), resident memory, threads and descriptors.
+At the end the job is asked to stop, and shared memory is searched for leftovers.
 
 The verdict is the slope of a line through the second half of the generations, for each process and figure.
 """
@@ -31,27 +31,27 @@ from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, SHAR
 WORKERS, VICTIM, SURVIVOR = 2, 1, 0
 FIGURES = {"uss_mb": "MB of its own", "rss_mb": "MB resident", "threads": "threads", "descriptors": "descriptors"}
 CREEPS = {"uss_mb": 0.05, "rss_mb": 0.05, "threads": 0.01, "descriptors": 0.01}
-"""What a generation may add: 200 generations of these are 10 MB and 2 threads or descriptors."""
+"""Largest growth per generation: 200 generations then add 10 MB, and 2 threads or descriptors."""
 
 
 def slopes(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """By figure, what a generation adds: least squares through the second half, when all is warm."""
+    """Returns the growth per generation of each figure: least squares through the second half, after warm-up."""
     late = samples[len(samples) // 2 :]
     return {name: float(numpy.polyfit(range(len(late)), [one[name] for one in late], 1)[0]) for name in late[0]}
 
 
 def creeping(of: dict[str, dict[str, float]]) -> list[str]:
-    """What grows by more than it may, of all processes' slopes."""
+    """Returns the figures of all processes that grow by more than the limit."""
     return [f"{who}: {name}" for who, by in of.items() for name, slope in by.items() if slope > CREEPS[name]]
 
 
 def measure(kills: int, flags: Sequence[str]) -> dict:
-    """Runs the job with these flags, and kills."""
+    """Runs the job with these flags, and kills its worker."""
     before = set(os.listdir(SHARED))
     command = [*launcher(WORKERS), PROGRAM, *flags, *IN_MEMORY, "--exit-signal-handler"]
     with tempfile.TemporaryDirectory(prefix="generations-") as files, Job(command, files, saves=True) as job:
         samples = follow(job, kills)
-        job.process.terminate()  # asks the job to end in good order
+        job.process.terminate()  # requests an orderly end
         code = job.process.wait(PATIENCE_S)
         found = [path for path in job.memory.rglob("*") if path.is_file() and path.stat().st_size > 0]
         left = {"in its memory": [str(path.relative_to(job.memory)) for path in found]}
@@ -60,7 +60,7 @@ def measure(kills: int, flags: Sequence[str]) -> dict:
 
 
 def follow(job: Job, kills: int) -> dict[str, list[dict]]:
-    """Kills one worker again and again; by process what it had after each kill, the first entry before all."""
+    """Kills one worker repeatedly; returns samples by process, the first one from before all kills."""
     job.reach(2)
     survivor = job.workers()[SURVIVOR]
     watched = {"worker": psutil.Process(survivor), "agent": psutil.Process(job.process.pid)}
@@ -71,7 +71,7 @@ def follow(job: Job, kills: int) -> dict[str, list[dict]]:
         os.kill(victim, signal.SIGKILL)
         another = lambda victim=victim: job.workers()[VICTIM] != victim  # noqa: E731
         job.wait_for(another, "another worker")
-        job.reach(reached + 2)  # the one that was being computed, and one that nobody had begun
+        job.reach(reached + 2)  # the interrupted iteration and a new one
         if job.workers()[SURVIVOR] != survivor:
             raise RuntimeError(f"the survivor was replaced after kill {number}:\n{job.last_words()}")
         for who, process in watched.items():
@@ -83,7 +83,7 @@ def follow(job: Job, kills: int) -> dict[str, list[dict]]:
 
 
 def draw(samples: dict[str, list[dict]], output: Path) -> None:
-    """One panel for each figure, one line for each process."""
+    """Draws one panel for each figure, with one line for each process."""
     with drawing(output, 2, 2, figsize=(10, 6), layout="constrained", sharex=True) as (_, panels):
         for panel, (name, text) in zip(panels.flat, FIGURES.items(), strict=True):
             for who, values in samples.items():
@@ -96,7 +96,7 @@ def draw(samples: dict[str, list[dict]], output: Path) -> None:
 
 
 def main() -> int:
-    """Measures, prints the verdict, writes JSON and a plot; 1 if something creeps or is left."""
+    """Measures, prints the verdict, writes JSON and a plot; returns 1 on growth or leftovers."""
     parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed engine, ZeRO-2")

@@ -1,9 +1,9 @@
-"""What reading a hostile file of up to 1 MB costs, for each type of file that programs decode.
+"""Measures the cost of reading a malicious file of up to 1 MB, for each file type that programs decode.
 
     python benchmarks/hostile_files.py --output docs/results/hostile_files_cpu.json
 
-Each file is read in a process of its own, by the code of one program.  CPU seconds and memory are what the process uses
-for it.  ``tests/hostile_files.py`` makes the files: too deep, too many, too large, too long.
+Each file is read in a separate process, by the code of one program.  The program records the CPU seconds and the memory
+of that process.  ``tests/hostile_files.py`` generates the files: too deep, too many, too large, too long.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.common import command_line, machine, met, say, show, table, writ
 from tests.hostile_files import MOST_MB, TYPES, measured
 
 MOST_S = 1.0
-"""Target: CPU seconds of a file."""
+"""Limit of CPU seconds for a file."""
 
 
 def main() -> int:
-    """Measures, prints, and writes every sample; returns 1 if a target is missed."""
+    """Measures, prints the results, and writes all samples; returns 1 if a limit is exceeded."""
     parser = command_line(__doc__)
     parser.add_argument("--types", nargs="+", choices=list(TYPES), default=list(TYPES), help="types to measure")
     own = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Training speed while some experts get more tokens than others: elastic replicas, expert parallelism, padding.
+"""Compares training speed under uneven expert load: elastic replicas, expert parallelism and padding.
 
-Two workers and eight experts, of which four get K times the tokens of the other four; expert parallelism puts the four
-on one worker, which is the case that elastic replicas are for (Lazarus, section 6.4, figure 10, K from 1 to 4).
-Routers are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
-iterations each, so that whatever else the machine does meets all alike.  Each worker has a processor of its own, of
-which nothing is left idle (``benchmarks/live/processors.py``): a worker that waits would speed up the one it waits for.
+Two workers train eight experts; four of them get K times the tokens of the other four.  Expert parallelism places
+these four on one worker, the case that elastic replicas address (Lazarus, section 6.4, figure 10, K from 1 to 4).
+Routers are forced to choose in this way; everything else is ordinary training.  The jobs take turns of a few
+iterations, so that other load on the machine affects all equally.  Each worker has its own processor, kept busy
+(``benchmarks/live/processors.py``), because a waiting worker would speed up the other one.
 
     elastic   --elastic --elastic-slots 5, with a plan for the load
     ep        --expert-model-parallel-size 2, tokens sent without padding
@@ -48,7 +48,7 @@ CASES = {
 
 
 class Pair:
-    """The two workers of a case, which compute when they are told to."""
+    """The two workers of a case, which compute on request."""
 
     def __init__(self, case: str):
         with socket.socket() as free:
@@ -63,7 +63,7 @@ class Pair:
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **what) -> dict[str, list[float]]:
-        """Tells all workers what to do; by clock, seconds of each iteration on the worker that took most."""
+        """Sends a request to all workers; returns the slowest worker's seconds of each iteration, by clock."""
         for worker in self._workers:
             assert worker.stdin is not None
             print(json.dumps(what), file=worker.stdin, flush=True)
@@ -78,14 +78,14 @@ class Pair:
         raise SystemExit("a worker ended; see what it wrote above")
 
     def end(self) -> None:
-        """Ends them."""
+        """Kills the workers."""
         for worker in self._workers:
             worker.kill()
             worker.wait()
 
 
 def work(case: str) -> None:
-    """A worker: sets up training, and runs iterations as it is told."""
+    """Sets up training as a worker, and runs iterations on request."""
     from benchmarks.save_peers.trainer import begin
 
     own_processor(int(os.environ["RANK"]))
@@ -111,12 +111,12 @@ def work(case: str) -> None:
 
 
 class Forced:
-    """In place of the choice of experts: the first half of them get ``ratio`` times the tokens of the others."""
+    """Replacement for the choice of experts: the first half of them get ``ratio`` times the tokens of the others."""
 
     ratio = 1
 
     def __call__(self, logits, topk, **how):
-        """The probabilities of each token's experts [tokens, experts], and which they are."""
+        """Returns the probabilities and the mask of each token's experts, both [tokens, experts]."""
         import torch
 
         chosen = torch.zeros(logits.shape, dtype=torch.bool)
@@ -131,22 +131,22 @@ class Forced:
         counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         row = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(counts))
         order = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
-        return row.view(TOPK, tokens).T[order]  # no token gets one expert twice: none is chosen by more than all tokens
+        return row.view(TOPK, tokens).T[order]  # no token gets one expert twice: no expert gets more than all tokens
 
 
 Seconds = dict[str, dict[str, dict[int, list[float]]]]
-"""Of each iteration, by clock, case and ratio."""
+"""Seconds of each iteration, by clock, case and ratio."""
 
 
 def measure(ratios: list[int], rounds: int, iterations: int) -> Seconds:
-    """Measures all cases, which take turns."""
+    """Measures all cases in turns."""
     pairs = {case: Pair(case) for case in CASES}
     seconds: Seconds = {clock: {case: {} for case in CASES} for clock in CLOCKS}
     try:
         for ratio in ratios:
             cases = [case for case in CASES if case != "padded" or ratio == MOST]
             for case in cases:
-                pairs[case].ask(ratio=ratio, iterations=1, move=True)  # the load before is forgotten
+                pairs[case].ask(ratio=ratio, iterations=1, move=True)  # the former load is forgotten
                 pairs[case].ask(ratio=ratio, iterations=1, move=True)
                 pairs[case].ask(ratio=ratio, iterations=1, move=False)
             for turn in range(rounds):
@@ -163,19 +163,19 @@ def measure(ratios: list[int], rounds: int, iterations: int) -> Seconds:
 
 
 def speed_of(seconds: dict[str, dict[int, list[float]]]) -> dict[str, dict[int, float]]:
-    """By case and ratio, iterations in the time of one of expert parallelism at 1:1, of medians."""
+    """Returns the median speed by case and ratio, relative to expert parallelism at 1:1."""
     middle = {case: {ratio: statistics.median(all) for ratio, all in found.items()} for case, found in seconds.items()}
     return {case: {ratio: middle["ep"][1] / s for ratio, s in found.items()} for case, found in middle.items()}
 
 
 def shown(clock: str, speed: dict[str, dict[int, float]]):
-    """A table of speeds."""
+    """Returns a table of speeds."""
     rows = [[f"{k}:1", *(f"{speed[c][k]:.3f}" if k in speed[c] else "" for c in CASES)] for k in speed["ep"]]
     return table(f"Speed by that of expert parallelism at 1:1, {clock} time", ["tokens", *CASES], rows)
 
 
 def main() -> None:
-    """Measures, prints, and writes JSON; exit code 1 if a promise does not hold."""
+    """Measures, prints and writes JSON; exits with 1 if a claim does not hold."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="turns of each case (default: 4)")
     parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn (default: 3)")

@@ -1,17 +1,16 @@
-"""What our launcher and snapshots cost when nothing fails: the same program, with them and under torchrun without.
+"""Measures the overhead of our launcher and snapshots without failures, compared with the same program under torchrun.
 
     python benchmarks/launch_overhead.py --output docs/results/launch_overhead_cpu.json
 
-Three jobs: *torchrun* with no policy at all; our launcher with snapshots of everything in memory at each iteration
-(*ours, interval 1*); and at a long interval (*ours, interval 50*).  They run by turns of a few seconds
-(``benchmarks/live/slices.py``).  Compared are the iterations of the same round: their median, and their mean, which
-also has what few iterations pay.  A ratio of 0.98 says 98 % of torchrun's throughput.  ``--beside`` names another
-checkout, whose launcher and program run as *beside, interval 1*, too.  A job's place makes a difference of percents:
-who comes first, second, ... in a round changes from round to round, and with ``--starts`` all jobs are started again
-now and then, each time in another order.
+There are three jobs: *torchrun* without a policy, and our launcher with snapshots of the full state in memory, at each
+iteration (*ours, interval 1*) or rarely (*ours, interval 50*).  They take turns of a few seconds
+(``benchmarks/live/slices.py``).  The program compares the median iterations of a round, and the means, which include
+rare costs.  A ratio of 0.98 is 98 % of torchrun's throughput.  ``--beside`` names another checkout, whose launcher and
+program run as *beside, interval 1*.  A job's position changes its speed by percents: positions change from round to
+round, and ``--starts`` restarts all jobs several times, each time in another order.
 
-Flags that are not the benchmark's own are the program's: ``--global-batch-size 64`` makes iterations four times as
-long, and snapshots as large as before.
+Other flags are passed to the program: ``--global-batch-size 64`` makes iterations four times as long, with snapshots of
+the same size.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ GOAL = 0.98
 
 
 def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, list[float]]]:
-    """Starts all jobs, one after the other, now and then in another order, and tells what each round took."""
+    """Starts all jobs in turn, restarts them in other orders, and yields the seconds of each round."""
     cases = CASES | ({} if own.beside is None else {BESIDE: 1})
     for start in range(own.starts):
         order = rotated(list(cases), start)
@@ -67,7 +66,7 @@ def _measure(
 
 
 def main() -> None:
-    """Runs all rounds, and writes what they took."""
+    """Runs all rounds, and writes their durations."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="of a turn for each case (default: 30)")
     parser.add_argument("--warm-up", type=int, default=20, help="iterations that do not count (default: 20)")

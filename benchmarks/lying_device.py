@@ -1,14 +1,14 @@
-"""Random kills on a device that lies, and whether the runs end with the bits of one in which nobody was killed.
+"""Kills workers at random on a simulated unreliable device, and checks for bit-identical results.
 
     python benchmarks/lying_device.py --aborts 500 --output docs/results/lying_device_cpu.json
 
-Each run trains ``examples/pure_torch.py`` under our launcher, by groups that behave as NCCL's (``tests/lying``): what
-is enqueued when a generation ends, or when a peer is gone, completes with garbage and without an error.  One or two
-workers are killed at a time, at random moments: while they train, and now and then while they recover.  With
-``--breaks`` an abort leaves the device broken now and then, or fails.
+Each run trains ``examples/pure_torch.py`` under our launcher, with process groups that behave like NCCL's
+(``tests/lying``): operations pending when a generation ends or a peer is lost complete with garbage, without an error.
+One or two workers are killed at a time, at random moments of training and sometimes of a recovery.  With ``--breaks``
+an abort sometimes breaks the device, or fails.
 
-Counted are aborts (one for each worker that ends a generation), those with operations under way, runs that end with
-other weights, hangs, and workers that were deaf: that the launcher had to kill because they did not answer or come.
+The program counts aborts (one for each worker that ends a generation) and aborts with pending operations.  It also
+counts runs with other final weights, hangs, and unresponsive workers that the launcher had to kill.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ DEAF = re.compile(r"it had said nothing|it had been in its|has been in its")
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one run."""
+    """Outcome of one run."""
 
     workers: int
     seed: int
     breaks: float
     kills: int
     generations: int
-    aborts: int  # of one worker's groups each; those at the end of the run left out
-    under_way: int  # of them, with operations enqueued
-    broken: int  # workers that ended themselves, since their device was broken
+    aborts: int  # of one worker's groups each, without those at the end of the run
+    under_way: int  # aborts with pending operations
+    broken: int  # workers that exited because their device was broken
     deaf: int
     seconds: float
-    wrong: str = ""  # empty if it ended as it should
+    wrong: str = ""  # failure; empty if the run passed
 
 
 class Run:
-    """One job, in a directory of its own."""
+    """One job in its own directory."""
 
     def __init__(self, own: argparse.Namespace, workers: int, seed: int, directory: Path):
         self._own, self._workers, self._seed, self._directory = own, workers, seed, directory
@@ -65,7 +65,7 @@ class Run:
         directory.mkdir(parents=True)
 
     def to_its_end(self, kills: int) -> tuple[Row, str]:
-        """Kills workers so often, as long as it lasts; its row, and its last line."""
+        """Runs the job with at most this many kills; returns its row and its last line."""
         begun, killed = time.monotonic(), 0
         process = self._start()
         try:
@@ -129,7 +129,7 @@ class Run:
         return path.read_text().splitlines() if path.exists() else []
 
     def _may_kill(self) -> bool:
-        """Whether it has gone on since the last kill; now and then it need not, once it has begun."""
+        """Whether the job has progressed since the last kill; sometimes True without it, once training has begun."""
         told = len(self._lines("log/events.jsonl"))
         goes_on = told > self._told + 3
         self._told = told if goes_on else self._told
@@ -149,7 +149,7 @@ class Run:
 
 
 def rows(own: argparse.Namespace, directory: Path) -> Iterator[Row]:
-    """What became of each run, until there were enough aborts."""
+    """Yields the outcome of each run, until there were enough aborts."""
     expected: dict[int, str] = {}
     aborts, number = 0, 0
     while aborts < own.aborts:
@@ -169,7 +169,7 @@ def rows(own: argparse.Namespace, directory: Path) -> Iterator[Row]:
 
 
 def summary(told: list[Row]) -> dict:
-    """All runs together."""
+    """Summarizes all runs."""
     counted = ("kills", "generations", "aborts", "under_way", "broken", "deaf")
     sums = {name: sum(getattr(row, name) for row in told) for name in counted}
     hangs = sum(row.wrong.startswith("no end") for row in told)
@@ -177,7 +177,7 @@ def summary(told: list[Row]) -> dict:
 
 
 def main() -> int:
-    """Runs until there were enough aborts; 1 if a run went wrong, or a worker was deaf."""
+    """Runs until there were enough aborts; returns 1 if a run failed or a worker was unresponsive."""
     parser = command_line(__doc__)
     parser.add_argument("--aborts", type=int, default=500, help="at least so many (default: 500)")
     parser.add_argument("--workers", type=int, nargs="+", default=[3, 2], help="of each run, in turns (default: 3 2)")

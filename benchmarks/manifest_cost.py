@@ -1,11 +1,11 @@
-"""What reading a manifest costs beyond parsing its JSON, for a manifest of many operators.
+"""Measures the cost of reading a manifest of many operators, relative to parsing its JSON.
 
     flock /tmp/timing.lock python benchmarks/manifest_cost.py --output docs/results/manifest_cost_cpu.json
 
-The same text is read in four ways: by ``json.loads`` alone; by a parser that searches each object for repeated keys; by
-one that compares the hash, and the text with the canonical one, which repeats no key; and by the complete reader, which
-also decodes every entry by its declared type.  All in one process, in turns, in CPU seconds.  A ratio divides the best
-time by the best of ``json.loads``.
+The same text is read in four ways: by ``json.loads`` only; by a parser that searches each object for repeated keys; by
+a parser that compares the hash, and the text with its canonical form, which repeats no key; and by the complete reader,
+which also decodes each entry by its declared type.  All run in one process, in turns, and are measured in CPU seconds.
+A ratio divides the best time by the best of ``json.loads``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGET = 4.0
 
 
 def manifest_of(operators: int) -> Manifest:
-    """A full checkpoint of a model with this many operators, one in eight of them dense."""
+    """Returns the manifest of a full checkpoint of a model with this many operators, one in eight of them dense."""
     slots = ("param", "master", "exp_avg", "exp_avg_sq")
     entries = {
         f"layers.{number // 512}.{'expert' if number % 8 else 'attention'}.{number % 512}": OperatorEntry(
@@ -43,7 +43,7 @@ def manifest_of(operators: int) -> Manifest:
 
 
 def ways(text: bytes) -> dict[str, Callable[[], object]]:
-    """The ways to read a text, by name."""
+    """Returns the readers of a text, by name."""
     return {
         "json.loads": lambda: json.loads(text),
         "keys compared": lambda: decode.parse(text),
@@ -53,7 +53,7 @@ def ways(text: bytes) -> dict[str, Callable[[], object]]:
 
 
 def measured(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of every action in each round, after a round that does not count."""
+    """Returns the CPU seconds of each action in each round, after a warm-up round."""
     found: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name in rotated(list(actions), number):
@@ -64,13 +64,13 @@ def measured(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def ratios(samples: dict[str, list[float]]) -> dict[str, float]:
-    """The best time of each way, divided by the best of the first."""
+    """Returns the best time of each reader, divided by the best of ``json.loads``."""
     best = {name: min(times) for name, times in samples.items()}
     return {name: value / best["json.loads"] for name, value in best.items()}
 
 
 def main() -> None:
-    """Measures, prints, and writes every sample."""
+    """Measures, prints the results, and writes all samples."""
     parser = command_line(__doc__)
     parser.add_argument("--operators", type=int, default=OPERATORS, help="entries (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each way (default: %(default)s)")

@@ -1,12 +1,12 @@
-"""The cost of recording module state in each iteration, as a share of the iteration.
+"""Measures the cost of recording module state in each iteration, as a share of the iteration.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/module_state_cost.py --output docs/results/module_state_cpu.json
 
 Two clocks around ``ModuleState.begin`` and ``ModuleState.commit`` sum the time inside these functions, which is too
-short to appear in the duration of an iteration.  The time is divided by the duration of the same iterations.  The model
-has a router of each kind that keeps counts: expert biases, and a global auxiliary loss.
+short to appear in the duration of an iteration.  The time is divided by the duration of the same iterations.
+``--router`` selects one of two kinds of routers that keep counts: expert biases, or a global auxiliary loss.
 
-Flags that are not the benchmark's own are the program's.
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM_UP = 5  # iterations; the first ones record everything
 
 
 def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
-    """For each iteration, the seconds inside the functions of module state, and its duration."""
+    """Returns for each iteration the seconds inside the functions of module state, and the duration."""
     from megatron.pretraining.engine.module_state import ModuleState
     from megatron.pretraining.loop import iterate
 
@@ -63,7 +63,7 @@ def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
 
 
 def main() -> int:
-    """Measures one kind of router, prints the shares, writes JSON; 1 if the goal is missed."""
+    """Measures one kind of router, prints the shares, writes JSON; returns 1 if the goal is missed."""
     parser = command_line(__doc__)
     parser.add_argument("--router", choices=ROUTERS, default="expert bias", help="default: expert bias")
     parser.add_argument("--iterations", type=int, default=60, help="default: 60")

@@ -1,31 +1,34 @@
-"""What partial experts checkpoints cost in accuracy: real runs, killed and recovered, after MoC-System's figures.
+"""Measures the accuracy cost of partial expert checkpoints in real runs with kills, after MoC-System's figures.
 
     python benchmarks/pec_accuracy.py --text wiki.txt --output docs/results/pec_accuracy.json
 
-A GPT of 0.6 M parameters with 8 experts in each of 2 layers is trained on WikiText with the training program.  Right
-after an iteration all its workers are killed by SIGKILL, and the same command starts them again.  For each seed:
+A GPT of 0.6 M parameters with 8 experts in each of 2 layers is trained on WikiText with the training program.  Directly
+after an iteration all its workers are killed by SIGKILL, and the same command restarts them.  For each seed:
 
 * one run without a fault;
 * the grid of Figure 5: one fault at the midpoint, K_pec of 8 experts, a snapshot every I_ckpt iterations, sequential
-  selection; K = 8 saves everything, and must end with the very loss of the run without a fault;
+  selection.  K = 8 saves everything, and must end with the same loss as the run without a fault;
 * some of these cells with load-aware selection;
 * the curves of Figure 14(a): two emulated nodes with a worker each, K_snapshot = 4 in their memory, K_persist = 1 of
-  every other snapshot in storage, three faults.  baseline saves everything; W, O and WO choose weights, optimizer
-  states or both, and after a fault have storage alone; WO-2L loses the memory of one node only, each time of another.
+  every other snapshot in storage, three faults.  baseline saves everything.  W, O and WO save weights,
+  optimizer states or both partially, and recover from storage only.  WO-2L loses the memory of one node per fault,
+  each time another node.
 
-Validation loss is in nats a token.  PLT is eq. 7, over the tokens of the whole training.  Beside the one that was
-counted stands the one to expect if all experts were equally busy.
+Validation loss is in nats per token.  PLT is eq. 7, over the tokens of the complete training.  The table also shows the
+PLT expected with equally loaded experts.
 
-Such small runs show that lost tokens are what the equation says, that nothing is lost where all is saved, and which
-way the loss goes some hundred iterations after a fault; not what that costs a model of useful size.  Their experts have
-hardly begun to differ, and half of the training is left to make up for the fault.  Differences are small: so each
-stands beside the spread over seeds of the run without a fault, and beside how far the curves' baseline is from that
-run, which loses nothing either; there two workers share a batch, so that the balancing loss is over halves of it.
+Such small runs show that the lost tokens match the equation, that full checkpoints lose nothing, and the direction of
+the loss some hundred iterations after a fault.  They do not show the cost for a large model: the experts have hardly
+specialized, and half of the training compensates for the fault.  Differences are small, so the table shows two scales:
 
-``--ckpt-blocking`` makes runs repeatable: what a fault finds does not depend on how busy the machine is.  Faults fall
-right after a snapshot: what comes later would be replayed by all, and is not lost.  Nothing here is timed.
+* the spread over seeds of the run without a fault;
+* the distance of the curves' baseline, which loses nothing either, from that run.  There two workers share a batch, so
+  the balancing loss covers half of it at a time.
 
-Writes JSON with every sample, after each run, and a plot beside it; ``--resume`` goes on with what is missing.
+``--ckpt-blocking`` makes runs repeatable: the surviving state does not depend on the load of the machine.  Faults occur
+directly after a snapshot, because all workers would replay later iterations without loss.  Nothing here is timed.
+
+Writes JSON with every sample after each run, and a plot next to it; ``--resume`` runs only what is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from benchmarks.common import show
 
 
 def main() -> int:
-    """Runs all cells, prints the table, writes JSON and a plot; 1 if a run failed."""
+    """Runs all cells, prints the table, writes JSON and a plot; returns 1 if a run failed."""
     own = parse(__doc__, "JSON file; the plot goes beside it")
     plan = QUICK if own.quick else Plan()
 

@@ -1,31 +1,32 @@
-"""What checkpoints cost training: Megatron-DeepSpeed's way, asynchronous ones, and MoC-System's (its Figures 10-12).
+"""Measures the overhead of Megatron-DeepSpeed's, asynchronous, and MoC-System's checkpoints (its Figures 10-12).
 
     python benchmarks/pec_overhead.py --output docs/results/pec_overhead_cpu.json
     python benchmarks/pec_overhead.py --methods swept --layouts DP4xEP2 --output docs/results/pec_swept_cpu.json
     python benchmarks/pec_overhead.py --methods rules --layouts DP4xEP2-replicated \\
         --output docs/results/pec_rules_cpu.json
 
-All methods train the same model with the program that users run, in 4 workers, one run after the other in turns:
+All methods train the same model with the training program in 4 workers, one run after the other, in turns:
 
-* Baseline: everything, blocking; rank 0 saves what is not an expert, the first expert-parallel group experts;
-* Base-Async: the same beside training;
+* Baseline: everything, blocking; rank 0 saves the dense state, the first expert-parallel group saves experts;
+* Base-Async: the same in the background;
 * MoC-Async: K_snapshot of 16 experts of each layer to memory and K_persist of these to storage, fully sharded.
 
 ``--methods swept`` is Figure 11: the baseline, and MoC-Async with the same K on both levels, from 1 to all 16.
-``--methods rules`` are the schemes of Figure 10 without ZeRO, where several ranks hold the same: everything, and one
-expert of each layer, by EE, EE+EN and EE+AN.
+``--methods rules`` are the schemes of Figure 10 without ZeRO, where several ranks hold the same state: everything, and
+one expert of each layer, by EE, EE+EN and EE+AN.
 
-Of each it is asked (MoC-System, sections 6.2.3 and 6.2.5)
+Measured for each method (MoC-System, sections 6.2.3 and 6.2.5):
 
-* for how long training waits for a snapshot: O_save, the events ``stall``, means over workers;
-* what iterations take beyond others meanwhile, which on fewer cores than workers is mostly this machine's doing;
-* how long it is copied and hashed (T_snapshot), and written and published (T_persist);
-* the shortest interval that storage can follow, I_ckpt: from the beginning of a snapshot until it is published in
-  storage, in iterations, rounded up.  Each method is then run at that interval and at the next shorter one;
-* bytes, of all ranks and of the busiest one, in memory and in storage; beside what eq. 6 says.
+* how long training waits for a snapshot: O_save, the events ``stall``, means over workers;
+* the additional duration of the iterations during a snapshot.  With fewer cores than workers it depends mostly on the
+  machine;
+* how long copying and hashing takes (T_snapshot), and writing and committing (T_persist);
+* the shortest interval that storage sustains, I_ckpt: the time from the start of a snapshot to its commit in storage,
+  in iterations, rounded up.  Each method then runs at this interval and at the next shorter one;
+* bytes of all ranks and of the busiest one, in memory and in storage, compared with eq. 6.
 
-Bytes are those of Format v1: 12 for each parameter, masters and moments, which ZeRO spreads over the ranks whatever
-the sharding, so that what is gained here is PEC's.  Writes JSON with every sample, and two plots beside it.
+Bytes refer to Format v1: 12 per parameter, masters and moments.  ZeRO distributes them over the ranks with any
+sharding, so savings are due to PEC.  Writes JSON with every sample, and two plots next to it.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ from benchmarks.save_peers.cases import WORKERS
 from benchmarks.save_peers.launching import OUTPUT, RunFailed, directory_in, train
 from benchmarks.save_peers.rounds import WARM_UP, Plan
 
-LEAST_EVERY = WARM_UP + 3  # iterations: some without a snapshot before the first one
+LEAST_EVERY = WARM_UP + 3  # iterations, some of them without a snapshot before the first one
 
 
 class Bench:
-    """Measures with sets of workers, in directories in ``scratch``; ``own`` are the benchmark's flags."""
+    """Measures with sets of workers, in subdirectories of ``scratch``; ``own`` has the benchmark's flags."""
 
     def __init__(self, own: argparse.Namespace, scratch: str):
         self._own, self._scratch = own, scratch
 
     def measured(self, name: str, layout: str) -> dict:
-        """One run of a method; raises :class:`RunFailed` or ValueError, as the two below."""
+        """Runs a method; raises :class:`RunFailed` or ValueError, as the two methods below."""
         return self._saving(name, layout, self._own.every, self._own.saves, figures.measured)
 
     def followed(self, name: str, layout: str, every: int) -> dict:
-        """A run of a method with a snapshot every so many iterations."""
+        """Runs a method with a snapshot every ``every`` iterations."""
         count = self._own.follow
         read = lambda events, *_: figures.followed(events, every, snapshots=count)  # noqa: E731
-        # one more, so that the last one that counts is not written while the run waits for its end
+        # one more, so that the last counted one is written before the end of the run
         return self._saving(name, layout, every, count + 1, read)
 
     def forward_backward_share(self, layout: str) -> float:
-        """Which part of an iteration without snapshots is forward and backward."""
+        """Returns the share of forward and backward in an iteration without snapshots."""
         with directory_in(self._scratch) as directory:
             flags = [*ours.plain_flags(Plan(directory, 0, 0, self._own.every), directory), "--timing-log-level", "1"]
             events = self._train(layout, flags, directory)
@@ -89,7 +90,7 @@ class Bench:
 
 
 def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
-    """All methods of one layout in turns, forwards and backwards."""
+    """Runs all methods of one layout in turns, forwards and backwards."""
     samples, failed = {name: [] for name in own.methods}, {}
     for turn in range(own.turns):
         for name in own.methods if turn % 2 == 0 else own.methods[::-1]:
@@ -122,7 +123,7 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
 
 
 def shortest(interval: int) -> list[int]:
-    """The interval that storage should be able to follow, and the next shorter one, if there is one."""
+    """Returns the interval that storage should sustain, and the next shorter one, if any."""
     return [interval, interval - 1] if interval > 1 else [interval]
 
 
@@ -148,7 +149,7 @@ def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The benchmark's flags."""
+    """Parses the benchmark's flags."""
     parser = command_line(__doc__, "JSON file; the plot goes beside it")
     names = f"{', '.join(METHODS)}; or a set of them: {', '.join(SETS)}"
     choices = [*METHODS, *SETS]
@@ -171,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, prints tables, writes JSON and a plot; 1 if a run failed."""
+    """Measures, prints tables, writes JSON and a plot; returns 1 if a run failed."""
     own = parse()
     with tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=own.directory) as scratch:
         bench = Bench(own, scratch)
@@ -185,7 +186,7 @@ def main() -> int:
 
 
 def describe(own: argparse.Namespace) -> dict:
-    """What the figures were made with."""
+    """Returns the machine, versions, flags and plan of the measurement."""
     flags = model_flags(own.quick, hidden_size=own.hidden_size)
     return machine_and_versions() | {
         "workers": WORKERS,

@@ -1,16 +1,16 @@
-"""What faults cost with each way of saving a part: MoC-System's Figure 15(a), for W, O, WO and WO-2L over K.
+"""Simulates the lost tokens of W, O, WO and WO-2L over K: MoC-System's Figure 15(a).
 
     python benchmarks/pec_plt.py --output docs/results/pec_plt.json
 
-The policy of the program plans, and its ledgers count, for the model of the figure: 12 layers of 16 experts, of which
-each of two nodes holds half.  Training is a trace of routed tokens; each fault takes one node with its memory, and the
-run goes on from the newest checkpoint:
+The program's policy plans, and its ledgers count, for the model of the figure: 12 layers of 16 experts, half of them on
+each of two nodes.  Training is a trace of routed tokens.  Each fault loses one node with its memory, and the run
+continues from the newest checkpoint:
 
-* W, O and WO: of K experts only weights, optimizer state, or both are saved (the rest of all), in storage alone;
-* WO-2L: K experts in memory, one of them in storage; experts of the node that is left come from its memory, where each
-  one's newest version is.
+* W, O and WO save the weights, optimizer state, or both of K experts, and the rest of all experts, to storage only;
+* WO-2L saves K experts in memory, and one of them in storage.  The surviving node's experts are restored from the
+  newest version in its memory or in storage.
 
-Weights and moments are counted apart, since W loses only weights, and O only moments.  Seconds of one core; no GPU.
+Weights and moments are counted separately, since W loses only weights, and O only moments.  Takes seconds on one core.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ KS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """One simulated run."""
 
-    way: str  # of :data:`WAYS`
+    way: str  # key of :data:`WAYS`
     k: int  # experts of each layer in a snapshot
-    iterations: int  # of the whole training
-    interval: int  # iterations from one snapshot to the next
-    faults: int  # how many, at random
+    iterations: int  # of the complete training
+    interval: int  # iterations between two snapshots
+    faults: int  # number of random faults
 
 
 def plt(case: Case, seed: int) -> dict[str, float]:
-    """By part of the state, the proportion of lost tokens at the end of a run."""
+    """Returns the proportion of lost tokens at the end of a run, by part of the state."""
     shape = ModelShape((1,) * LAYERS, 64, 256, 64, 64, 16, 1000, num_experts=EXPERTS, expert_ffn_hidden_size=256)
     two_levels = case.way == "WO-2L"
     settings = dict(k=case.k, k_persist=1 if two_levels else case.k, target=WAYS[case.way], ep=EXPERTS)
@@ -79,7 +79,7 @@ def plt(case: Case, seed: int) -> dict[str, float]:
 
 
 def _routed(iterations: int, chance: random.Random) -> Iterator[dict[int, list[int]]]:
-    """By layer and expert the tokens of each iteration: some experts are busier than others, and that drifts."""
+    """Yields each iteration's tokens by layer and expert, with uneven, drifting load."""
     weights = [[chance.uniform(0.5, 1.5) for _ in range(EXPERTS)] for _ in range(LAYERS)]
     for _ in range(iterations):
         for row in weights:
@@ -98,7 +98,7 @@ def _has(plan: SnapshotPlan, slot: str) -> dict[int, list[int]]:
 
 
 def _recovered(ledger: Ledger, lost: int, two_levels: bool) -> Ledger:
-    """From the ledger that was stored with the newest checkpoint, when a node is lost with its memory."""
+    """Returns the recovered ledger after the loss of a node with its memory, from the newest checkpoint's ledger."""
     restored: dict[int, dict[int, int]] = {}
     for place, layer in enumerate(ledger.layers):
         restored[layer] = {}

@@ -1,20 +1,20 @@
-"""The public implementation of MoEvement beside ours: the same model, the same machine, the same faults.
+"""Compares the public implementation of MoEvement with ours: same model, same machine, same faults.
 
-    python benchmarks/public_moevement.py --peer CHECKOUT --peer-python PYTHON \
+    python benchmarks/public_moevement.py --peer CHECKOUT --peer-python PYTHON \\
         --output docs/results/public_moevement_cpu.json
 
-CHECKOUT is the repository Swapnil-Gandhi/MoEvement, a fork of DeepSpeed; PYTHON an interpreter with torch and what
-DeepSpeed needs (``pip install torch deepspeed``; the checkout comes before the installed one).  Nothing there is
-changed: what it needs to run without a GPU is put on from outside (``peer_moevement/worker.py``).
+CHECKOUT is the repository Swapnil-Gandhi/MoEvement, a fork of DeepSpeed.  PYTHON is an interpreter with torch and
+DeepSpeed's dependencies (``pip install torch deepspeed``; the checkout precedes the installed package).  The checkout
+is not changed: ``peer_moevement/worker.py`` patches it from outside to run without a GPU.
 
 Both train a GPT-MoE of the same sizes (``peer_moevement/cases.py``) in 4 workers, 2 stages of 2 data-parallel ranks,
-ZeRO-1, with other samples in every iteration.  Compared are
+ZeRO-1, with different samples in each iteration.  The comparison covers
 
-* the time of an iteration without snapshots, and with windows of 1 and of 3, all jobs alive at once and taking turns
-  of a few seconds (``benchmarks/live/slices.py``);
+* the time of an iteration without snapshots, and with windows of 1 and of 3; all jobs are alive and take turns of
+  a few seconds (``benchmarks/live/slices.py``);
 * the bytes of snapshots;
-* SIGKILL of a worker, and the time until the end of the first iteration that is new;
-* the state at the end, with the fault and without it: how many parameters have the same bits in masters and moments.
+* SIGKILL of a worker, and the time until the end of the first new iteration;
+* the final state with and without the fault: the number of parameters with identical masters and moments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.peer_moevement.cases import SAVING, SHAPE, WORKERS, Case, Plan, 
 SYSTEMS = ("ours", "public")
 WINDOWS = (0, 1, 3)
 VICTIMS = {1: (1,), 3: (1, 3)}
-"""By window, workers that are killed: 1 is in the first stage, 3 in the last."""
+"""Workers that are killed, by window: 1 is in the first stage, 3 in the last."""
 OUTCOMES = {
     "public as it is, killed between iterations": Case("public", 3, victim=1, repaired=False),
     "public, killed in the middle of an iteration": Case("public", 3, victim=1, anywhere=True),
@@ -52,13 +52,13 @@ OUTCOMES = {
 CASES = [Case(system, window) for window in WINDOWS for system in SYSTEMS]
 ENDLESS = 100_000
 SETTLED = 8
-ENOUGH = 8  # rounds, should a job end by itself in a later one
+ENOUGH = 8  # rounds that suffice if a job exits early
 GIVE_UP_S = 30.0
 END_S = 240.0
 
 
 def run(case: Case, plan: Plan, chance: random.Random) -> tuple[list[dict], figures.State | None, dict | None]:
-    """A job's events; its state at the end, if it saved snapshots or is a public one; and what followed the kill."""
+    """Returns a job's events, its final state (None for ours without snapshots), and the recovery's figures."""
     with tempfile.TemporaryDirectory(prefix="public-moevement-") as name:
         directory = Path(name)
         with start(case, plan, directory) as job:
@@ -79,21 +79,21 @@ def run(case: Case, plan: Plan, chance: random.Random) -> tuple[list[dict], figu
 
 
 def kill(job: Job, case: Case, plan: Plan, chance: random.Random) -> float:
-    """Kills the victim by SIGKILL; the moment."""
+    """Kills the victim by SIGKILL; returns the time."""
     job.reach(plan.kill_at)
     usual = median(figures.iteration_seconds(job.events.all(), warm_up=plan.kill_at // 2))
     if case.system == "public" and not case.anywhere:
         job.wait_for(lambda: len(job.events.of("ready")) == WORKERS, "the public workers' readiness")
     time.sleep(chance.uniform(0, usual))
-    told = {event["rank"]: event["pid"] for event in job.events.of("worker")}  # what public workers tell themselves
+    told = {event["rank"]: event["pid"] for event in job.events.of("worker")}  # reported by public workers
     pids, killed = told or job.workers(), time.time()
-    assert case.victim is not None  # or nobody is killed
+    assert case.victim is not None  # the callers pass a victim
     os.kill(pids[case.victim], signal.SIGKILL)
     return killed
 
 
 def outcome(case: Case, plan: Plan, chance: random.Random) -> str:
-    """What becomes of a job that need not go on."""
+    """Describes what happens after the kill, for jobs that may fail."""
     with (
         tempfile.TemporaryDirectory(prefix="public-moevement-") as directory,
         start(case, plan, Path(directory)) as job,
@@ -109,7 +109,7 @@ def outcome(case: Case, plan: Plan, chance: random.Random) -> str:
 
 
 def timed(plan: Plan, own: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """By case, of each round the seconds of its iterations; jobs without faults, all alive at once, take turns."""
+    """Returns the seconds of iterations by case and round; all jobs run without faults, and take turns."""
     plan, seconds = dataclasses.replace(plan, iterations=ENDLESS, takes_turns=True), {case.name: [] for case in CASES}
     with contextlib.ExitStack() as stack:
         jobs = {}
@@ -122,11 +122,11 @@ def timed(plan: Plan, own: argparse.Namespace) -> dict[str, list[list[float]]]:
         try:
             for told in slices(jobs, own.rounds, own.seconds):
                 if not all(told.values()):
-                    continue  # something else had the machine: in some turn no iteration came to its end
+                    continue  # the machine was busy: some turn completed no iteration
                 for name, events in told.items():
                     seconds[name].append([event["elapsed_s"] for event in events])
                 print("  ".join(f"{name} {median(rounds[-1]):.4f}" for name, rounds in seconds.items()), flush=True)
-        except RuntimeError as error:  # the public one may end by itself; ours may not
+        except RuntimeError as error:  # the public job may exit, ours may not
             ours = any(job.process.poll() is not None for name, job in jobs.items() if name.startswith("ours"))
             if ours or len(seconds[CASES[0].name]) < ENOUGH:
                 raise
@@ -135,7 +135,7 @@ def timed(plan: Plan, own: argparse.Namespace) -> dict[str, list[list[float]]]:
 
 
 def settle(job: Job) -> None:
-    """Lets a job go on that was stopped while others started: ours may have to meet again after so long."""
+    """Continues a job that was stopped while others started; ours may need to reconnect."""
     begin = time.time()
     resume(job)
     job.wait_for(lambda: sum(e["time"] > begin for e in job.events.of("iteration")) > SETTLED, "settled iterations")
@@ -143,7 +143,7 @@ def settle(job: Job) -> None:
 
 
 def undisturbed(plan: Plan, chance: random.Random) -> tuple[dict, dict, dict]:
-    """Of jobs without faults, by case: bytes of snapshots, how far its end is from its system's first; these ends."""
+    """Runs jobs without faults; returns snapshot bytes, distances from their system's first end, and these ends."""
     amounts, apart, ends = {}, {}, {}
     for case in (case for case in CASES if case.window):
         events, end, _ = run(case, plan, chance)
@@ -155,7 +155,7 @@ def undisturbed(plan: Plan, chance: random.Random) -> tuple[dict, dict, dict]:
 
 
 def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
-    """By case with a fault, what followed, and how far its end is from that without one."""
+    """Returns the recovery's figures by case with a fault, and the distance from the end without one."""
     told = {}
     for case in (Case(s, w, victim) for w in WINDOWS if w for victim in VICTIMS[w] for s in SYSTEMS):
         try:
@@ -173,7 +173,7 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
 
 
 def main() -> None:
-    """Runs everything, and writes it."""
+    """Runs all cases and writes the results."""
     parser = command_line(__doc__)
     parser.add_argument("--peer", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40, help="of each job that comes to an end (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
     own = parser.parse_args()
-    python = os.path.abspath(shutil.which(own.peer_python) or own.peer_python)  # jobs have directories of their own
+    python = os.path.abspath(shutil.which(own.peer_python) or own.peer_python)  # jobs run in their own directories
     plan = Plan(own.peer.resolve(), python, own.precision, own.saving, own.iterations)
     chance, here = random.Random(own.seed), machine(load=True)
     seconds = timed(plan, own)

@@ -1,36 +1,37 @@
-"""Random faults in small jobs, and whether the runs end as if nothing had been.
+"""Injects random faults into small jobs, and checks that the results equal runs without faults.
 
     python benchmarks/random_faults.py --faults 200 --output docs/results/random_faults_cpu.json
 
-Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots; the next run in the next,
-until all have been there and enough has happened.  A run has two nodes, each with a launcher and memory of its own, but
-for the layout in which both would hold the same (with a memory tier).  In each:
+Each run trains a tiny model under our launcher, with one layout and one snapshot tier.  Runs cycle through all
+combinations until each has run and enough faults have occurred.  A run has two nodes, each with its own launcher and
+memory.  With the layout ``DP4, replicated`` and a memory tier it has one, as both would store the same.  In each run
 
-* one to three workers at once are killed at random points of step, snapshot, persistence and recovery, again and again
-  (``--inject-mtbf-iterations``); one is stopped (SIGSTOP) somewhere in a step, and one is slow;
-* the controller is killed; so is the launcher of the last node, with which its workers die;
-* the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
-* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets;
-* with ``selective``, a worker is killed once its gradients are copied and the rest is not, one between the updates of a
-  recovery, and one that leads a node when this has all copies and nobody knows; with ``selective, all, folded``, what
-  folds a node's gradients is killed, too.
+* one to three workers are killed together at random points of step, snapshot, persistence and recovery, repeatedly
+  (``--inject-mtbf-iterations``); one worker is stopped (SIGSTOP) within a step, and one is slowed down;
+* the controller is killed, and the launcher of the last node, which ends its workers;
+* the last node is lost with its memory and returns empty: it restores from copies with ``peers``, otherwise from
+  storage;
+* with ``peers``, a replica server is stopped for some seconds, with its sockets open;
+* with ``selective``, a worker is killed when only its gradients are copied, and one between the updates of a recovery.
+  A node's lead worker is killed when the node has all copies but has not reported it.  With ``selective, all, folded``
+  the process that applies a node's gradients is killed, too.
 
-With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
-random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
-replica servers and what workers are forked from; and further workers are killed.  With ``--candidates 3`` there is a
-spare, and three nodes have a candidate for the controller: any of these and any launcher may be lost, the first one
-too.  A campaign can be run in pieces, of which each adds its runs to the same file:
+With ``--moments recoveries`` all faults occur during recoveries.  A worker is killed every few iterations.  Before all
+continue, at random moments, the controller is killed, or paused for less or more than the silence timeout.  Replica
+servers and forkservers are killed or paused briefly, and further workers are killed.  With ``--candidates 3`` there is
+a spare, and three nodes have a candidate for the controller: any of these and any launcher may be lost, including the
+first.  A campaign can be run in pieces, which all add their runs to the same file:
 
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
-With ``--program tests/integration/lying_pretrain_gpt_moe.py`` all of it happens on a device that lies
+With ``--program tests/integration/lying_pretrain_gpt_moe.py`` all faults occur on a simulated unreliable device
 (``tests/lying``).
 
-At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
-hash of every tensor of the last snapshot.  With partial snapshots, a run that went on with experts of other iterations
-than the rest must have told all iterations, counted lost tokens at each recovery, and saved the last iteration.  The
-last snapshot must be whole, by what verifies checkpoints.  A run that does not end, and one that leaves
-processes, memory or temporary files behind, has failed too; all files of a run that failed are kept.
+At the end the run must equal the run of its layout without faults in losses, gradient norms and the hash of every
+tensor of the last snapshot.  A run with partial snapshots that continued with stale experts must instead have reported
+all iterations, counted lost tokens at each recovery, and saved the last iteration.  The last snapshot must be valid.
+A run also fails if it does not end, or if processes, memory or temporary files remain.  All files of a failed run are
+kept.
 """
 
 from __future__ import annotations
@@ -70,34 +71,34 @@ SLOW_S = 1.0
 
 @dataclass
 class Row:
-    """What became of one run."""
+    """Outcome of one run."""
 
     layout: str
     tier: str
     seed: int
-    fired: list[str] = field(default_factory=list)  # each fault that happened
-    generations: int = 0  # memberships that began after the first one, as far as the first worker told
-    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
+    fired: list[str] = field(default_factory=list)  # faults that occurred
+    generations: int = 0  # memberships after the first one, as reported by the first worker
+    wrong: list[str] = field(default_factory=list)  # failed checks; empty if the run passed
     seconds: float = 0.0  # from start to end
-    again: list[int] = field(default_factory=list)  # iterations that stages computed again, by recovery of these alone
-    by_all: list[int] = field(default_factory=list)  # the same of recoveries in which all workers computed them
-    stand: list[str] = field(default_factory=list)  # if it hung, what its processes did then; a line each
-    left: list[str] = field(default_factory=list)  # what it has left
-    recoveries: list[float] = field(default_factory=list)  # seconds that those took which something was done to
-    candidates: int = 1  # nodes that could have the controller
-    stale: list[int] = field(default_factory=list)  # experts of other iterations than the rest, by recovery
-    plt: float = 0.0  # most lost tokens, as a share of those so far
+    again: list[int] = field(default_factory=list)  # iterations repeated by stages, for each recovery of stages
+    by_all: list[int] = field(default_factory=list)  # iterations repeated by all workers, for each recovery of all
+    stand: list[str] = field(default_factory=list)  # states of the processes, if the run hung; a line each
+    left: list[str] = field(default_factory=list)  # leftovers of the run
+    recoveries: list[float] = field(default_factory=list)  # seconds of recoveries that were disturbed
+    candidates: int = 1  # nodes that may run the controller
+    stale: list[int] = field(default_factory=list)  # stale experts, by recovery
+    plt: float = 0.0  # largest share of lost tokens
 
 
 class Campaign:
-    """Runs one after the other, until all cases have been there and enough faults have happened."""
+    """Runs in sequence, until all cases have run and enough faults have occurred."""
 
     def __init__(self, own: argparse.Namespace, directory: Path):
         self._own, self._directory = own, directory
         self._undisturbed: dict[str, End] = {}
 
     def rows(self):
-        """Gives what became of each run."""
+        """Yields the outcome of each run."""
         fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
         first = self._own.seed % len(cases) if self._own.append else 0
         for number, (layout, tier) in enumerate(itertools.cycle([*cases[first:], *cases[:first]])):
@@ -149,13 +150,16 @@ class Campaign:
 
 
 def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
-    """Iterations computed again, by recovery, of stages alone and of all workers; a loss begins another recovery."""
+    """Returns the iterations repeated by each recovery of stages, and by each recovery of all workers.
+
+    A further loss starts a new recovery.
+    """
     alone, by_all, replays = [], [], 0
     for event in events:
         if event["type"] == "generation":
             replays = 0
         elif event["type"] == "replay":
-            replays += not event.get("cut_off", False)  # by a recovery that another loss has ended
+            replays += not event.get("cut_off", False)  # by a recovery that another loss ended
         elif event["type"] == "resume" and replays:
             (alone if event["stages"] else by_all).append(replays)
             replays = 0
@@ -163,10 +167,10 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
 
 
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
-    """What is done to a run from outside; not in its last iterations, so that it comes to pass."""
+    """Returns faults injected from outside; none in the last iterations, so that each occurs."""
     last = iterations - 5
     actions = ("controller", "agent") if tier == "selective, all" else ("controller", "agent", "node")
-    done = [Outside(action, chance.randint(2, last)) for action in actions]  # all experts are in memory alone
+    done = [Outside(action, chance.randint(2, last)) for action in actions]  # "selective, all": experts in memory only
     if "peers" in tier and nodes_of(layout, tier) > 1:
         done.append(Outside("replica_server", chance.randint(2, last), chance.choice((0, 1))))
     if "folded" in tier:
@@ -175,7 +179,7 @@ def from_outside(chance: random.Random, layout: str, tier: str, iterations: int)
 
 
 def of_selective(chance: random.Random, tier: str, size: int, nodes: int, iterations: int) -> list[Fault]:
-    """Kills where selective snapshots are peculiar: at their gradients, and where nodes have copies."""
+    """Returns kills at the special points of selective snapshots: at their gradients, and when nodes have copies."""
     if "selective" not in tier or "disk" in tier:
         return []
     points = [] if "states" in tier else ["gradient_staged", "folding"]
@@ -193,12 +197,12 @@ def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -
 
 
 def _spread(counts: list[int]) -> dict | None:
-    """Iterations that recoveries computed again."""
+    """Returns statistics of the iterations that recoveries repeated."""
     return {"recoveries": len(counts), "mean": mean(counts), "most": max(counts)} if counts else None
 
 
 def summary(rows: list[Row]) -> dict:
-    """What all runs come to together."""
+    """Summarizes all runs."""
     fired = [fault for row in rows for fault in row.fired]
     return {
         "runs": len(rows),
@@ -215,7 +219,7 @@ def summary(rows: list[Row]) -> dict:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=200, help="at least so many")
     parser.add_argument("--layouts", nargs="+", choices=["all", *LAYOUTS], default=["all"], metavar="LAYOUT")
@@ -238,7 +242,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _write(own: argparse.Namespace, rows: list[Row]) -> None:
-    """Writes what all runs have come to; with those that another piece of the campaign has added meanwhile."""
+    """Writes the outcomes of all runs, including those added by other pieces of the campaign."""
     path = own.append or own.output
     if own.append and path.exists():
         mine = {(row.layout, row.tier, row.seed) for row in rows}
@@ -250,7 +254,7 @@ def _write(own: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Runs the campaign; 1 if a run failed."""
+    """Runs the campaign; returns 1 if a run failed."""
     own, rows = parse(), []
     directory = own.directory or Path(tempfile.mkdtemp(prefix="random-faults-"))
     for row in Campaign(own, directory).rows():

@@ -1,9 +1,9 @@
-"""Draws a recovery: what each worker does before, while and after one of them is killed.
+"""Draws a recovery: the activity of each worker before, during and after the kill of one worker.
 
     python benchmarks/recovery_picture.py --output docs/recovery.png
 
-Trains with 4 workers (PP2 x EP2) and a snapshot in memory after every iteration, kills worker 2 in the middle of an
-iteration, then trains the same without a kill, and compares all losses and gradient norms.
+Trains with 4 workers (PP2 x EP2) and a snapshot in memory after every iteration, and kills worker 2 in the middle of an
+iteration.  Then it trains without a kill, and compares all losses and gradient norms.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.live.job import IN_MEMORY, MODEL, PP2_EP2, PROGRAM, Job, launche
 
 WORKERS, VICTIM = 4, 2
 KILL_AT, ITERATIONS = 20, 26
-SHOWN = 3  # iterations on either side
+SHOWN = 3  # iterations before and after the kill
 
 
 def train(kill: bool) -> tuple[list[dict], list[tuple[float, str]], float]:
-    """Events and lines of a job, and the moment of the kill."""
+    """Returns events and output lines of a job, and the time of the kill."""
     command = [*launcher(WORKERS), PROGRAM, *MODEL, *PP2_EP2, *IN_MEMORY, "--train-iters", ITERATIONS]
     killed = 0.0
     with tempfile.TemporaryDirectory(prefix="picture-") as files, Job(command, files, saves=True) as job:
@@ -43,12 +43,12 @@ def train(kill: bool) -> tuple[list[dict], list[tuple[float, str]], float]:
 
 
 def history(events: list[dict]) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of each iteration."""
+    """Returns the loss and the gradient norm of each iteration."""
     return {one["iteration"]: (one["loss"], one["grad_norm"]) for one in events if one["type"] == "iteration"}
 
 
 def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: float, same: bool) -> None:
-    """Lanes of workers over seconds since the kill."""
+    """Draws the workers' activities over the seconds since the kill."""
     done = [(one["time"], one["iteration"], one["elapsed_s"]) for one in events if one["type"] == "iteration"]
     before = [one for one in done if one[0] < killed][-SHOWN:]
     after = [one for one in done if one[0] > killed][:SHOWN]
@@ -88,7 +88,7 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
 
 
 def main() -> int:
-    """Trains, draws; 1 if the killed run differs from the other."""
+    """Trains and draws; returns 1 if the killed run differs from the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     output = parser.parse_args().output

@@ -1,22 +1,21 @@
-"""How long a job stands still when a worker is killed: ours, torchrun with our checkpoints, and torchrun without us.
+"""Measures how long a job pauses when a worker is killed: ours, torchrun with our checkpoints, and torchrun with DCP.
 
     python benchmarks/recovery_time.py --output docs/results/recovery_time_cpu.json
 
-Each way trains the same model with 4 workers (PP2 x EP2), saves after every iteration, and gets one of its workers
-killed by SIGKILL now and again, at any moment of an iteration:
+Each case trains the same model with 4 workers (PP2 x EP2) and saves after every iteration.  Several times, one of its
+workers is killed by SIGKILL at a random moment of an iteration:
 
-* ``ours``: ``python -m moc.launch``, snapshots of everything in memory or on disk;
+* ``ours``: ``python -m moc.launch``, snapshots of the full state in memory or on disk;
 * ``ours, gradients``: the same with bases and gradients in memory, windows of three (``--ckpt-policy gradient``);
 * ``ours, windows``: the same with sparse snapshots and upstream logs in memory, windows of three (MoEvement);
-* ``torchrun``: the same program, which torchrun starts again;
+* ``torchrun``: the same program, restarted by torchrun;
 * ``torchrun, DCP``: a job that saves with ``torch.distributed.checkpoint`` (``benchmarks/live/dcp_job.py``);
-* ``beside, memory``, ``beside, disk``: as ``ours``, of another checkout, which ``--beside`` names.
+* ``beside, memory``, ``beside, disk``: as ``ours``, with the checkout of ``--beside``.
 
-Seconds after the kill: *detected*, the launcher says so; *survivors unblocked*, who waited in a collective has left it;
-*first collective* of the new generation is done; *planned*, it is known what is loaded from where; *loaded*;
+Seconds after the kill: *detected*, the launcher reports the loss; *survivors unblocked*, a waiting worker has left its
+collective; *first collective* of the new generation is done; *planned*, the sources of the state are known; *loaded*;
 *first iteration*.  *Outside useful work* is the time from the last new iteration before the kill to the next new one,
-less the time of an iteration (median of those before the kill): iterations that are computed again count, and so does
-the part of one that was lost.
+less the time of an iteration (median before the kill).  It includes repeated iterations and the lost part of one.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ SETTLE = 5  # iterations before the next kill
 
 @dataclass(frozen=True)
 class Case:
-    """One way."""
+    """One measured configuration."""
 
     launcher: str  # ``ours`` or ``torchrun``
-    tier: str | None  # of our snapshots; None for the job that has none
-    checkout: Path = ROOT  # whose program and launcher run
+    tier: str | None  # of our snapshots; None for the job that saves with DCP
+    checkout: Path = ROOT  # source of the program and the launcher
     saving: str = "--ckpt-policy full --snapshot-interval 1"
 
     def job(self, directory: str) -> Job:
-        """Starts it."""
+        """Starts the job."""
         start = launcher(WORKERS) if self.launcher == "ours" else torchrun(WORKERS)
         if self.tier is None:
             program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", f"{directory}/checkpoints", "--every", 1]
@@ -74,7 +73,7 @@ CASES = {
 
 
 def cases_of(names: Sequence[str], beside: Path | None) -> Iterator[tuple[str, Case]]:
-    """What runs, in order; another checkout's right after ours, so that both meet the same machine."""
+    """Yields the cases in order; another checkout's case follows ours, so that both see the same machine load."""
     for name in names:
         yield name, CASES[name]
         if beside is not None and CASES[name].launcher == "ours":
@@ -82,14 +81,14 @@ def cases_of(names: Sequence[str], beside: Path | None) -> Iterator[tuple[str, C
 
 
 def measure(case: Case, kills: int, seed: int) -> list[dict[str, float]]:
-    """Kills workers of a job, one after the other; what followed each."""
+    """Kills workers of a job in turn; returns the figures of each recovery."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="recovery-") as directory, case.job(directory) as job:
         return [kill_one(job, case, chance) for _ in range(kills)]
 
 
 def kill_one(job: Job, case: Case, chance: random.Random) -> dict[str, float]:
-    """Kills a worker somewhere in an iteration, and waits until the job has done something new."""
+    """Kills a worker at a random moment of an iteration, and waits for a new iteration."""
     job.reach(job.iteration + SETTLE)
     usual = median(event["elapsed_s"] for event in job.events.of("iteration")[-SETTLE + 1 :])
     time.sleep(chance.uniform(0, usual))
@@ -100,7 +99,7 @@ def kill_one(job: Job, case: Case, chance: random.Random) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs all cases, and writes what they took."""
+    """Runs all cases, and writes the results."""
     parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each case (default: 20)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,10 @@
-"""How long a user waits for the sentence that refuses a command line: each case of the tables, as a cold process.
+"""Measures the time until a command line is refused: each case of the tables, in a cold process.
 
     python benchmarks/refusal_time.py --output docs/results/refusal_time_cpu.json
 
-Measured are the seconds from the start of the process to the line with the code, and the CPU seconds of the process and
-its children until they end, which other programs of the machine hardly change.  The first case is run once before.
+The program measures the seconds from the start of the process to the line with the code.  It also measures the CPU
+seconds of the process and its children until they end, which other load changes little.  The first case runs once
+before, as a warm-up.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ MODULES = {"mocrun": "moc.launch", "controller": "moc.runtime.controller"}
 
 
 def cpu_s() -> float:
-    """CPU seconds of all children that have ended."""
+    """Returns the CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def refuse(code: str, case: Case) -> dict[str, float | None]:
-    """Runs a case: seconds to the line with its code, None without one, and CPU seconds to its end."""
+    """Runs a case; returns the seconds to the line with its code (None without one), and CPU seconds to its end."""
     with TemporaryDirectory() as directory:
         if case.make is not None:
             case.make(Path(directory))
@@ -61,7 +62,7 @@ def refuse(code: str, case: Case) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Measures, prints the table, and writes it; returns the exit code."""
+    """Measures, prints the table and writes it; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--every", type=int, default=1, help="only each N-th case")

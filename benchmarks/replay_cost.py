@@ -1,12 +1,12 @@
-"""What an iteration of a window costs to compute again, beside a normal one (MoEvement, sections 3.3 and 5.6).
+"""Measures the cost of replaying an iteration of a window, relative to a normal one (MoEvement, sections 3.3 and 5.6).
 
     torchrun --standalone --nproc-per-node 1 benchmarks/replay_cost.py --output docs/results/replay_cost_cpu.json
 
-Operators whose full state is not there yet are frozen: no gradients of their weights, and no update.  Each iteration of
-the replay is computed with what is frozen in it, in turns with the same iteration with nothing frozen, in the same
-workers.  Floating-point operations are counted by torch.  Experts are in the order of their numbers.
+Operators whose full state is not yet restored are frozen: they have no weight gradients and no update.  Each iteration
+of the replay is computed with its frozen operators, in turns with the same iteration without frozen operators, in the
+same workers.  Torch counts the floating-point operations.  Experts are ordered by number.
 
-Flags that are not the benchmark's own are the program's.
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WARM_UP = 3  # iterations
 
 
 def frozen_in(operators: Sequence, length: int) -> dict[str, tuple[str, ...]]:
-    """The model's operators that are frozen in each iteration of the replay of a window, by a name of the iteration."""
+    """Returns the frozen operators of each iteration of a window's replay, by a name of the iteration."""
     ordered = [one.name for one in order_operators(operators, None)]
     turns = generate_schedule(ordered, math.ceil(len(ordered) / length))
     return {f"W = {length}, {place} of {length - 1}": turn.compute for place, turn in enumerate(turns[:-1], start=1)}
 
 
 def measure(run, stop, windows: Sequence[int], rounds: int) -> dict[str, dict]:
-    """By case, normal first: frozen share of ``operators`` and ``parameters``, ``flops``, ``seconds`` of each round."""
+    """Returns by case, normal first: frozen share of ``operators``, ``parameters``; ``flops``; ``seconds`` by round."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from benchmarks.save_peers.rounds import gather, timed
@@ -85,7 +85,7 @@ def measure(run, stop, windows: Sequence[int], rounds: int) -> dict[str, dict]:
 
 
 def beside_normal(told: Mapping[str, Mapping]) -> dict[str, dict[str, float]]:
-    """By case, ``flops`` and ``seconds`` (the median of all rounds) beside those of a normal iteration."""
+    """Returns ``flops`` and ``seconds`` (median over rounds) by case, relative to a normal iteration."""
     normal = told[NORMAL]
     return {
         case: {

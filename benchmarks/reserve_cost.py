@@ -1,8 +1,8 @@
-"""What a start costs that allocates the memory of snapshots: seconds per GB.
+"""Measures the cost of allocating the memory of snapshots at start, in seconds per GB.
 
     flock /tmp/timing.lock python benchmarks/reserve_cost.py --output docs/results/reserve_cost_cpu.json
 
-A rank's buffer is allocated and mapped into the process.  A copy on another node, and a file of a carried expert, are
+A rank's buffer is allocated and mapped into the process.  A peer copy, and a file of a retained expert version, are
 only allocated.  Both are measured in turns, in CPU seconds and in seconds of the clock; the best of all rounds counts.
 """
 
@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def allocations(directory: Path, nbytes: int) -> dict[str, Callable[[], object]]:
-    """The ways to allocate memory, by name."""
+    """Returns the allocations to measure, by name."""
     return {
         "a rank's buffer": lambda: Buffer(nbytes, directory / "buffer"),
         "a copy, or a carried expert": lambda: reserve_slots(directory / "slots", "copy", [nbytes]),
@@ -32,7 +32,7 @@ def allocations(directory: Path, nbytes: int) -> dict[str, Callable[[], object]]
 
 
 def measured(directory: Path, nbytes: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds per GB of each way in each round, after a round that does not count."""
+    """Returns the seconds per GB of each allocation in each round, after a warm-up round."""
     actions = allocations(directory, nbytes)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in actions}
     for number in range(rounds + 1):
@@ -48,7 +48,7 @@ def measured(directory: Path, nbytes: int, rounds: int) -> dict[str, list[dict[s
 
 
 def main() -> None:
-    """Measures, prints, and writes every sample."""
+    """Measures, prints the results, and writes all samples."""
     parser = command_line(__doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="GB of each allocation (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="samples of each way (default: %(default)s)")

@@ -1,26 +1,26 @@
-"""What saving costs training: ours beside torch's, megatron-core's and DeepSpeed's, on one machine in one run.
+"""Compares the training overhead of saving: ours, torch's, megatron-core's and DeepSpeed's, on one machine in one run.
 
     python benchmarks/save_stall.py --output docs/results/save_stall_cpu.json --deepspeed-python /path/to/python
 
-Beside DeepSpeed's own saving, with its ZeRO-2 under our loop (``docs/results/saving-deepspeed.md``):
+Comparison with DeepSpeed's own saving, with its ZeRO-2 under our loop (``docs/results/saving-deepspeed.md``):
 
     python benchmarks/save_stall.py --layouts DP4xEP2 --cases zero2-memory zero2-disk zero2-blocking \\
         deepspeed-blocking deepspeed-fast deepspeed-decoupled --output docs/results/save_deepspeed_cpu.json
 
-Each way of saving trains a model of 151 M parameters (8 experts a layer) in 4 processes of its own, one way after the
-other: bf16 weights, fp32 masters and moments, sharded by ZeRO.  Every few iterations it saves, and is asked
+Each case trains a model of 151 M parameters (8 experts per layer) in 4 separate processes, one case after the other:
+bf16 weights, fp32 masters and moments, sharded by ZeRO.  It saves every few iterations.  Measured are
 
-* for how long training stands still (stall), from when the last worker has come until the last one goes on: in the
-  call that saves, and in every later wait for it;
-* what a save adds to the time of the iterations until the checkpoint is complete (overhead);
-* when the bytes are on disk; peers keep two checkpoints, as ours does, and each save finds the disk idle;
-* how many bytes are copied in memory, before they are written, for each byte that is saved (copies).
+* the time that training waits (stall), from the arrival of the last worker until the last one continues: in the call
+  that saves, and in each later wait for it;
+* the time that a save adds to the iterations until the checkpoint is complete (overhead);
+* when the bytes are on disk; all libraries keep two checkpoints, and each save finds the disk idle;
+* the bytes copied in memory before they are written, for each saved byte (copies).
 
-Peers save 14 bytes a parameter; ours saves masters and moments, 12 bytes, since the weights follow from masters.
-The program also measures what 4 processes reach that only copy, write or read the same bytes.  With fewer cores than
-processes the overhead of an asynchronous save is that of this machine, and stall, bytes and copies say more.
+Other libraries save 14 bytes per parameter; ours saves masters and moments, 12 bytes, since masters determine weights.
+The program also measures the limits of 4 processes that only copy, write or read the same bytes.  With fewer cores than
+processes the overhead of asynchronous saves depends on the machine; stall, bytes and copies are then more meaningful.
 
-Writes JSON with every sample, and a plot beside it.
+Writes JSON with every sample, and a plot next to it.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from benchmarks.save_peers.rounds import Plan, forget
 
 
 class Bench:
-    """Measures with sets of workers, in directories in ``scratch``; ``own`` are the benchmark's flags."""
+    """Measures with sets of workers, in subdirectories of ``scratch``; ``own`` has the benchmark's flags."""
 
     def __init__(self, own: argparse.Namespace, scratch: str):
         self._own, self._scratch, self._flags = own, scratch, model_flags(own.quick)
 
     def case(self, case: Case, layout: str) -> dict:
-        """Measures one way of saving; raises :class:`RunFailed`."""
+        """Measures one case; raises :class:`RunFailed`."""
         run = self._ours if case.program == OURS else self._peer
         with directory_in(self._scratch) as directory:
             return run(case, self._program(layout, case.engine), directory, self._plan(directory / "checkpoints"))
 
     def plain(self, layout: str, engine: tuple[str, ...]) -> list[float]:
-        """Seconds of our program's iterations without saves."""
+        """Returns the seconds of our program's iterations without saves."""
         with directory_in(self._scratch) as directory:
             own = ours.plain_flags(self._plan(directory), directory / "plain")
             events = train([*self._program(layout, engine), *own], directory, directory / "plain")
             return ours.plain_seconds(events)
 
     def limits(self, size: int) -> dict:
-        """What the machine does with this many bytes."""
+        """Measures the machine's limits for this many bytes."""
         with directory_in(self._scratch) as directory:
             (directory / "files").mkdir()
             flags = ["--bytes", str(size), "--directory", str(directory / "files")]
@@ -101,7 +101,7 @@ class Bench:
 
 
 def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed: str | None) -> dict:
-    """All cases of one layout, one after the other."""
+    """Runs all cases of one layout, one after the other."""
     told = {"cases": {}, "samples": {}, "left_out": {}, "limits": None}
     plain: dict[tuple[str, ...], list[float]] = {}  # by engine
     for name in own.cases:
@@ -127,13 +127,13 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
 
 
 def state_bytes(flags: list[str]) -> int:
-    """Bytes of masters and moments of the model that the flags describe."""
+    """Returns the bytes of masters and moments of the model that the flags describe."""
     counts = parameters(flags)
     return 12 * (counts["experts"] + counts["others"])
 
 
 def deepspeed_version(python: str) -> str | None:
-    """Version of DeepSpeed that an interpreter imports; None where it imports none."""
+    """Returns the version of DeepSpeed that an interpreter imports; None if it imports none."""
     asked = [python, "-c", "from importlib.metadata import version; import deepspeed; print(version('deepspeed'))"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"})
@@ -143,7 +143,7 @@ def deepspeed_version(python: str) -> str | None:
 
 
 def parse() -> argparse.Namespace:
-    """The benchmark's flags."""
+    """Parses the benchmark's flags."""
     parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, prints tables, writes JSON and a plot; 1 if a case failed."""
+    """Measures, prints tables, writes JSON and a plot; returns 1 if a case failed."""
     own = parse()
     compared = any(CASES[name].program == DEEPSPEED for name in own.cases)
     deepspeed = deepspeed_version(own.deepspeed_python) if compared else None
@@ -177,7 +177,7 @@ def main() -> int:
 
 
 def describe(own: argparse.Namespace, deepspeed: str | None) -> dict:
-    """What the figures were made with."""
+    """Returns the machine, versions, flags and plan of the measurement."""
     described = machine_and_versions()
     described["versions"]["deepspeed"] = deepspeed
     return described | {

@@ -1,24 +1,27 @@
-"""What each of MoEtion's techniques leaves of the bytes that nodes send each other, in the order of its Figure 10.
+"""Measures the bytes sent between nodes with each of MoEtion's techniques, in the order of its Figure 10.
 
     python benchmarks/selective_ablation.py --output docs/results/selective_ablation_cpu.json
 
-The program that users run trains a tiny model of 16 experts in each of 4 layers on four nodes of one worker each (PP2 x
-EP2, with ZeRO), with a snapshot in every iteration that goes to one other node (``--ckpt-tier peers``).  Its routers
-prefer some experts, so that 3 of 16 get 80 % of the tokens (``benchmarks/live/uneven.py``).  One technique after the
-other is turned on:
+The training program trains a tiny model of 16 experts in each of 4 layers on four nodes of one worker each (PP2 x EP2,
+with ZeRO).  Each iteration has a snapshot that is sent to one other node (``--ckpt-tier peers``).  The routers prefer
+some experts: 3 of 16 get 80 % of the tokens (``benchmarks/live/uneven.py``).  The techniques are enabled in order:
 
 * everything, as Gemini saves it;
-* selective: 4 of 16 experts of each layer, as their state;
-* + bubbles: copies to host memory pass in the pipeline's bubbles;
-* + placement, where the program has it: without ZeRO two nodes each hold the same dense state, which is not sent;
-* + gradients: in place of state.  The budget is 2 states, which is room for the gradients of 4 experts and more: so at
-  least as many as before are in each snapshot.
+* selective: 4 of 16 experts of each layer, as state;
+* + bubbles: copies to host memory run in the pipeline's bubbles;
+* + placement, if the program has it: without ZeRO two nodes each hold the same dense state, which is not sent;
+* + gradients instead of state.  The budget is 2 states, which has room for the gradients of 4 experts and more, so each
+  snapshot must have at least as many experts as before.
 
-Told are, of snapshots in the steady state, the bytes that nodes send to each other, what of the local copy passes in
-bubbles, experts in each copy, the tokens at risk if a node is lost, and the most memory that a node uses for snapshots,
-beside what the planner predicts.  Bytes alone are asked for, so that it does not matter what else the machine does.
+The program reports for snapshots in the steady state
 
-Flags that are not the benchmark's own are the program's.
+* the bytes sent between nodes, and the share of the local copy that runs in bubbles;
+* the experts in each copy, and the tokens at risk if a node is lost;
+* a node's peak memory for snapshots, and the planner's prediction.
+
+Only bytes are measured, so other load on the machine does not matter.
+
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -59,17 +62,17 @@ STEPS = {
     PLACEMENT: f"{_STATES} {_HIDDEN}",
     GRADIENTS: f"--ckpt-policy selective --selective-experts 2 {_HIDDEN}",
 }
-WARM_UP = 45  # iterations until chains have become as long as they get, which is 4 times 16 / 2
-FEWER, MEMORY = 2.0, 1.05  # what is asked for
+WARM_UP = 45  # iterations until chains reach their full length, 4 times 16 / 2
+FEWER, MEMORY = 2.0, 1.05  # minimum reduction, and maximum ratio to predicted memory
 
 
 def measure(flags: Sequence[str], iterations: int) -> dict:
-    """Trains with one step's flags; what its snapshots of the steady state came to.
+    """Trains with one step's flags; measures its snapshots in the steady state.
 
     Returns:
-        Of each snapshot: ``network`` bytes, sent between all nodes; ``bytes`` that ranks copied, and ``in_bubbles``, of
-        these; ``copies``, experts of each layer that others have of it, and ``mlt``, the tokens at risk in copies, in
-        iterations' tokens, where experts are selected; and the ``memory`` of a node, at most, in the mean over nodes.
+        Lists by snapshot: ``network``, bytes sent between all nodes; ``bytes`` that ranks copied, and ``in_bubbles`` of
+        these.  Where experts are selected: ``copies``, experts of each layer with a copy on other nodes; ``mlt``,
+        tokens at risk in copies, in iterations' tokens.  ``memory`` is the peak of all nodes, divided by their number.
     """
     most = 0
     with job_of_nodes(NODES, 1, [UNEVEN, *MODEL, *PEERS, *flags]) as (job, memory):
@@ -94,7 +97,7 @@ def measure(flags: Sequence[str], iterations: int) -> dict:
 
 
 def predicted_memory(flags: Sequence[str]) -> float:
-    """Bytes of a node's memory that the planner predicts for a step: of the busiest one, at most."""
+    """Returns the planner's prediction of a node's memory for a step, in bytes: the maximum over nodes."""
     from moc.sharding import Layout, StateBytes
     from moc.simulate.live_costs import Running, options_of, priced, saved_by_rules
 
@@ -102,7 +105,7 @@ def predicted_memory(flags: Sequence[str]) -> float:
     words = dict(zip(flags[::2], flags[1::2], strict=True))
     state = StateBytes(weights=0)  # Format v1 has masters and moments
     saved = saved_by_rules(operators_of(MODEL), Layout(NODES, pp=2, ep=2), state, gradients=True)
-    copy_rate = write_rate = replicate_rate = 1e12  # which do not matter
+    copy_rate = write_rate = replicate_rate = 1e12  # irrelevant for memory
     run = Running("peers", NODES, 1, saved, 1.0, 0.9, copy_rate, write_rate, replicate_rate)
     known = {"--selective-experts": "selective_experts", "--selective-gradients": "selective_gradients"}
     asked = {known[flag]: value for flag, value in words.items() if flag in known}
@@ -111,7 +114,7 @@ def predicted_memory(flags: Sequence[str]) -> float:
 
 
 def steps() -> dict[str, list[str]]:
-    """By name, the flags of each step, in Figure 10's order; without ZeRO from placement on, where there is any."""
+    """Returns the flags of each step by name, in Figure 10's order; without ZeRO from placement on, if available."""
     placed, found, zero = hasattr(placement, "not_sent"), {}, ZERO
     for name, flags in STEPS.items():
         zero = [] if placed and name == PLACEMENT else zero
@@ -121,7 +124,7 @@ def steps() -> dict[str, list[str]]:
 
 
 def verdicts(told: Mapping[str, Mapping]) -> dict[str, bool]:
-    """What is asked for, and whether it holds, of the steps that were run; in their order."""
+    """Returns each goal of the executed steps with whether it is met, in their order."""
     network = {name: fmean(of["network"]) for name, of in told.items()}
     held = {
         f"{name}: {network[name] / network[before]:.2f} of the network bytes of '{before}'": network[name]
@@ -141,7 +144,7 @@ def verdicts(told: Mapping[str, Mapping]) -> dict[str, bool]:
 
 
 def row(name: str, of: Mapping, first: float) -> list[str]:
-    """A line of the table; ``first``: network bytes of everything."""
+    """Returns a line of the table; ``first`` is the network bytes of everything."""
     network, copied = fmean(of["network"]), sum(of["bytes"])
     experts = [f"{fmean(of[what]):.2f}" if of[what] else "" for what in ("copies", "mlt")]
     passed = f"{sum(of['in_bubbles']) / copied:.0%}"
@@ -150,7 +153,7 @@ def row(name: str, of: Mapping, first: float) -> list[str]:
 
 
 def main() -> int:
-    """Runs all steps, prints and writes what they came to; 1 where something asked for does not hold."""
+    """Runs all steps, prints and writes the results; returns 1 if a goal is missed."""
     parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=30, help="that count, of each step (default: 30)")
     parser.add_argument("--steps", nargs="+", choices=steps(), default=[*steps()], metavar="STEP", help="default: all")

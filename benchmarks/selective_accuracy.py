@@ -1,19 +1,20 @@
-"""What selective checkpoints cost in accuracy, with and without making up lost tokens: after MoEtion's Figure 8.
+"""Measures the accuracy cost of selective checkpoints, with and without compensation, after MoEtion's Figure 8.
 
     python benchmarks/selective_accuracy.py --text wiki.txt --output docs/results/selective_accuracy.json
 
-The model and the text are those of ``benchmarks/pec_accuracy.py``, with a capacity factor of 1, so that experts drop
-tokens.  Right after the iterations at 20, 40, 60 and 80 % of a run it is killed by SIGKILL, and the same command starts
-it again.  A snapshot every 4 iterations has 2 of 8 experts of each layer (25 %, as in the paper), by tokens times age.
+The model and the text are the same as in ``benchmarks/pec_accuracy.py``, with a capacity factor of 1, so that experts
+drop tokens.  Directly after the iterations at 20, 40, 60 and 80 % of a run it is killed by SIGKILL, and the same
+command restarts it.  A snapshot every 4 iterations has 2 of 8 experts of each layer (25 %, as in the paper), by tokens
+times age.
 
-For each seed: a run without faults; one whose experts do not make up lost tokens; and those whose experts may exceed
-their capacity by 10 % (section 6) and by 50 %.  All see the same samples in the same iterations.
+Each seed has a run without faults, a run without compensation of lost tokens, and two with compensation.  Experts may
+then exceed their capacity by 10 % (section 6) or by 50 %.  All see the same samples in the same iterations.
 
-Goals, from Figure 8: a spike, the largest excess of a training loss over that of the same iteration without faults, of
-at most 0.5; and an end within the seeds' standard deviation of it.  Nothing here is timed.  So small a model, with
-experts that have hardly begun to differ, says little about one of useful size.
+Goals, from Figure 8: a spike of at most 0.5, and a final loss within the seeds' standard deviation of the run without
+faults.  A spike is the largest excess of a training loss over the same iteration without faults.  Nothing here is
+timed.  The model is small and its experts have hardly specialized: do not extrapolate to large models.
 
-Writes JSON with every sample, after each run; ``--resume`` goes on with what is missing.
+Writes JSON with every sample after each run; ``--resume`` runs only what is missing.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ MOST_SPIKE = 0.5
 
 @dataclass(frozen=True)
 class SelectiveCell(Cell):
-    """One run; without faults ``boost`` is None."""
+    """One run; ``boost`` is None without faults."""
 
     boost: float | None = None
 
     @property
     def name(self) -> str:
-        """All but the seed."""
+        """Everything but the seed."""
         return "fault-free" if self.boost is None else f"boost {self.boost:g}"
 
     @property
     def traced(self) -> bool:
-        """Whether its sample has the losses of all iterations."""
+        """Whether the sample has the losses of all iterations."""
         return True
 
     def flags(self, plan: Plan, directory: Path, memory: Path) -> list[str]:
-        """As of the base class."""
+        """Adds the flags of selective checkpoints to the base class's flags."""
         flags = ["--moe-expert-capacity-factor", 1, "--moe-token-dispatcher-type", "alltoall"]
         if self.boost is not None:
             flags += ["--ckpt-policy", "selective", "--selective-experts", EXPERTS, "--snapshot-interval", INTERVAL]
@@ -63,18 +64,18 @@ class SelectiveCell(Cell):
 
 
 def cells(plan: Plan, seed: int) -> list[SelectiveCell]:
-    """All runs of one seed."""
+    """Returns all runs of one seed."""
     faults = tuple(round(share * plan.iterations) for share in FAULTS)
     return [SelectiveCell("fault-free", seed), *(SelectiveCell("selective", seed, faults, boost=b) for b in BOOSTS)]
 
 
 def summary(samples: list[dict]) -> dict[str, Any]:
-    """Means over seeds, and ``spread_over_seeds``: the standard deviation of the loss without faults.
+    """Returns means over seeds, and ``spread_over_seeds``: the standard deviation of the loss without faults.
 
     Returns:
-        Of each run in ``summary``: ``cell``, ``seeds``, means ``plt`` and ``loss``; ``difference``: mean of the losses'
-        differences from the run without faults of the same seed, ``lowest`` and ``highest`` of them; ``spike``, the
-        largest of all seeds; ``made_up``, tokens made up as a share of those lost, mean.
+        For each run, in ``summary``: ``cell``, ``seeds``, means ``plt`` and ``loss``; ``difference``, the losses' mean
+        difference from the run without faults of the same seed, with ``lowest`` and ``highest``; ``spike``, the largest
+        over seeds; ``made_up``, mean share of compensated lost tokens.
     """
     free = {s["seed"]: s for s in samples if s["boost"] is None}
     groups: dict[float, list[dict]] = {}
@@ -102,14 +103,14 @@ def _row(group: list[dict], free: dict[int, dict]) -> dict:
 
 
 def spike(losses: list[float], others: list[float]) -> float:
-    """The largest excess over a run without faults, in one iteration."""
+    """Returns the largest excess of a loss over the run without faults, in one iteration."""
     return max(loss - other for loss, other in zip(losses, others, strict=True))
 
 
 def made_up(owed: list[int]) -> float:
-    """Tokens made up, as a share of those lost, by what is owed after each iteration.
+    """Returns compensated tokens as a share of lost tokens, from the token debt after each iteration.
 
-    What an iteration right after a recovery makes up is not seen, and counts as never lost.
+    Tokens compensated by the first iteration after a recovery are invisible, and count as never lost.
     """
     steps = [now - before for before, now in zip([0, *owed], owed, strict=False)]
     lost = sum(step for step in steps if step > 0)
@@ -117,7 +118,7 @@ def made_up(owed: list[int]) -> float:
 
 
 def verdicts(told: dict) -> dict[str, bool]:
-    """Whether the goals are met, by sentence."""
+    """Returns whether each goal is met, by sentence."""
     found = {}
     for row in told["summary"]:
         found[f"{row['cell']}: spike {row['spike']:.3f} <= {MOST_SPIKE}"] = row["spike"] <= MOST_SPIKE
@@ -146,7 +147,7 @@ def _table(rows: list[dict]):
 
 
 def main() -> int:
-    """Runs all cells, prints the table, writes JSON; 1 if a run failed or a goal is missed."""
+    """Runs all cells, prints the table, writes JSON; returns 1 if a run failed or a goal is missed."""
     own = parse(__doc__, "JSON file")
     plan = QUICK if own.quick else Plan()
     results, well = measure(own, plan, lambda seed: cells(plan, seed), summary)

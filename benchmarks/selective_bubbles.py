@@ -1,17 +1,17 @@
-"""Are a pipeline's bubbles as long as MoEtion says, and do copies pass in them? (section 5.3, Algorithm 4)
+"""Compares a pipeline's bubbles, and the copies in them, with MoEtion's formulas (section 5.3, Algorithm 4).
 
     python benchmarks/selective_bubbles.py --output docs/results/selective_bubbles_cpu.json
 
-The program that users run trains a tiny model on four pipeline stages, whose forwards and backwards of a micro batch
-are slowed down to lengths that a schedule can be seen by, with a selective snapshot in every iteration and
-``--selective-hide bubble``.  Copies are slowed down so that a rank's snapshot takes as long as the bubbles of an
-iteration, half as long, and several times as long.  Each rank tells of its iterations:
+The training program trains a tiny model on four pipeline stages with a selective snapshot in each iteration and
+``--selective-hide bubble``.  Forwards and backwards of a micro batch are slowed down to make the schedule visible.
+Copies are slowed down so that a rank's snapshot takes 0.5, 1, 2 or 3 times the bubbles of an iteration.  Each rank
+reports
 
-* the bubble, as it was timed, beside ``(PP - 1) (t_f + t_b) / v``, with the times of a micro batch as they were;
-* the share of bytes that passed an open gate, and of those in waits, beside ``min(1, t_bubble / t_ss)``: it is open
-  between iterations, too, while gradients are reduced, and when the update is due.
+* the measured bubble, and ``(PP - 1) (t_f + t_b) / v`` with the measured times of a micro batch;
+* the share of bytes copied while the gate was open, and during waits, and ``min(1, t_bubble / t_ss)``.  The gate is
+  also open between iterations, while gradients are reduced, and when the update is due.
 
-Flags that are not the benchmark's own are the program's.
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from benchmarks.save_peers.trainer import begin
 from moc.snapshot.capture import Gate
 
 STAGES, MICRO_BATCHES = 4, 8
-SCHEDULES = {"1F1B": 1, "interleaved": 2}  # chunks of a stage
-RATIOS = (0.5, 1.0, 2.0, 3.0)  # of t_ss to t_bubble; the copy is shorter than the iteration
-WARM_UP = 6  # iterations that do not count: the first snapshot has everything, and the rate is unknown
-LENGTH, SHARE = 0.2, 0.9  # what is asked for
+SCHEDULES = {"1F1B": 1, "interleaved": 2}  # chunks per stage
+RATIOS = (0.5, 1.0, 2.0, 3.0)  # t_ss divided by t_bubble; the copy is shorter than the iteration
+WARM_UP = 6  # iterations that do not count: the first snapshot is full, and the rate is unknown
+LENGTH, SHARE = 0.2, 0.9  # goals
 MODEL = [
     *KIND,
     *"""--hidden-size 128 --ffn-hidden-size 256 --num-experts 8 --seq-length 32 --max-position-embeddings 32
@@ -50,13 +50,13 @@ MODEL = [
 
 
 class Slow:
-    """Slows this process's micro batches and copies down, and notes what they took; megatron-core is imported.
+    """Slows down this process's micro batches and copies, and records their times; imports megatron-core.
 
     Args:
-        gate: of its copies.
+        gate: gate of the process's copies.
         forward_s: added to the forward of a micro batch on a stage.
         backward_s: added to its backward.
-        chunks: of a stage, which share these.
+        chunks: number of a stage's chunks, which share these times.
     """
 
     def __init__(self, gate: Gate, forward_s: float, backward_s: float, chunks: int):
@@ -98,7 +98,7 @@ class Slow:
         return passed
 
     def note_iteration(self, seconds: float, bubble_s: float) -> None:
-        """Notes what an iteration took."""
+        """Records the times of an iteration."""
         self.told["iteration_s"].append(seconds)
         self.told["bubble_s"].append(bubble_s)
         self.told["micro_batch_s"].append(self._computed_s / MICRO_BATCHES)
@@ -106,7 +106,7 @@ class Slow:
 
 
 def work(own: argparse.Namespace, flags: Sequence[str]) -> None:
-    """What a worker does: trains, and rank 0 writes what all tell."""
+    """Trains as a worker; rank 0 writes the records of all workers."""
     run, stop, _ = begin(flags)
     bubbles = run.stepper.boundaries.bubbles
     slow = Slow(bubbles, own.forward_s, own.backward_s, SCHEDULES[own.schedule])
@@ -116,7 +116,7 @@ def work(own: argparse.Namespace, flags: Sequence[str]) -> None:
     from megatron.pretraining.loop import iterate
 
     for iteration in range(WARM_UP + own.iterations):
-        if iteration == 3:  # two iterations with partial snapshots are known
+        if iteration == 3:  # the sizes of two partial snapshots are known
             slow.rate = slow.told["bytes"][-1] / (own.ratio * median(slow.told["bubble_s"]))
         begun = time.perf_counter()
         iterate(run, stop)
@@ -130,7 +130,7 @@ def work(own: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def case(schedule: str, ratio: float, own: argparse.Namespace, flags: Sequence[str]) -> dict:
-    """Runs one case; what its ranks told."""
+    """Runs one case; returns the records of its ranks."""
     chunks = SCHEDULES[schedule]
     layers = ["--num-layers", str(STAGES * chunks)]
     layers += ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
@@ -146,12 +146,12 @@ def case(schedule: str, ratio: float, own: argparse.Namespace, flags: Sequence[s
 
 
 def figures(ranks: Sequence[Mapping[str, Sequence[float]]], chunks: int) -> dict[str, float]:
-    """Medians over iterations, and means over ranks; ``worst_*`` of the rank that is farthest off.
+    """Returns medians over iterations, and means over ranks; ``worst_*`` is the rank that is farthest off.
 
     Returns:
-        ``bubble_s`` as timed, ``formula_s``, and ``length``, the one by the other; t_ss by ``bubble_s`` (``ratio``);
-        the shares copied with an open gate (``open``) and of them ``in_waits``, and the first by what fits
-        (``of_fitting``).
+        ``bubble_s`` as measured, ``formula_s``, and their ratio ``length``; ``ratio``, t_ss divided by ``bubble_s``;
+        shares of bytes copied with an open gate (``open``) and during waits (``in_waits``); ``of_fitting``, ``open``
+        divided by the share that fits.
     """
     each = []
     for told in ranks:
@@ -167,7 +167,7 @@ def figures(ranks: Sequence[Mapping[str, Sequence[float]]], chunks: int) -> dict
 
 
 def verdicts(cases: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
-    """What is asked for, and whether it holds, by case; of the mean over ranks."""
+    """Returns each goal with whether it is met, by case, for the mean over ranks."""
     return {
         f"{name}: bubbles {found['length']:.2f} of the formula's (within {LENGTH:.0%})": abs(found["length"] - 1)
         <= LENGTH
@@ -181,7 +181,7 @@ def verdicts(cases: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Measures all cases, prints verdicts, writes JSON; as a worker, measures one."""
+    """Measures all cases, prints verdicts, writes JSON; measures one case as a worker."""
     parser = command_line(__doc__)
     parser.add_argument("--schedule", choices=SCHEDULES, help="one schedule only (default: both)")
     parser.add_argument("--ratio", type=float, help="t_ss / t_bubble (default: 0.5, 1, 2 and 3)")

@@ -1,32 +1,31 @@
-"""What selective checkpoints cost training, and whether their bytes are those of MoEtion's equation 5.
+"""Measures the training overhead of selective checkpoints, and compares their bytes with MoEtion's equation 5.
 
     python benchmarks/selective_overhead.py --output docs/results/selective_overhead_cpu.json
 
-The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
-that users run, with eight micro batches of one sequence in an iteration, as each replica has in MoEtion's section 7.1,
-in one worker with one thread, so that on two cores one is left over for copies and hashes.  Sequences have 512 tokens;
-the paper's have 2,048, with which an iteration would take 15 s here.  Part of what a snapshot costs is the same
-whatever its size, and weighs the less, the longer an iteration is: ``--seq-length 128 --max-position-embeddings 128
---micro-batch-size 2 --global-batch-size 16`` shows that.
+The training program trains the model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32
+masters).  An iteration has eight micro batches of one sequence, as each replica in MoEtion's section 7.1.  One worker
+runs one thread, so that one of two cores is free for copies and hashes.  Sequences have 512 tokens; with the paper's
+2,048, an iteration would take 15 s here.  Part of a snapshot's cost does not depend on its size, and matters less with
+longer iterations: ``--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 16`` shows
+this.
 
-Each way of saving is a job of its own, which saves in every second block of iterations and is compared with itself,
-each block with its two neighbours (``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same
-bytes with gradients in their place, and as many experts as budgets allow that the run measures.  Snapshots go to
-memory, in every iteration.  Asked are
+Each variant is a separate job, which saves in every second block of iterations.  Each block is compared with its two
+neighbours (``benchmarks/live/blocks.py``).  The variants are: a quarter of the experts as state, the same bytes with
+gradients instead, and as many experts as measured budgets allow.  Each iteration saves to memory.  Measured:
 
-* the overhead in blocks, all that planning, copies, hashes and gradients take: each iteration in units of its own
-  second half, when the snapshot has been copied and hashed, since the machine's pace differs by a tenth from one
-  iteration to the next; and, for comparison, in seconds, which that hides;
-* what the thread that trains loses by its own clocks, which such reasons do not change: its processor time in the code
-  of snapshots, and the time in which it does not compute, beside those of iterations that do not save.  Besides, how
-  much a processor is slowed by copies and hashes on another;
-* stalls: for how long training waits, as a share of the iterations that save;
-* bytes: each snapshot's beside equation 5 with 12 bytes, and those of gradients beside a third of a state;
+* the overhead in blocks, all time for planning, copies, hashes and gradients.  Each iteration is measured in units of
+  its own second half, after copies and hashes, because the machine's speed varies by a tenth between iterations.  The
+  overhead in seconds, which this variation hides, is reported for comparison;
+* the training thread's loss by its own clocks, which the machine's speed does not change: its processor time in the
+  code of snapshots, and the time when it does not compute, compared with iterations that do not save.  Also, the
+  slowdown of a processor by copies and hashes on another one;
+* stalls: how long training waits, as a share of the iterations that save;
+* bytes: each snapshot compared with equation 5 with 12 bytes, and gradients compared with a third of a state;
 * how long a rank takes to choose the experts of a snapshot, of 64 in each of 24 layers.
 
-``--precision fp32`` is for processors without instructions for bf16, on which an iteration takes six times as long.
+``--precision fp32`` is for processors without instructions for bf16, where an iteration takes six times as long.
 
-Flags that are not the benchmark's own are the program's.
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -66,21 +65,21 @@ WAYS = {
     MEASURED: [],
 }
 EXPERTS = {STATES: 4}
-"""Of each layer in each snapshot, where that is fixed."""
+"""Experts of each layer in each snapshot, where this number is fixed."""
 WARM_UP = 30  # iterations until budgets are measured, and the first snapshot's cost is known
-LENGTH = 9  # of a block, in iterations
-SNAPSHOT = 40_000_000  # bytes, about
-OVERHEAD, STALLS, BYTES, THIRD = 0.02, 0.01, 0.01, 0.02  # what is asked for
+LENGTH = 9  # iterations of a block
+SNAPSHOT = 40_000_000  # approximate bytes
+OVERHEAD, STALLS, BYTES, THIRD = 0.02, 0.01, 0.01, 0.02  # goals
 
 
 def figures(events: Sequence[Mapping], blocks: Blocks) -> dict:
-    """What a job that saves in blocks has told.
+    """Returns the figures of a job that saves in blocks.
 
     Returns:
-        ``overheads`` of each block in seconds; ``paced``, in units of iterations' own second halves; ``beside_s``, what
-        other threads compute during those in iterations that save, and in others; ``lost``, of each block the share
-        that the thread loses; ``stalls``, the share of the time of iterations that save for which training waits; of
-        each snapshot in blocks its ``bytes``, the ``experts`` of each layer in it, and how many of them ``chained``, as
+        ``overheads`` of each block in seconds; ``paced``, in units of iterations' own second halves; ``beside_s``, the
+        time of other threads during these halves, in iterations that save and in others; ``lost``, the share lost by
+        the training thread, by block; ``stalls``, the share of time that training waits in saving iterations; for each
+        snapshot in blocks its ``bytes``, the ``experts`` of each layer in it, and how many of them are ``chained``, as
         gradients; ``iteration_s``, the median of iterations that do not save.
     """
     seconds = seconds_of(events)
@@ -107,12 +106,12 @@ def figures(events: Sequence[Mapping], blocks: Blocks) -> dict:
 
 
 def by_equation(experts: float, chained: float, counts: Mapping[str, int]) -> tuple[float, float]:
-    """Bytes of a snapshot's states by equation 5 with 12 bytes, and of its experts' gradients if they were states.
+    """Returns the bytes of a snapshot's states by equation 5 with 12 bytes, and of its chained experts as states.
 
     Args:
-        experts: of each layer in it, in the mean.
-        chained: those of them that it has as gradients.
-        counts: of :func:`benchmarks.overhead.methods.parameters`.
+        experts: mean number of experts of each layer in it.
+        chained: number of these stored as gradients.
+        counts: result of :func:`benchmarks.overhead.methods.parameters`.
     """
     state, number = StateBytes(weights=0), counts["num_experts"]  # Format v1 has masters and moments
     size = partial(pec_size, experts=counts["experts"], num_experts=number, state=state)
@@ -120,9 +119,12 @@ def by_equation(experts: float, chained: float, counts: Mapping[str, int]) -> tu
 
 
 def judged(told: Mapping, experts: int | None, counts: Mapping[str, int]) -> dict:
-    """``bytes_error``, the largest relative one of snapshots of states alone by equation 5; ``gradient``, bytes of
-    gradients by those of the states that they stand for, over all snapshots, without headers, which are as large in
-    those of states alone; None where there are none of the kind.
+    """Returns the deviation of bytes from equation 5.
+
+    Returns:
+        ``bytes_error``, the largest relative error of snapshots that have only states; ``gradient``, the bytes of
+        gradients divided by the bytes of the states they replace, over all snapshots.  Headers, as measured on
+        snapshots of states, are subtracted.  A value is None if there are no such snapshots.
     """
     beyond, errors, gradients, in_place = [], [], [], 0.0
     for amount, number, chained in zip(told["bytes"], told["experts"], told["chained"], strict=True):
@@ -139,7 +141,7 @@ def judged(told: Mapping, experts: int | None, counts: Mapping[str, int]) -> dic
 
 
 def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> float:
-    """The median time to choose the experts of a snapshot, a quarter of them, from loads that drift."""
+    """Returns the median time to choose a quarter of the experts for a snapshot, from drifting loads."""
     model = [*MODEL, "--num-layers", str(layers), "--num-experts", str(experts)]
     policy, chance, took = Selective(operators_of(model), Every(1), experts=experts // 4), random.Random(0), []
     load = {layer: [0] * experts for layer in range(layers)}
@@ -155,7 +157,7 @@ def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> floa
 
 
 def verdicts(name: str, found: Mapping, core_left: bool) -> dict[str, bool]:
-    """What is asked for of a way, and whether it holds; times only where a core is left."""
+    """Returns each goal of a variant with whether it is met; times only if a core is free."""
     held = {}
     if core_left:
         longer, (_, most), lost = median(found["paced"]), between(found["paced"]), fmean(found["lost"])
@@ -172,7 +174,7 @@ def verdicts(name: str, found: Mapping, core_left: bool) -> dict[str, bool]:
 
 
 def row(name: str, found: Mapping) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     paced, seconds = (
         f"{median(shares):+.1%} ({low:+.1%} to {high:+.1%})"
         for shares in (found["paced"], found["overheads"])
@@ -186,7 +188,7 @@ def row(name: str, found: Mapping) -> list[str]:
 
 
 def main() -> int:
-    """Runs all jobs, prints and writes what they took; 1 where something asked for does not hold."""
+    """Runs all jobs, prints and writes the results; returns 1 if a goal is missed."""
     parser = command_line(__doc__)
     parser.add_argument("--blocks", type=int, default=24, help="that save, in each job (default: 24)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))

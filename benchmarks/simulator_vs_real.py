@@ -1,17 +1,18 @@
-"""The simulator beside reality: ETTR of runs whose workers are killed at random, measured and predicted.
+"""Compares the simulator with real runs: ETTR of runs with random kills, measured and predicted.
 
     python benchmarks/simulator_vs_real.py --output docs/results/simulator_vs_real_cpu.json
 
-Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other, and one to three of them are killed at
-once in the midst of iterations, at a mean of 25, 50 and 100 iterations from one fault to the next; before, between and
-after them short runs save nothing and lose nothing, and tell what an iteration takes without either.  One half of each
-of a policy's runs says what an iteration with saving takes, when a snapshot can be used, and what a recovery is made
-of; with that, and the places of the faults, the simulator predicts the other (``benchmarks/ettr/predict.py``).  Each
-half is predicted from the other: where the machine was by chance faster in one of them, that makes two errors which are
-against each other, while what the simulator has wrong stays.  *From the mean alone*: the same where the places are not
-known, over 100 runs of the model clock.  A policy is judged by its runs together.
+Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other.  One to three of them are killed
+together within iterations, with a mean of 25, 50 and 100 iterations between faults.  Before, between and after these
+runs, short runs without saving and faults measure the plain iteration time.
 
-Flags that are not the benchmark's own are the program's.
+One half of each run of a policy provides the iteration time with saving, the delay until a snapshot is usable, and the
+parts of a recovery.  From these and the positions of the faults, the simulator predicts the other half
+(``benchmarks/ettr/predict.py``).  Each half is predicted from the other: if the machine was faster in one half, the two
+errors cancel, while errors of the simulator remain.  *From the mean* is the same without the positions, over 100
+runs of the model clock.  A policy is judged by its runs together.
+
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -36,23 +37,26 @@ from moc.simulate.program_recovery import RecoveryCosts
 from moc.simulate.recoveries import fitted
 
 WORKERS = 4
-MOST = 3  # workers that are killed at once
-EVERY = 8  # iterations, where not each has a snapshot
+MOST = 3  # maximum number of workers killed together
+EVERY = 8  # iterations between snapshots, unless each iteration has one
 GOAL = 0.03
 KINDS = ("measured", "predicted", "from_the_mean")
 PLAIN = "no saving, no faults"
-PLAIN_EVERY = 3  # policies
+PLAIN_EVERY = 3  # policies between two plain runs
 STEADY = ["--lr", "1e-9"]
-"""A model that learns sends more and more tokens to fewer experts, and its iterations become shorter by a third; one
-that does not takes as long in one half of a run as in the other."""
+"""Flags that prevent learning.
+
+A model that learns sends more and more tokens to fewer experts, and its iterations become a third shorter.  Without
+learning, both halves of a run have the same speed.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
     """A policy."""
 
-    flags: str  # of the program
-    way: Way  # what the simulator is told of it
+    flags: str  # flags of the program
+    way: Way  # the simulator's description
 
 
 _TO_DISK = f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY}"
@@ -66,14 +70,14 @@ CASES = {
     "sparse": Case("--ckpt-policy sparse --sparse-window 3", Way(window=3)),
     "sparse, logs": Case("--ckpt-policy sparse --sparse-window 3 --upstream-logging", Way(window=3)),
 }
-"""Gemini's, CheckFreq's and Megatron-DeepSpeed's ways of saving everything; MoC-System's, MoEtion's, MoEvement's."""
+"""Methods of Gemini, CheckFreq and Megatron-DeepSpeed (full), then MoC-System, MoEtion and MoEvement."""
 
 
 def planned(mean: float, iterations: int, seed: int) -> list[str]:
-    """Faults as ``--inject`` reads them, at random places: as many as there are means between the run's ends.
+    """Returns faults in the format of ``--inject``, at random positions of the run with this mean distance.
 
-    They come when an iteration is computed, for that is when a worker dies that dies at any time; faults at the named
-    points of snapshots would meet each of these just when it is taken.
+    They occur in the computation of an iteration, as faults at random times mostly do.  Faults at the named points of
+    snapshots would coincide with each snapshot.
     """
     chance, places = random.Random(seed), range(2 * EVERY, iterations - EVERY)
     told = []
@@ -84,7 +88,7 @@ def planned(mean: float, iterations: int, seed: int) -> list[str]:
 
 
 def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[dict]:
-    """Trains to the end; what the run has told.  What a file of events has already is not run again."""
+    """Trains to the end and returns the events; an existing file of events is read instead."""
     if events is not None and events.exists():
         return Events(events).all()
     command = [*launcher(WORKERS), PROGRAM, *MODEL, *PP2_EP2, *STEADY, "--train-iters", iterations, *flags]
@@ -100,22 +104,22 @@ def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[d
 
 @dataclass(frozen=True)
 class Told:
-    """What was seen of a policy at one mean distance of faults."""
+    """Observations of a policy at one mean distance of faults."""
 
-    events: Sequence[dict]  # of its run
-    plain: Sequence[Sequence[dict]]  # of the runs between policies, which save nothing and lose nothing
+    events: Sequence[dict]  # events of its run
+    plain: Sequence[Sequence[dict]]  # events of the plain runs between policies
 
     @property
     def plain_s(self) -> float:
-        """Seconds of an iteration without either."""
+        """Seconds of a plain iteration."""
         return fmean(profile_of(events).mean_iteration_s for events in self.plain)
 
 
 def judge(runs: Mapping[float, Mapping[str, Told]], ways: Mapping[str, Way]) -> dict[str, dict[float, dict]]:
-    """By policy and mean distance of faults: ETTR, measured and predicted, of both halves, and with what.
+    """Returns the ETTR of both halves, measured and predicted, with the inputs, by policy and mean distance of faults.
 
     Raises:
-        ValueError: some halves of a policy's runs had no recovery to learn from.
+        ValueError: a policy's first or second halves had no recovery to learn from.
     """
     return {name: _judge_policy(name, way, {mtbf: of[name] for mtbf, of in runs.items()}) for name, way in ways.items()}
 
@@ -151,24 +155,24 @@ def _judge_half(way: Way, mtbf: float, half: Half, profile: Profile, parts: Reco
 
 
 def _whole(found: Sequence[Mapping], plain_s: float) -> dict:
-    """A run of which each half was predicted by the other."""
+    """Returns the result of a run whose halves were predicted from each other."""
     seconds = sum(half["seconds"] for half in found)
     ettr = {kind: sum(half[kind] * half["seconds"] for half in found) / seconds for kind in KINDS}
     return {**ettr, "seconds": seconds, "plain_iteration_s": plain_s, "halves": list(found)}
 
 
 def together(by: Mapping[float, Mapping[str, float]], kind: str) -> float:
-    """ETTR of a policy, measured or predicted, of all its runs as if they were one."""
+    """Returns the ETTR of all runs of a policy together, measured or predicted."""
     return sum(one[kind] * one["seconds"] for one in by.values()) / sum(one["seconds"] for one in by.values())
 
 
 def error(by: Mapping[float, Mapping[str, float]]) -> float:
-    """Predicted less measured, of a policy."""
+    """Returns predicted minus measured ETTR of a policy."""
     return together(by, "predicted") - together(by, "measured")
 
 
 def table(found: Mapping[str, Mapping[float, Mapping[str, float]]]) -> list[str]:
-    """A line for each policy, in Markdown: measured / predicted (from the mean alone)."""
+    """Returns a Markdown table with a line for each policy: measured / predicted (from the mean only)."""
     means = list(next(iter(found.values())))
     lines = ["| | " + " | ".join(f"every {mean:g} iterations" for mean in means) + " | together | error, points |"]
     lines.append("|---|" + "---|" * (len(means) + 2))
@@ -180,7 +184,7 @@ def table(found: Mapping[str, Mapping[float, Mapping[str, float]]]) -> list[str]
 
 
 def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path) -> None:
-    """Predicted over measured, and the band within which it is to be."""
+    """Draws predicted over measured ETTR, and the allowed band."""
     values = [one[kind] for by in found.values() for one in by.values() for kind in ("measured", "predicted")]
     ends = [min(values) - 0.05, max(values) + 0.05]
     with drawing(output, figsize=(6, 5.5), layout="constrained") as (_, [[panel]]):
@@ -194,7 +198,7 @@ def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path)
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what is the program's of it."""
+    """Parses the command line; returns the benchmark's flags, and the program's."""
     parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
     parser.add_argument("--iterations", type=int, nargs="+", default=[240, 200, 200], metavar="N", help="of such runs")
@@ -217,7 +221,7 @@ def _run(own: argparse.Namespace, name: str, mtbf: float, iterations: int, flags
 
 
 def main() -> int:
-    """Runs, predicts, prints the table; 1 if the prediction for a policy is more than 3 points off."""
+    """Runs, predicts and prints the table; returns whether a policy's prediction is more than 3 points off."""
     own, flags = parse()
     if own.events is not None:
         own.events.mkdir(parents=True, exist_ok=True)

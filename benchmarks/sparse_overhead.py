@@ -1,28 +1,28 @@
-"""What sparse checkpoints cost training, beside other ways of saving: MoEvement's Table 3, section 3.2.
+"""Compares the training overhead of sparse checkpoints with other ways of saving: MoEvement's Table 3, section 3.2.
 
     python benchmarks/sparse_overhead.py --output docs/results/sparse_overhead_cpu.json
 
-The same model is trained by the program that users run, in bf16 with fp32 masters (12 bytes of a parameter in full, 2
-as compute weights), in all ways by turns of a few seconds (``benchmarks/live/slices.py``):
+The training program trains one model in bf16 with fp32 masters (12 bytes per parameter in full, 2 as compute weights).
+All variants run in turns of a few seconds (``benchmarks/live/slices.py``):
 
-* no saving at all;
-* sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations, in memory or, with
+* no saving;
+* sparse checkpoints in every iteration, with an automatic window, and with one of 3 iterations, in memory or, with
   --sparse-tier disk, on disk;
 * everything in every iteration, in memory (Gemini's interval);
 * a third of the operators in full in every iteration, and the gradients of all others, in memory;
 * PEC with one expert of each layer in every iteration, in memory (MoC-System);
-* everything on disk, as often as costs 3 % (CheckFreq).
+* everything on disk, at the interval that costs 3 % (CheckFreq).
 
-Compared are mean and median iteration of the same round, after those in which a way measures before it chooses.  Of
-each way it is told besides, for each iteration, how many bytes were copied from where training has them, how many went
-to storage, and for how long training waited.  Jobs differ, whatever they save, so sparse checkpoints are judged by jobs
-that save in every second block of 9 iterations, each block beside its two neighbours (``benchmarks/live/blocks.py``).
+The program compares mean and median iterations of the same round, after a variant's iterations of measuring and
+choosing.  For each iteration of a variant it reports the bytes copied, the bytes written to storage, and how
+long training waited.  Jobs differ in speed whatever they save.  Sparse checkpoints are therefore judged by jobs that
+save in every second block of 9 iterations, each block compared with its two neighbours (``benchmarks/live/blocks.py``).
 
-Copies, hashes and writes are made beside training: in layouts that leave no core for them, overhead is not judged.
+Copies, hashes and writes run in the background: overhead is not judged in layouts that leave no core for them.
 
-``--precision fp32`` is for processors without instructions for bf16, on which an iteration takes six times as long.
+``--precision fp32`` is for processors without instructions for bf16, where an iteration takes six times as long.
 
-Flags that are not the benchmark's own are the program's.
+Other flags are passed to the program.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SIZES = """--bf16 --hidden-size 256 --ffn-hidden-size 256 --num-experts 16 --moe
     --max-position-embeddings 128 --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2
     --global-batch-size 8 --lr 1e-3 --train-iters 100000""".split()
 MODEL = [*KIND, *SIZES]
-"""Many small experts, so that operators are of about one size, as section 3.2 reckons with."""
+"""Model with many small experts, so that operators have similar sizes, as section 3.2 assumes."""
 PRECISIONS = ("bf16", "fp32")
 
 LAYOUTS = {"1": (1, []), "PP2xEP2": (4, PP2_EP2)}  # workers, flags
-_MEASURES = WARM_UP + BLOCK  # iterations before a way that measures takes its first snapshot
+_MEASURES = WARM_UP + BLOCK  # iterations before a variant that measures takes its first snapshot
 _CHOOSES = WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK
 
 
@@ -63,8 +63,8 @@ _CHOOSES = WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK
 class Way:
     """One way of saving."""
 
-    flags: str = ""  # of the program
-    warm_up: int = 8  # iterations until it is what it will be, at least
+    flags: str = ""  # flags of the program
+    warm_up: int = 8  # minimum number of iterations until it reaches its steady state
 
 
 BASE, AUTO, THREE, GEMINI = "no saving", "sparse, auto", "sparse, W = 3", "full, interval 1 (Gemini)"
@@ -78,12 +78,12 @@ WAYS = {
     PEC: Way("--ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-tier memory"),
     CHECKFREQ: Way("--ckpt-policy full --snapshot-interval auto --ckpt-tier disk", _CHOOSES + 6),
 }
-SMALLER, OVERHEAD = 0.55, 0.02  # what is asked for
+SMALLER, OVERHEAD = 0.55, 0.02  # goals
 BLOCK_ITERATIONS = 9  # three windows of 3 iterations
 
 
 def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, dict]]:
-    """Starts a job for each way, lets them take turns, and tells of each round and way its :func:`figures`."""
+    """Starts a job for each variant, runs them in turns, and returns the :func:`figures` of each round and variant."""
     with ExitStack() as stack:
         jobs, rounds = {}, []
         for way in ways:
@@ -94,19 +94,19 @@ def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Se
         for turns in slices(jobs, own.rounds, own.seconds):
             rounds.append({way: {event["iteration"] for event in turn} for way, turn in turns.items()})
             print(f"{layout}: round {len(rounds)} of {own.rounds}", file=sys.stderr, flush=True)
-        # what became of a snapshot is told later
+        # events of these snapshots may follow later
         return [{way: figures(jobs[way].events.all(), counted) for way, counted in one.items()} for one in rounds]
 
 
 def in_blocks(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[float]:
-    """Starts a job that saves in every second block of iterations: its :meth:`Blocks.overheads`."""
+    """Runs a job that saves in every second block of iterations; returns its :meth:`Blocks.overheads`."""
     blocks = Blocks(WAYS[way].warm_up + 2 * BLOCK_ITERATIONS, BLOCK_ITERATIONS)
     started = partial(command, way, layout, own, flags)
     return blocks.overheads(seconds_of(beside_itself(started, blocks, own.blocks, f"{layout}, {way}")))
 
 
 def command(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str], program: str = PROGRAM) -> list[str]:
-    """How a way's job is started."""
+    """Returns the command line of a variant's job."""
     workers, parallel = LAYOUTS[layout]
     saving = WAYS[way].flags.split()
     saving += ["--ckpt-tier", own.sparse_tier] if "sparse" in saving else []
@@ -114,17 +114,17 @@ def command(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]
 
 
 def model(precision: str) -> list[str]:
-    """The model's flags with a precision of :data:`PRECISIONS`."""
+    """Returns the model's flags with a precision of :data:`PRECISIONS`."""
     return [flag for flag in MODEL if flag != "--bf16" or precision == "bf16"]
 
 
 def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
-    """What a run tells of some of its iterations.
+    """Returns the figures of some iterations of a run.
 
     Returns:
-        ``seconds`` of each; ``snapshots``, bytes of each one that was taken in them; and for each iteration on average
-        ``copied`` and ``written`` bytes, and the seconds of a worker in which training ``waited``, and in which
-        snapshots were ``copying`` and ``hashing`` beside it.
+        ``seconds`` of each iteration; ``snapshots``, bytes of each snapshot taken in them; and means per iteration:
+        ``copied`` and ``written`` bytes, a worker's seconds of waiting (``waited``), and seconds of ``copying``
+        and ``hashing`` in the background.
     """
     of = {
         kind: [e for e in events if e["type"] == kind and e["iteration"] in counted]
@@ -146,8 +146,11 @@ def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
 
 
 def summary(rounds: Sequence[Mapping[str, Mapping]]) -> dict[str, dict]:
-    """By way, ``overhead`` (of ``mean`` and ``median`` iteration: the median of rounds, and each), ``iteration_s``
-    (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
+    """Returns the summary of each variant.
+
+    Returns:
+        ``overhead`` (of ``mean`` and ``median`` iteration: the median of rounds, and each round), ``iteration_s``
+        (median), ``largest`` snapshot, snapshots per iteration, and the means of :func:`figures`.
     """
     found = ratios([{way: told["seconds"] for way, told in one.items()} for one in rounds], BASE)
     return {way: _of_way([one[way] for one in rounds], found[way]) for way in rounds[0]}
@@ -167,9 +170,9 @@ def _of_way(runs: Sequence[Mapping], found: Mapping[str, Mapping]) -> dict:
 
 
 def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
-    """What is asked for of the ways that were run, and whether it was found; overhead only where a core is left.
+    """Returns each goal of the executed variants with whether it is met; overhead only if a core is free.
 
-    ``told`` is of :func:`summary`, with what :func:`in_blocks` tells as ``blocks``, where it was asked.
+    ``told`` is the result of :func:`summary`, with the result of :func:`in_blocks` as ``blocks`` where it was measured.
     """
     found = {}
     if THREE in told and GEMINI in told:
@@ -183,7 +186,7 @@ def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
 
 
 def table(told: Mapping[str, Mapping]) -> list[str]:
-    """A line for each way: ms and MB, for each iteration."""
+    """Returns a line for each variant: ms and MB per iteration."""
     lines = [f"{'':26}{'ms':>7}{'mean':>8}{'median':>8}{'waits':>7}{'MB copied':>11}{'written':>9}{'largest':>9}"]
     for way, of in told.items():
         overhead = [f"{of['overhead'][kind]['median']:+8.1%}" for kind in ("mean", "median")]
@@ -197,7 +200,7 @@ def table(told: Mapping[str, Mapping]) -> list[str]:
 
 
 def main() -> int:
-    """Runs all rounds of all layouts, prints and writes what they took; 1 where something asked for does not hold."""
+    """Runs all rounds of all layouts, prints and writes the results; returns 1 if a goal is missed."""
     own, flags = parse()
     here, layouts, held = machine(load=True), {}, True
     ways = [BASE, *(way for way in WAYS if way in own.ways and way != BASE)]
@@ -205,7 +208,7 @@ def main() -> int:
         rounds = measure(ways, layout, own, flags)
         told = summary(rounds)
         for way in ways if own.blocks else ():
-            if way in (AUTO, THREE, GEMINI, GRADIENT, PEC):  # CheckFreq's finds out by itself when to save
+            if way in (AUTO, THREE, GEMINI, GRADIENT, PEC):  # CheckFreq chooses its interval itself
                 told[way]["blocks"] = in_blocks(way, layout, own, flags)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
@@ -222,7 +225,7 @@ def main() -> int:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The benchmark's flags, and the program's."""
+    """Parses the benchmark's flags; returns them, and the program's."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=24, help="of a turn for each way (default: 24)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")

@@ -1,26 +1,28 @@
-"""Traces of spot instances, replayed with real jobs: what is trained while nodes are taken away and come back.
+"""Replays traces of spot instances with real jobs, and measures training while nodes leave and return.
 
     python benchmarks/spot_replay.py --directory TRACES --output docs/results/spot_replay_cpu.json
     python benchmarks/spot_replay.py --directory TRACES --only aws_p3 --seconds 60
 
 ``TRACES`` has Bamboo's ``aws_p3.csv`` (its first 80 minutes, 20 times as fast) and ``gcp_a100.txt`` (4 hours, 60 times
-as fast).  As many nodes are there as the trace has, scaled to six at its most: launchers on this machine with a worker
-each, which are killed with all their processes and started again.  The controller is on none of them.  Side by side, so
-that whatever else the machine does meets all alike, and with the same losses; the trace begins when some iterations are
-done, and for a job of fixed size that has not enough nodes then, at once:
+as fast).  ``aws_p3, later`` and ``gcp_a100, later`` are later parts of the same traces.
+
+The number of nodes follows the trace, scaled to a maximum of six.  Nodes are launchers on this machine with one worker
+each; they are killed with all their processes and started again.  The controller runs on none of them.  The trace
+begins after some iterations, or immediately for a job of fixed size with too few nodes.  The jobs run concurrently, so
+that other load affects all equally, and lose nodes at the same times:
 
 * ``in process``: ``--elastic``, on 2 to 6 nodes;
-* ``fixed size``: a job of ``--fixed`` nodes, the others being spares; it waits where fewer are there;
-* ``multiples``: expert parallelism of two, on 2 to 6 nodes: all workers are started anew from a checkpoint, on two,
+* ``fixed size``: a job of ``--fixed`` nodes, the others being spares; it waits if fewer nodes are present;
+* ``multiples``: expert parallelism of two, on 2 to 6 nodes: all workers are forked again and read a checkpoint, on two,
   four or six nodes.
 
-Six workers on two cores are no faster than four: therefore each real micro batch sleeps (``--sleep``), as if a device
-computed it, and what a cluster takes counts.  All save every ``--interval`` iterations to disk.  *Samples* are those of
-iterations that count, once each; ETTR is their share of what as many nodes as the job has at most would compute in this
-time undisturbed.  The simulator's forecast is that of ``tools/simulate.py`` for the same losses, with the job's own
-iterations, and with how long the job stood still at changes in the first of the traces: the others are held back.  It
-knows other ways as papers have them: all go back to the newest snapshot, also where survivors have the state.
-``aws_p3, later`` and ``gcp_a100, later`` are later parts of the same traces.
+Six workers on two cores are no faster than four.  Therefore each real micro batch sleeps (``--sleep``), as if a device
+computed it.  All jobs save to disk every ``--interval`` iterations.  *Samples* are the samples of counted iterations,
+each once.  ETTR is their share of the samples that the job's maximum number of nodes would compute undisturbed.
+
+The forecast is the result of ``tools/simulate.py`` for the same losses.  It uses the job's own iteration time and the
+pauses of the first trace; the other traces are held out.  The simulator models the other variants as their
+papers do: all workers return to the newest snapshot, even if survivors have the state.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from megatron.pretraining.planning import simulate
 from moc.report.members import periods, seconds_by_workers
 from moc.simulate.failures import Trace, read_trace
 
-NODES, LEAST, BATCH, GPUS = 6, 2, 24, 8  # GPUs of a node of the simulator
+NODES, LEAST, BATCH, GPUS = 6, 2, 24, 8  # GPUS: of a simulated node
 PROGRAM = str(ROOT / "benchmarks/live/device_time.py")
 NEAR = 0.03
 WARM_UP = 6
@@ -65,31 +67,31 @@ TRACES = {
     "aws_p3, later": ("aws_p3.csv", 28800.0, 4800.0, 20.0),
     "gcp_a100, later": ("gcp_a100.txt", 28800.0, 14400.0, 60.0),
 }
-"""By name, the file, the seconds of it at which the replay begins, those that are replayed, and how many times as fast.
+"""By name: the file, the replay's start in it in seconds, the replayed seconds, and the speed-up.
 
-Of the later hours, those in which nodes are lost most often.
+The later parts are the hours with most losses of nodes.
 """
 MODEL = f"""--num-layers 1 --hidden-size 32 --ffn-hidden-size 48 --num-experts 8 --seq-length 16
     --max-position-embeddings 16 --vocab-size 255 --micro-batch-size 1 --global-batch-size {BATCH} --lr 1e-4
     --train-iters 100000 --calculate-per-token-loss --exit-signal-handler --ckpt-policy full --ckpt-tier disk
     --ckpt-keep 2""".split()
-WAYS = {  # by name, flags of the program
+WAYS = {  # name: flags of the program
     "in process": ["--elastic", "--elastic-slots", "6"],
     "fixed size": [],
     "multiples": ["--expert-model-parallel-size", "2"],
 }
 FORECAST = {"in process": "elastic", "fixed size": "full", "multiples": "full+shrink"}
-"""The simulator's policy of each way."""
+"""The simulator's policy for each variant."""
 SHAPE = f"--global-batch-size {GPUS * BATCH} --micro-batch 1"
 SHAPES = {"multiples": f"--global-batch-size {BATCH} --micro-batch 2 --ep {2 * GPUS}"}
-"""Batches for the simulator's nodes of eight: as many rounds as here, and experts on two nodes where they are here."""
+"""Batches for the simulator's nodes of eight: as many rounds as here, and experts on as many nodes as here."""
 EXPERTS = f"--num-experts {2 * GPUS} --elastic-slots 2"
-"""Two for each of eight, so that all have equally much to do."""
+"""Two slots for each of eight GPUs, so that all have equal work."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """So many nodes are there from a moment on, in seconds since the replay began."""
+    """Number of nodes from a time on, in seconds since the replay began."""
 
     at_s: float
     nodes: int
@@ -97,31 +99,31 @@ class Change:
 
 @dataclass
 class Told:
-    """What a job has done with a trace."""
+    """Result of a job with a trace."""
 
     samples: int = 0
     seconds: float = 0.0
-    losses: int = 0  # nodes that were lost
+    losses: int = 0  # lost nodes
     came: int = 0
-    survived: int = 0  # losses after which no checkpoint was read
-    fallbacks: list[str] = field(default_factory=list)  # reasons
-    again: int = 0  # iterations computed again
-    launchers: int = 0  # that ended by themselves, and were started again
-    iteration_s: float = 0.0  # in the median, with `most` nodes
-    most: int = 0  # those with which it has trained the most iterations
-    workers_s: dict[int, float] = field(default_factory=dict)  # by number of workers, seconds that they trained
+    survived: int = 0  # losses without a checkpoint read
+    fallbacks: list[str] = field(default_factory=list)  # their reasons
+    again: int = 0  # repeated iterations
+    launchers: int = 0  # restarts of launchers that exited
+    iteration_s: float = 0.0  # median, with `most` nodes
+    most: int = 0  # number of workers in most iterations
+    workers_s: dict[int, float] = field(default_factory=dict)  # training seconds by number of workers
     pauses: Pauses = Pauses()
 
 
 def changes(trace: Trace, length_s: float, scale: float, begin_s: float = 0.0, most: int = NODES) -> tuple[Change, ...]:
-    """The nodes of a trace that are there, scaled to ``most``; the first is at 0.
+    """Returns the number of nodes over time, scaled to ``most``; the first entry is at 0.
 
     Args:
         trace: as recorded.
-        length_s: of it that is replayed.
-        scale: how many times as fast.
-        begin_s: of it at which the replay begins.
-        most: nodes where the trace has most in that time.
+        length_s: replayed seconds of the trace.
+        scale: speed-up.
+        begin_s: start of the replay in the trace.
+        most: nodes at the maximum of the trace in that time.
     """
     alive, counts = trace.nodes, [(0.0, trace.nodes)]
     for event in trace.events:
@@ -140,11 +142,11 @@ def changes(trace: Trace, length_s: float, scale: float, begin_s: float = 0.0, m
 
 
 def as_trace(of: Sequence[Change], building_s: float = 0.0) -> Iterator[str]:
-    """The same in Bamboo's format, node by node, for the simulator, which does not know how long nodes build.
+    """Yields the changes in Bamboo's format, node by node, for the simulator, which does not model the start of nodes.
 
     Args:
-        of: the nodes that are there.
-        building_s: so much later each is there; one that is lost before is never there.
+        of: number of nodes over time.
+        building_s: delay of each start; a node that is lost earlier is omitted.
     """
     there, number, lines = [(0.0, node) for node in range(of[0].nodes)], of[0].nodes, list[tuple[float, str]]()
     lines += [(0.0, f"add,node{node}") for _, node in there]
@@ -161,13 +163,13 @@ def as_trace(of: Sequence[Change], building_s: float = 0.0) -> Iterator[str]:
 
 
 class Replay:
-    """One job, under the losses of a trace.
+    """One job under the losses of a trace.
 
     Args:
         own: flags of the benchmark.
         way: one of :data:`WAYS`.
-        of: the nodes that are there.
-        seconds: of the replay.
+        of: number of nodes over time.
+        seconds: duration of the replay.
     """
 
     def __init__(self, own: argparse.Namespace, way: str, of: Sequence[Change], seconds: float):
@@ -175,7 +177,7 @@ class Replay:
         self._chance, self._told, self._came = random.Random(own.seed), Told(), list[float]()
 
     def run(self, files: Path, stack: ExitStack) -> Told:
-        """Replays the trace; what the job has done."""
+        """Replays the trace; returns the job's result."""
         told, nodes = self._told, self._start(files, stack)
         deadline = time.monotonic() + 180
         begins = self._way != "fixed size" or self._of[0].nodes >= self._own.fixed
@@ -233,7 +235,7 @@ class Replay:
 
 
 def by_most(events: Sequence[dict]) -> tuple[int, float]:
-    """The workers with which most iterations were trained, and the median of the seconds of these."""
+    """Returns the number of workers of most iterations, and the median seconds of these."""
     workers, taken = 0, dict[int, list[float]]()
     for event in events:
         if event["type"] == "start":
@@ -245,12 +247,12 @@ def by_most(events: Sequence[dict]) -> tuple[int, float]:
 
 
 def ettr(own: argparse.Namespace, way: str, told: Told) -> float:
-    """The share of what all nodes would have computed undisturbed, by the job's own iterations."""
+    """Returns the samples as a share of an undisturbed run on all nodes, by the job's own iteration time."""
     return told.samples / BATCH * on_all(own, way, told) / told.seconds
 
 
 def on_all(own: argparse.Namespace, way: str, told: Told) -> float:
-    """Seconds of an iteration on all nodes of the job, by rounds of micro batches if most were trained on fewer."""
+    """Returns seconds of an iteration on all nodes of the job, scaled by rounds if most iterations had fewer nodes."""
     nodes = own.fixed if way == "fixed size" else NODES
     return told.iteration_s * -(-BATCH // nodes) / -(-BATCH // told.most)
 
@@ -258,14 +260,14 @@ def on_all(own: argparse.Namespace, way: str, told: Told) -> float:
 def forecast(
     own: argparse.Namespace, of: Sequence[Change], way: str, told: Told, stood: Pauses, files: Path
 ) -> dict[str, Any]:
-    """What the simulator says of the same losses, with the job's iterations.
+    """Returns the simulator's forecast for the same losses, with the job's iteration time.
 
     Args:
         own: flags of the benchmark.
-        of: the nodes that are there.
+        of: number of nodes over time.
         way: one of :data:`WAYS`.
-        told: what the job has done.
-        stood: how long changes take.
+        told: the job's result.
+        stood: durations of changes.
         files: a directory for the trace.
     """
     nodes = own.fixed if way == "fixed size" else NODES
@@ -288,7 +290,7 @@ def forecast(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="with the traces' files")
     parser.add_argument("--only", nargs="+", choices=TRACES, metavar="TRACE", help=", ".join(TRACES))
@@ -310,7 +312,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def replay(own: argparse.Namespace, name: str, way: str, of: Sequence[Change], seconds: float) -> Told:
-    """Replays one trace with one way; what it has told is kept where that is asked for."""
+    """Replays one trace with one variant; keeps the events if requested."""
     with tempfile.TemporaryDirectory(prefix="spot-replay-") as files, ExitStack() as stack:
         found = Replay(own, way, of, seconds).run(Path(files), stack)
         if own.keep is not None:
@@ -321,7 +323,7 @@ def replay(own: argparse.Namespace, name: str, way: str, of: Sequence[Change], s
 
 
 def main() -> int:
-    """Replays the traces with each way, and writes what came of it; 1 if that is not as it should be."""
+    """Replays the traces with each variant, and writes the results; returns 1 if a claim does not hold."""
     own = parse()
     os.environ["DEVICE_TIME_S"] = str(own.sleep)
     told = json.loads(own.output.read_text())["traces"] if own.append and own.output.exists() else {}
@@ -345,9 +347,9 @@ def main() -> int:
 
 
 def forecasts(own: argparse.Namespace, told: dict[str, dict]) -> dict[str, dict]:
-    """The traces with ETTR and forecast of each way, by how long changes took in the first trace, which are medians."""
+    """Adds ETTR and forecast of each variant to the traces, with the median pauses of the first trace."""
     first = next(iter(told.values()))["ways"]
-    building_s = max(one["pauses"]["building_s"] for one in first.values())  # a node builds alike for each way
+    building_s = max(one["pauses"]["building_s"] for one in first.values())  # building does not depend on the variant
     for of in told.values():
         for way, figures in of["ways"].items():
             known = Told(**{name: figures[name] for name in ("samples", "seconds", "iteration_s", "most")})
@@ -362,7 +364,7 @@ def forecasts(own: argparse.Namespace, told: dict[str, dict]) -> dict[str, dict]
 
 
 def claims(name: str, ways: dict[str, dict]) -> dict[str, bool]:
-    """What should hold of the ways of one trace."""
+    """Returns the claims about the variants of one trace with whether they hold."""
     ours = ways.get("in process")
     if ours is None:
         return {}

@@ -1,17 +1,22 @@
-"""Attacks a job that trains where it listens, for as long as one likes, and looks at what that costs it.
+"""Attacks the network services of a training job for a given time, and checks the effect on the job.
 
     python benchmarks/wire_fuzz.py --seconds 600 --output docs/results/wire_fuzz_cpu.json
 
-A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its replica server,
-where it has one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of
-the wire, and by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in
-between. Meanwhile a worker is killed now and again, so that everything the servers are there for has to work: the agent
-must speak to the controller, a new worker to the agent, and both to the others.
+A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its replica server, if
+any, are attacked in turns: by unauthenticated peers, by authenticated peers that violate the wire protocol, and by idle
+connections.  Separate channels are attacked by a man in the middle and by unauthenticated peers.  Meanwhile a worker is
+killed repeatedly, so that all services must work: the agent connects to the controller, a new worker to the agent, and
+both to the others.
 
-It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
-handshake, everybody who attacks is refused in a line, no server grows or is left with descriptors, and the job ends
-with the losses, gradient norms and bits of one that nobody disturbs.  That one is trained afterwards, to the iteration
-in which the first was asked to stop.
+The job passes if
+
+* it continues without help after each kill, and no other generation begins;
+* unauthenticated peers receive only the handshake;
+* no server accumulates memory or descriptors;
+* losses, gradient norms and bits equal an undisturbed job, which trains afterwards to the iteration where the first
+  job was asked to stop.
+
+The logged refusals are counted.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
 WORKERS, VICTIM = 2, 1
 TRAINED = [PROGRAM, *MODEL, *EP2, *IN_MEMORY]
-LOITERERS = 40  # at a time; well below the 128 that may be in the handshake
+LOITERERS = 40  # simultaneous; well below the limit of 128 pending handshakes
 SAMPLE_S = 5.0
 GROWTH_MB = 8.0
 _REFUSED = re.compile(r"refused .*?: (.*)")
@@ -52,7 +57,7 @@ _GENERATION = re.compile(r"mocrun: generation (\d+): (.*)")
 
 
 class Target:
-    """A job under attack; ``refusals`` is how often its servers have logged each sentence, numbers left out."""
+    """A job under attack; ``refusals`` counts each logged refusal, without its numbers."""
 
     def __init__(self, directory: str):
         self._token, self.refusals, (self._port,) = secrets.token_bytes(32), Counter(), free_ports(1)
@@ -63,7 +68,7 @@ class Target:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where its own processes listen: the controller, and a node's agent and replica server."""
+        """Addresses of its services: the controller, and a node's agent and replica server."""
         found = {"controller": f"127.0.0.1:{self._port}"}
         for name, process in self.processes.items():
             unix = {str(c.laddr) for c in process.net_connections("unix") if f"/{SOCKETS}/" in str(c.laddr)}
@@ -75,33 +80,33 @@ class Target:
 
     @property
     def processes(self) -> dict[str, psutil.Process]:
-        """Who listens there."""
+        """Processes of these services."""
         agent = self.job.process.pid
         others = {name: running(agent, f"moc.runtime.{name}") for name in ("controller", "replica_server")}
         return {"agent": psutil.Process(agent)} | {name: of[0] for name, of in others.items() if of}
 
     @property
     def generations(self) -> list[tuple[int, str]]:
-        """Those that have begun: number and reason."""
+        """Number and reason of each generation that has begun."""
         found = (_GENERATION.search(line) for _, line in self.job.said)
         return [(int(match[1]), match[2]) for match in found if match]
 
     def attacked(self, rng: random.Random, where: str, address: str) -> str:
-        """Attacks a server once; by whom."""
+        """Attacks a server once; returns the kind of attack."""
         if rng.random() < 0.02:
             self._loiter(address)
             return f"{where}, loiterer"
         return f"{where}, {attack(rng, address, self._token)}"
 
     def end(self) -> End:
-        """Asks the job to save and stop; what it has come to."""
+        """Asks the job to save and stop; returns its losses and hashes."""
         self.job.process.send_signal(signal.SIGTERM)
         if (code := self.job.process.wait(PATIENCE_S)) != SAVED:
             raise RuntimeError(f"asked to stop, it ended with {code}; its last words:\n{self.job.last_words()}")
         return end_of(self._snapshots, self.job.iteration, self.job.events)
 
     def leave(self) -> None:
-        """No loiterer is left."""
+        """Closes all idle connections."""
         while self._loitering:
             self._loitering.popleft().close()
 
@@ -114,18 +119,18 @@ class Target:
             self._loitering.popleft().close()
 
     def _keep(self, line: str) -> bool:
-        """What is refused is counted, not kept; nor are the iterations, of which there are many."""
+        """Counts and discards refusals; discards the many lines of iterations."""
         if refusal := _REFUSED.search(line):
             self.refusals[_NUMBER.sub("N", refusal[1])] += 1
         return not refusal and " iteration " not in line
 
 
 def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random, outsider: Stranger) -> dict:
-    """Attacks until the time is over, and kills a worker now and again.
+    """Attacks until the time is over, and kills a worker repeatedly.
 
     Returns:
-        ``attacks`` by kind, ``kills``, ``samples`` of what the servers have, by server, how often a stranger has tried
-        each port ``on all ports``, gloo's included, by kind, and what he ``entered``.
+        ``attacks`` by kind, ``kills``, ``samples`` of resources by server, an outsider's attempts on all ports by kind
+        (``on all ports``, includes gloo's), and its successes (``entered``).
     """
     job, counts, kills, doors, watched = target.job, Counter(), 0, target.addresses, target.processes
     samples = {who: [] for who in watched}
@@ -150,14 +155,14 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random, 
     target.leave()
     outsider.leave()
     job.reach(job.iteration + 2)
-    time.sleep(2 * SAMPLE_S)  # more than a peer has for its handshake
+    time.sleep(2 * SAMPLE_S)  # longer than a handshake may take
     sample(time.monotonic() - begun)
     told = {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
     return told | {"on all ports": outsider.tried, "entered": outsider.entered}
 
 
 def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random.Random, counts: Counter) -> None:
-    """Goes on with the attacks until the job has done something new."""
+    """Continues the attacks until the job has completed new iterations."""
     job = target.job
     reached = job.iteration
 
@@ -170,7 +175,7 @@ def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random
 
 
 def undisturbed(directory: str, iterations: int, limit: float) -> End:
-    """What a job has come to after so many iterations in which nobody disturbs it."""
+    """Returns the losses and hashes of an undisturbed job after this many iterations."""
     command = [*launcher(WORKERS), *TRAINED, "--exit-interval", iterations]
     with Job(command, directory, True) as job:
         job.process.wait(limit)
@@ -178,13 +183,13 @@ def undisturbed(directory: str, iterations: int, limit: float) -> End:
 
 
 def restarts(generations: list[tuple[int, str]]) -> tuple[int, int]:
-    """Generations that began because a worker was killed, and all others: those that attacks have cost."""
+    """Returns the number of generations that a kill caused, and of all others, which attacks caused."""
     killed = sum("was killed by signal 9" in reason for _, reason in generations)
     return killed, len(generations) - killed
 
 
 def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
-    """What was to be shown, and whether it was."""
+    """Returns each claim with whether it holds."""
     killed, burnt = restarts(generations)
     ends = [((samples[1:2] or samples)[0], samples[-1]) for samples in told["samples"].values()]
     grown = all(last["uss_mb"] - first["uss_mb"] < GROWTH_MB for first, last in ends)
@@ -199,7 +204,7 @@ def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
 
 
 def main() -> int:
-    """1 if something does not hold."""
+    """Runs the attacks; returns 1 if a claim does not hold."""
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="default: 600")
     parser.add_argument("--kill-every", type=float, default=20, help="seconds (default: 20)")
