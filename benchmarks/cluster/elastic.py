@@ -1,4 +1,4 @@
-"""An elastic job on a cluster: its flags, and what it should come to when hosts fail and nobody replaces them."""
+"""An elastic job on a cluster: its flags, and checks of its result when hosts fail and are not replaced."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ HOSTS, LEAST = 5, 3
 CLOSE = 1e-5
 FLAGS = """--calculate-per-token-loss --elastic --elastic-slots 6 --elastic-min-replicas 3
     --elastic-rebalance-interval 10 --use-distributed-optimizer --lr 1e-4"""
-"""Any two of five hosts can be lost at once: each expert, and each block of the optimizer's state, is on three.
+"""Flags that allow any two of five hosts to fail simultaneously: each expert and optimizer shard is on three hosts.
 
-Faster, the model learns its samples by heart, and after 80 iterations differences of rounding grow tenfold in each ten.
+With a higher learning rate, the model memorizes its samples, and after 80 iterations rounding differences grow tenfold
+every ten iterations.
 """
 
 
 def as_of_fixed_members(ended: End, expected: End, events: Sequence[dict]) -> list[str]:
-    """In what a job whose members change has come to something else than one whose members stay; a sentence each.
+    """Returns the differences between a job whose members change and a job with fixed members, one sentence each.
 
     Args:
-        ended: of the job.
-        expected: of one whose members stay.
-        events: of the job, in order.
+        ended: final state of the job.
+        expected: final state of a job with fixed members.
+        events: events of the job, in order.
     """
     wrong = missing(ended, expected)
     common = ended.losses.keys() & expected.losses.keys()
@@ -36,5 +37,5 @@ def as_of_fixed_members(ended: End, expected: End, events: Sequence[dict]) -> li
 
 
 def members(events: Sequence[dict]) -> list[int]:
-    """Workers of each generation that has begun to train."""
+    """Returns the number of workers of each generation that has started to train."""
     return [event["world_size"] for event in events if event["type"] == "start"]

@@ -1,7 +1,7 @@
-"""Several machines on one, each with its own network, mounts (and ``/dev/shm``), name and process numbers; a storage.
+"""Simulates several hosts on one machine, with separate network, mounts, ``/dev/shm``, host name and PIDs; and storage.
 
-A host is a set of Linux namespaces, held by its first process; a switch, which is a network namespace of its own, joins
-them.  Nothing of it can be seen in this machine's own network, and all of it ends with the process that made it.
+A host is a set of Linux namespaces, held by its first process.  A switch in a separate network namespace connects the
+hosts.  The hosts are invisible in this machine's own network, and end with the process that made them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import psutil
 
 NETWORK = "10.77.0"
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount")
-_INIT = "trap : TERM INT; while :; do sleep 86399 & wait; done"  # and it buries whoever has lost his parent
+_INIT = "trap : TERM INT; while :; do sleep 86399 & wait; done"  # also reaps orphans
 _START_S = 30.0
 _DIES_S = 2.0
 
 
 def unusable() -> str:
-    """Why this machine cannot be several; empty if it can."""
+    """Returns the reason why this machine cannot simulate hosts; empty if it can."""
     if os.geteuid() != 0:
         return "several machines on one need root, for namespaces"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -38,12 +38,12 @@ def unusable() -> str:
 
 
 def address(number: int) -> str:
-    """Where a host is."""
+    """Returns the IP address of a host."""
     return f"{NETWORK}.{number + 1}"
 
 
 class Host:
-    """One machine, made by :class:`Cluster`, with a number from 0."""
+    """A simulated host, made by :class:`Cluster`, with a number from 0."""
 
     def __init__(self, number: int, switch: _Namespaces, names: Path):
         self.number, self.name = number, f"h{number}"
@@ -55,10 +55,10 @@ class Host:
         return self._self is not None
 
     def power_on(self) -> None:
-        """Boots: nothing runs, and nothing is in its memory."""
+        """Boots the host, with no processes and empty memory."""
         self._self = _Namespaces("--net", "--mount", "--uts", "--pid", "--mount-proc")
         port = f"p{self.number}"
-        self._switch.call("ip", "link", "delete", port, check=False)  # of the life before, if the kernel still has it
+        self._switch.call("ip", "link", "delete", port, check=False)  # left from before, if the kernel still has it
         peer = ("peer", "name", "eth0", "netns", str(self._self.pid))
         self._switch.call("ip", "link", "add", port, "type", "veth", *peer)
         self._switch.call("ip", "link", "set", port, "master", "together", "up")
@@ -70,21 +70,21 @@ class Host:
         self._self.call("bash", "-c", shell)
 
     def power_off(self) -> None:
-        """Loses its power: nobody hears of the end of any connection."""
+        """Cuts the power: no peer is notified of the end of a connection."""
         self._switch.call("ip", "link", "set", f"p{self.number}", "down")
         self._running.end()
         self._self = None
 
     def start(self, command: Sequence[object], **how) -> subprocess.Popen:
-        """Starts a command on it; the process given back stands for it, and has it as its only child."""
+        """Starts a command on the host; returns a process that has the command as its only child."""
         return self._running.start(command, **how)
 
     def processes(self) -> list[psutil.Process]:
-        """All that run on it."""
+        """Returns all processes of the host."""
         return self._running.processes() if self.on else []
 
     def process(self, number: int) -> psutil.Process | None:
-        """The process that has a number on this host, if it lives."""
+        """Returns the process with a PID of this host, if it is alive."""
         for process in self.processes():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 status = Path(f"/proc/{process.pid}/status").read_text()
@@ -94,17 +94,17 @@ class Host:
 
     @property
     def memory(self) -> Path:
-        """Its ``/dev/shm``, as this machine sees it."""
+        """Path of the host's ``/dev/shm`` on this machine."""
         return Path(f"/proc/{self._running.pid}/root/dev/shm")
 
     @property
     def _running(self) -> _Namespaces:
-        assert self._self is not None  # it is on
+        assert self._self is not None  # the host is on
         return self._self
 
 
 class Cluster:
-    """So many hosts on one network, as a context manager; all are on, and hear each other."""
+    """Context manager of ``size`` hosts on one network; all hosts are on, and connected."""
 
     def __init__(self, size: int):
         self.hosts: list[Host] = []
@@ -132,13 +132,13 @@ class Cluster:
         self._undo.close()
 
     def cut(self, numbers: Iterable[int]) -> None:
-        """These hosts hear each other, and nobody else; packets vanish in between, and no connection is reset."""
+        """Separates these hosts from all others; packets between them are dropped, and no connection is reset."""
         self._bridge("apart")
         for number in numbers:
             self.switch.call("ip", "link", "set", f"p{number}", "master", "apart")
 
     def mend(self) -> None:
-        """All hosts that are on hear each other."""
+        """Connects all hosts that are on."""
         for host in filter(lambda host: host.on, self.hosts):
             self.switch.call("ip", "link", "set", f"p{host.number}", "master", "together")
 
@@ -153,7 +153,7 @@ class Cluster:
 
 
 class _Namespaces:
-    """Namespaces by flags of ``unshare``, which a process of ours holds; they end with it, or with this process."""
+    """Linux namespaces, given by flags of ``unshare``; they end with the process that holds them, or with this one."""
 
     def __init__(self, *kinds: str):
         self._enter = [kind for kind in kinds if kind != "--mount-proc"]
@@ -163,12 +163,12 @@ class _Namespaces:
         self.pid = self._first_process()
 
     def start(self, command: Sequence[object], cwd: Path | None = None, **how) -> subprocess.Popen:
-        # other mounts: nsenter ends up at the root
+        # the mounts differ, so that nsenter starts in the root directory
         inside = ["env", f"--chdir={cwd or Path.cwd()}", *map(str, command)]
         return subprocess.Popen(["nsenter", "--target", str(self.pid), *self._enter, *inside], **how)
 
     def call(self, *command: str, check: bool = True) -> subprocess.CompletedProcess:
-        kinds = [kind for kind in self._enter if kind != "--pid"]  # processes are named as this machine names them
+        kinds = [kind for kind in self._enter if kind != "--pid"]  # keep this machine's PIDs
         entered = ["nsenter", "--target", str(self.pid), *kinds, *command]
         done = subprocess.run(entered, capture_output=True, text=True)
         if check and done.returncode:
@@ -176,7 +176,7 @@ class _Namespaces:
         return done
 
     def processes(self) -> list[psutil.Process]:
-        """All that live in them but the first and what that sleeps with."""
+        """Returns live processes in the namespaces, except the first one and its ``sleep``."""
         mine = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
@@ -187,7 +187,7 @@ class _Namespaces:
         return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
     def end(self) -> None:
-        """Kills the first process, with which the kernel ends all others, and their network."""
+        """Kills the first process, so that the kernel ends all others and their network."""
         inside = self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, 9)
@@ -212,19 +212,19 @@ class _Namespaces:
 
 
 def _hangs(process: psutil.Process) -> bool:
-    """Whether a process that was killed is in the kernel for storage that is frozen: it computes and says no more."""
+    """Returns whether a killed process only waits for frozen storage in the kernel, and cannot communicate."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DISK_SLEEP)
     return False
 
 
 class Storage:
-    """A file system of 512 MiB that can be frozen: what a storage server that does not answer looks like.
+    """A file system of 512 MiB that can be frozen, to simulate a storage server that does not answer.
 
-    A context manager; hosts that are made meanwhile see it at ``path``.
+    A context manager; hosts that are made inside it see the file system at ``path``.
 
     Args:
-        directory: for the file that it is in, and the place where it is mounted; made.
+        directory: directory for the image file and the mount point, which is created.
     """
 
     def __init__(self, directory: Path):
@@ -235,21 +235,21 @@ class Storage:
         with open(self._image, "wb") as image:
             os.truncate(image.fileno(), 512 << 20)
         _call("mkfs.ext4", "-q", "-F", self._image)
-        _call("mount", "-o", "loop,noatime", self._image, self.path)  # reading must not write the time of it
+        _call("mount", "-o", "loop,noatime", self._image, self.path)  # reading must not update access times
         return self
 
     def __exit__(self, *_) -> None:
-        with contextlib.suppress(RuntimeError):  # it is not frozen
+        with contextlib.suppress(RuntimeError):  # the file system is not frozen
             self.thaw()
         _call("umount", "--lazy", self.path)
         self._image.unlink()
 
     def freeze(self) -> None:
-        """Whoever writes, or waits for what was written, hangs from now on."""
+        """Freezes the file system: writes, and waits for written data, block until it is thawed."""
         _call("fsfreeze", "--freeze", self.path)
 
     def thaw(self) -> None:
-        """All that was waited for comes to pass."""
+        """Thaws the file system: blocked operations complete."""
         _call("fsfreeze", "--unfreeze", self.path)
 
 

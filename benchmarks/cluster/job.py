@@ -1,4 +1,4 @@
-"""A job of our launcher on the hosts of a cluster, disturbed and watched while it trains."""
+"""Runs a job of our launcher on the hosts of a cluster, to inject faults and to observe it during training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SAMPLE_S = 0.05
 
 
 class ClusterJob:
-    """One job; ``events`` is what it has told, and ``watch`` what was seen of it from outside.
+    """One job; ``events`` are its own events, and ``watch`` is the observation from outside.
 
     Args:
-        cluster: whose hosts it runs on; the first ones have places, the others are spares.
-        launcher: flags of the launcher, but for the node's number.
+        cluster: hosts of the job; the first ones have rank blocks, the others are spares.
+        launcher: flags of the launcher, except the node's number.
         program: flags of the training program.
-        directory: that all hosts see; for logs and consoles.
-        snapshots: where the job keeps its snapshots.
+        directory: directory for logs and consoles that all hosts share.
+        snapshots: directory of the job's snapshots.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class ClusterJob:
             )
 
     def codes(self) -> dict[int, int | None]:
-        """By host that has power, the exit code of its launcher; None while it runs."""
+        """Returns the exit code of the launcher of each host that is on; None while it runs."""
         return {i: one.poll() for i, one in self._launchers.items() if self.cluster.hosts[i].on}
 
     def iteration(self) -> int:
-        """The newest that was told."""
+        """Returns the newest iteration in the events."""
         return max((event["iteration"] for event in self.events.of("iteration")), default=0)
 
     def controllers(self) -> list[tuple[Host, psutil.Process]]:
-        """Processes of controllers, and where they run."""
+        """Returns the processes of controllers, with their hosts."""
         found = []
         for host in self.cluster.hosts:
             for process in host.processes():
@@ -80,40 +80,40 @@ class ClusterJob:
         return found
 
     def newest_worker_of(self, number: int) -> psutil.Process:
-        """The worker that a host's launcher has told of last."""
+        """Returns the last worker that a host's launcher has reported."""
         worker = self.cluster.hosts[number].process(int(WORKER.findall(self.said(number))[-1][1]))
-        assert worker is not None  # it has said that it is there
+        assert worker is not None  # the launcher has reported it
         return worker
 
     def launcher_of(self, number: int) -> list[psutil.Process]:
-        """The launcher of a host, and what stands for it here."""
+        """Returns the launcher of a host, and the ``nsenter`` process that is its parent."""
         outside = psutil.Process(self._launchers[number].pid)
         return [*outside.children(), outside]
 
     def signal_launcher(self, number: int, what: signal.Signals) -> None:
-        """To a launcher alone; its host's other processes go on."""
+        """Sends a signal only to a launcher; the other processes of its host continue."""
         for process in self.launcher_of(number) if what != signal.SIGSTOP else self.launcher_of(number)[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(what)
 
     def traceback(self, number: int) -> bool:
-        """Whether something on a host has failed in a way of which nobody has thought."""
+        """Returns whether a process of a host has printed a traceback, the sign of an unhandled error."""
         return "Traceback (most recent call last)" in self.said(number)
 
     def said(self, number: int) -> str:
-        """What a host's launcher and workers have written to the console."""
+        """Returns the console output of a host's launcher and workers."""
         with contextlib.suppress(FileNotFoundError):
             return console_of(self._directory, number).read_text(errors="replace")
         return ""
 
 
 def console_of(directory: Path, number: int) -> Path:
-    """What a host writes."""
+    """Returns the path of a host's console output."""
     return directory / f"console{number}"
 
 
 class Watch:
-    """Looks on, from outside, until it is stopped: which workers live, and what was published when."""
+    """Thread that observes a job from outside: lifetimes of workers, and times of published snapshots."""
 
     def __init__(self, cluster: Cluster, directory: Path, snapshots: Path):
         self._cluster, self._directory, self._snapshots = cluster, directory, snapshots
@@ -134,7 +134,7 @@ class Watch:
 
     @property
     def lives(self) -> list[Life]:
-        """Of all workers that were seen."""
+        """Lifetimes of all observed workers."""
         return [Life(rank, host, *seen) for (rank, host, _), seen in self._lives.items()]
 
     def _run(self) -> None:
@@ -155,7 +155,7 @@ class Watch:
             whole = new[: new.rfind(b"\n") + 1]
             self._read[host.number] += len(whole)
             for rank, number in WORKER.findall(whole.decode(errors="replace")):
-                with contextlib.suppress(AttributeError):  # the host has just lost its power
+                with contextlib.suppress(AttributeError):  # the host has just been powered off
                     if (process := host.process(int(number))) is not None:
                         self._lives[int(rank), host.number, process] = time.time(), time.time()
 

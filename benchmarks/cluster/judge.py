@@ -1,4 +1,4 @@
-"""Whether two worlds were there at a time, from what was seen of a job; pure functions."""
+"""Finds signs that two generations of a job trained or published at the same time; pure functions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ _BEGINS = ("generation", "resume", "start", "replay")
 
 @dataclass(frozen=True)
 class Life:
-    """How long a worker was seen."""
+    """Observed lifetime of a worker."""
 
-    rank: int  # its number
-    host: int  # where it ran
+    rank: int
+    host: int
     begin: float  # Unix seconds
-    end: float  # the last moment at which it lived, and was not stopped
+    end: float  # Unix seconds of the last observation of the worker as running and not stopped
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A manifest that was seen for the first time, or with another content."""
+    """A manifest that was observed for the first time, or with changed content."""
 
     time: float  # Unix seconds
-    iteration: int  # of the snapshot
-    generation: int | None  # that it carries; None if it carries none
+    iteration: int  # iteration of the snapshot
+    generation: int | None  # generation in the manifest, if any
 
 
 def overlaps(lives: Sequence[Life]) -> list[tuple[int, float, float]]:
-    """When a rank lived on two hosts: rank, from and to."""
+    """Returns the times at which a rank lived on two hosts: rank, start and end."""
     found = []
     for i, one in enumerate(lives):
         for other in lives[i + 1 :]:
@@ -39,7 +39,7 @@ def overlaps(lives: Sequence[Life]) -> list[tuple[int, float, float]]:
 
 
 def told_twice(events: Iterable[dict]) -> list[int]:
-    """Iterations that were told though a later one, or the same, had been, and nobody had begun anew in between."""
+    """Returns the iterations reported after the same or a later one without an event of ``_BEGINS`` in between."""
     found, last = [], 0
     for event in events:
         if event["type"] in _BEGINS:
@@ -52,7 +52,7 @@ def told_twice(events: Iterable[dict]) -> list[int]:
 
 
 def two_worlds(events: Sequence[dict], lives: Sequence[Life], publications: Sequence[Publication]) -> list[str]:
-    """Every sign that two generations trained or published at a time; a sentence each."""
+    """Returns all signs that two generations trained or published at the same time, one sentence each."""
     wrong = []
     if twice := told_twice(events):
         wrong.append(f"two worlds told iterations {twice[:5]}")

@@ -1,36 +1,36 @@
-"""What is done to a cluster while a job trains on it, as tables."""
+"""Tables of faults that are injected into a cluster while a job trains on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CONTROLLER = -1
-"""In place of a host's number: the one that the controller is on."""
+"""Placeholder for the number of the controller's host."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is done.
+    """One action of a scenario.
 
-    ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts lose their power), ``on`` (they boot,
-    and start their command again), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont`` (launchers, as by Ctrl-Z
+    ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts are powered off), ``on`` (hosts boot,
+    and restart their command), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont`` (launchers, as by Ctrl-Z
     and ``fg``), ``kill worker`` (of these hosts), ``stop controller``, ``cont controller``, ``kill controller``.
     """
 
     action: str
-    hosts: tuple[int, ...] = ()  # numbers
-    more: int = 0  # it is done when so many more iterations are complete than at the step before
-    seconds: float = 0.0  # and so much later
+    hosts: tuple[int, ...] = ()  # numbers of hosts
+    more: int = 0  # number of iterations to wait for since the previous step
+    seconds: float = 0.0  # additional delay
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One row of the table."""
 
-    what: str  # in words
+    what: str  # description
     steps: tuple[Step, ...]  # in order
-    ends: bool = False  # whether the job ends with 75, for want of a majority, and goes on when it is started again
-    aside: tuple[int, ...] = ()  # hosts that may end with 75 while the others go on, and must say why
+    ends: bool = False  # whether the job ends with exit code 75 without a majority, and continues after a restart
+    aside: tuple[int, ...] = ()  # hosts that may end with 75, with a reason, while the others continue
 
 
 def _off(hosts: tuple[int, ...], back: float | None = None) -> tuple[Step, ...]:
@@ -47,12 +47,12 @@ def _flapping(host: int, seconds: float) -> tuple[Step, ...]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What scenarios are cut to.
+    """Parameters of scenarios.
 
     Attributes:
-        nnodes: hosts that have places; further ones are spares.
-        size: all hosts.
-        silence: seconds after which whoever says nothing is lost.
+        nnodes: number of hosts that have rank blocks; further hosts are spares.
+        size: number of all hosts.
+        silence: seconds without a heartbeat until a process is lost.
     """
 
     nnodes: int
@@ -61,33 +61,33 @@ class Cluster:
 
     @property
     def minority(self) -> int:
-        """Most hosts that can be spared."""
+        """Maximum number of hosts that can be lost."""
         return (self.size - 1) // 2
 
     @property
     def last(self) -> int:
-        """The last host that has a place."""
+        """The last host that has a rank block."""
         return self.nnodes - 1
 
     @property
     def short(self) -> float:
-        """Seconds of a silence after which nobody is lost."""
+        """Seconds without heartbeats that are too short for a loss."""
         return self.silence / 3
 
     @property
     def long(self) -> float:
-        """Seconds of a silence after which whoever kept it is lost."""
+        """Seconds without heartbeats that are long enough for a loss."""
         return 3 * self.silence
 
 
 def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
-    """All rows, by name; the arguments are those of :class:`Cluster`."""
+    """Returns all rows, by name; the arguments are those of :class:`Cluster`."""
     cluster = Cluster(nnodes, size, silence)
     return _losses(cluster) | _cuts(cluster) | _frozen_storage(cluster) | _stopped_processes(cluster)
 
 
 def _losses(of: Cluster) -> dict[str, Scenario]:
-    """Hosts lose their power."""
+    """Returns scenarios with hosts that are powered off."""
     last, most = of.last, tuple(range(of.size // 2 + 1))
     return {
         "host lost": Scenario("a host loses its power", _off((last,))),
@@ -112,7 +112,7 @@ def _losses(of: Cluster) -> dict[str, Scenario]:
 
 
 def _cuts(of: Cluster) -> dict[str, Scenario]:
-    """Links are cut."""
+    """Returns scenarios with cut links."""
     last, short, long = of.last, of.short, of.long
     places, others = tuple(range(of.nnodes)), tuple(range(of.nnodes, of.size))
     lost = tuple(range(of.minority))  # the first node among them
@@ -134,7 +134,7 @@ def _cuts(of: Cluster) -> dict[str, Scenario]:
 
 
 def _frozen_storage(of: Cluster) -> dict[str, Scenario]:
-    """Storage hangs."""
+    """Returns scenarios with frozen storage."""
     last, short, long = of.last, of.short, of.long
     return {
         "storage frozen": Scenario(
@@ -159,7 +159,7 @@ def _frozen_storage(of: Cluster) -> dict[str, Scenario]:
 
 
 def _stopped_processes(of: Cluster) -> dict[str, Scenario]:
-    """Launchers and controllers stand still, or are killed."""
+    """Returns scenarios with stopped or killed launchers and controllers."""
     last, long = of.last, of.long
     return {
         "launcher stopped": Scenario(

@@ -1,4 +1,4 @@
-"""A real Slurm on the hosts of a cluster: the controller on the switch, a daemon on each host."""
+"""Runs a real Slurm on the hosts of a cluster: the controller on the switch, a daemon on each host."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _START_S = 60.0
 
 
 def unusable() -> str:
-    """Why there can be no Slurm here; empty if there can."""
+    """Returns the reason why Slurm cannot run here; empty if it can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"a real Slurm needs {', '.join(missing)} (packages slurm-wlm and munge)"
@@ -80,7 +80,7 @@ class Slurm:
         self._undo.close()
 
     def start_daemon(self, number: int) -> None:
-        """Starts what runs jobs on a host, which does not survive the loss of power."""
+        """Starts the Slurm daemon of a host, which ends when the host is powered off."""
         shell = (
             "mount -t tmpfs tmpfs /sys/fs/cgroup && mount -t tmpfs tmpfs /var/spool && "
             f'exec slurmd -D -N "$(hostname)" -f {self._directory}/slurm.conf'
@@ -88,10 +88,10 @@ class Slurm:
         self._cluster.hosts[number].start(["bash", "-c", shell], **self._how(f"h{number}"))
 
     def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
-        """What a command of Slurm's says, called where its controller is.
+        """Runs a Slurm command on the controller's host, and returns its output.
 
         Raises:
-            RuntimeError: it has failed.
+            RuntimeError: the command has failed.
         """
         how = dict(env=self._environment() | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         done = self._cluster.switch.start(list(command), cwd=cwd, **how)
@@ -101,7 +101,7 @@ class Slurm:
         return said
 
     def job(self, number: str) -> dict[str, str]:
-        """What the controller says of a job, by the names of ``scontrol show job``."""
+        """Returns the state of a job, by the field names of ``scontrol show job``."""
         said = self.call("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
@@ -146,7 +146,7 @@ class Slurm:
         raise RuntimeError(f"Slurm does not start: {said}\n{logs}")
 
     def _end(self) -> None:
-        """The daemons; they end with the cluster in any case."""
+        """Kills the processes of the cluster, including the daemons; they would also end with the cluster."""
         everywhere = [self._cluster.switch, *self._cluster.hosts]
         for process in (process for one in everywhere for process in one.processes()):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""What happens to the nodes of an elastic job: losses and growths at random, some while an earlier one is under way.
+"""Random losses and additions of nodes of an elastic job, some during the handling of an earlier one.
 
-Fewer than f nodes are lost at once, as elastic training promises to survive; *at once* until an iteration of all that
-are there is complete.  At least MIN nodes are there, which are a majority of those with candidates for the controller.
+Fewer than f nodes are lost simultaneously, which elastic training survives.  Losses are *simultaneous* until an
+iteration of all present nodes is complete.  At least MIN nodes are present, a majority of the controller candidates.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from moc.elastic.allocation import least_replicas
 
 LOSSES = ("node", "launcher", "worker")
-"""All processes of a node are killed at once; its launcher, with which the others end; its worker."""
+"""Kinds of losses: all processes of a node are killed; its launcher, whose end ends the others; its worker."""
 COMES = "comes"
-"""A lost node's command is started again."""
+"""Addition: a lost node's command is restarted."""
 SETTLED, SOON, MOVE = "settled", "soon", "move"
-"""When: some iterations after all before is over; a while after the one before, as a share of how long the last change
-took; as soon as experts move."""
+"""Times of an action: some iterations after all earlier actions are over; after the previous action, as a share of the
+duration of the last change; as soon as experts move."""
 MOMENTS = ("training", "recovery", "move", "joining")
-"""What the job did then: all trained; it had not gone on since a loss; experts moved; it trained, and a node was about
-to be taken in."""
+"""States of the job at an action: all nodes train; training has not resumed since a loss; experts move; the job trains
+and a node is joining."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The job that things happen to.
+    """Sizes of the job.
 
     Attributes:
         nodes: MAX.
         least: MIN.
-        slots: experts that a node can hold.
-        experts: of a layer.
+        slots: number of experts that a node can hold.
+        experts: number of experts of a layer.
         replicas: f.
     """
 
@@ -43,19 +43,19 @@ class Cluster:
     replicas: int
 
     def survives(self, nodes: int) -> int:
-        """Simultaneous losses of so many nodes that leave every expert for certain."""
+        """Returns how many of ``nodes`` nodes can be lost simultaneously without losing any expert."""
         return least_replicas(self.replicas, self.experts, nodes, self.slots) - 1
 
 
 @dataclass(frozen=True)
 class Happening:
-    """One loss or growth.
+    """A loss or an addition of a node.
 
     Attributes:
         action: one of :data:`LOSSES`, or :data:`COMES`.
-        node: whose.
+        node: number of the node.
         when: :data:`SETTLED`, :data:`SOON` or :data:`MOVE`.
-        share: from 0 to 1: of what the moment leaves open.
+        share: random number from 0 to 1 that determines the exact time.
     """
 
     action: str
@@ -65,9 +65,9 @@ class Happening:
 
 
 def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happening, ...]:
-    """So many losses and growths, in order."""
+    """Draws ``events`` losses and additions, in order."""
     there, result = set(range(cluster.nodes)), []
-    held, lost = frozenset(there), set[int]()  # who has experts since all was over, and who of these has lost them
+    held, lost = frozenset(there), set[int]()  # nodes with experts when last settled; lost since
     while len(result) < events:
         when = chance.choices((SETTLED, SOON, MOVE), (4, 3, 3))[0] if result else SETTLED
         if when == SETTLED:
@@ -76,7 +76,7 @@ def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happeni
         absent = sorted(set(range(cluster.nodes)) - there)
         comes = absent and (not can_be_lost or chance.random() < 0.5)
         if not comes and not can_be_lost:
-            continue  # nothing may be lost now, and nobody can come: not before all is over
+            continue  # no loss is allowed now, and no node is absent: draw again for a settled time
         losses = LOSSES if len(there) > cluster.least else LOSSES[-1:]
         action = COMES if comes else chance.choice(losses)
         node = chance.choice(absent if comes else can_be_lost)
@@ -90,18 +90,18 @@ def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happeni
 
 
 def possible(there: Collection[int], held: Collection[int], lost: Collection[int], cluster: Cluster) -> list[int]:
-    """Nodes that may be lost, or lose their worker, besides those that were lost already."""
+    """Returns nodes that may be lost, or lose their worker, in addition to earlier losses."""
     most = cluster.survives(len(held))
     return [node for node in sorted(there) if len({*lost, node} & set(held)) <= most]
 
 
 def moment(events: Sequence[dict], since: float | None, size: int) -> str:
-    """What a job does now: one of :data:`MOMENTS`.
+    """Returns the current state of a job: one of :data:`MOMENTS`.
 
     Args:
-        events: of the job, in order.
-        since: of the last loss or growth, or None.
-        size: of the job, once all who are there train.
+        events: events of the job, in order.
+        since: time of the last loss or addition, or None.
+        size: number of workers once all present nodes train.
     """
     if since is None or events_after(events, since, "iteration", 2) and _size(events) == size:
         return "training"
@@ -115,7 +115,7 @@ def moment(events: Sequence[dict], since: float | None, size: int) -> str:
 
 
 def events_after(events: Sequence[dict], since: float, kind: str, number: int) -> bool:
-    """Whether so many events of a kind have come since a moment."""
+    """Returns whether at least ``number`` events of a kind are newer than ``since``."""
     return sum(event["type"] == kind and event["time"] > since for event in events) >= number
 
 

@@ -1,4 +1,4 @@
-"""What is done to a job at random moments of a recovery: a worker is killed, and more follows before all go on."""
+"""Random faults during recoveries: a worker is killed, and further faults follow before training continues."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-GUESS_S = 3.0  # how long the first recovery of a run is thought to take; later ones as long as the one before
-SHORT, LONG = 0.4, 1.6  # how long something is paused, in silence timeouts
+GUESS_S = 3.0  # assumed duration of a run's first recovery; later ones are assumed to last as long as the previous one
+SHORT, LONG = 0.4, 1.6  # durations of a pause, in silence timeouts
 
 ALONE = ("controller", "controller pauses", "controller pauses for long", "replica server", "worker")
 SEVERAL = (*ALONE, "replica server pauses", "zygote", "zygote pauses")
 ELECTED = (*SEVERAL, "controllers", "controllers pause for long", "launcher")
-"""What can happen during a recovery, on one node, on several, and on several of which three have candidates for the
-controller: ``controller`` is one of these then, and ``controllers`` are all.  Without its zygote a node is lost."""
+"""Faults during a recovery: on one node, on several nodes, and on several with three candidates for the controller.
+With candidates, ``controller`` is one of them, and ``controllers`` are all.  Losing its forkserver loses a node."""
 LOSSES = ("launcher", "zygote")
 
 
 @dataclass(frozen=True)
 class During:
-    """Something that happens while a job recovers."""
+    """A fault during a recovery."""
 
-    action: str  # one of :data:`SEVERAL`
-    share: float  # when, as a share of how long a recovery takes
-    rank: int  # of the worker, for ``worker``
-    node: int  # whose process, of all other actions but ``controllers``
+    action: str  # one of :data:`ELECTED`
+    share: float  # time of the fault, as a share of the duration of a recovery
+    rank: int  # rank of the worker, for ``worker``
+    node: int  # node of the process, for all other actions except ``controllers``
 
     def __str__(self) -> str:
         whose = {"worker": f" {self.rank}", "controllers": ""}.get(self.action.split()[0], f" {self.node}")
@@ -34,7 +34,7 @@ class During:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A worker that is killed when an iteration is complete, and what else happens until all go on."""
+    """A worker that is killed when an iteration is complete, and further faults until training continues."""
 
     iteration: int
     rank: int
@@ -42,7 +42,7 @@ class Trouble:
 
 
 class Disturbed(Protocol):
-    """A run, as far as it is met in its recoveries; see :class:`benchmarks.faults.run.Run`."""
+    """Interface for injecting faults into a run; see :class:`benchmarks.faults.run.Run`."""
 
     def reached(self) -> int: ...
 
@@ -54,7 +54,7 @@ class Disturbed(Protocol):
 def troubles(
     chance: random.Random, size: int, nodes: int, iterations: int, every: int = 4, candidates: int = 1
 ) -> tuple[Trouble, ...]:
-    """What happens in the recoveries of a run but the last iterations; of candidates' nodes one at a time is lost."""
+    """Draws the faults of a run's recoveries, except in the last iterations; at most one node is lost in a recovery."""
     drawn = []
     possible = ELECTED if candidates > 1 else SEVERAL if nodes > 1 else ALONE
     for iteration in range(2, iterations - 4, every):
@@ -70,7 +70,7 @@ def troubles(
 
 
 def _node(action: str, chance: random.Random, nodes: int, candidates: int) -> int:
-    """Whose process: of one candidate's nodes, the first cannot be lost, and has the controller."""
+    """Returns the node of the process; with one candidate, the first node has the controller and must not be lost."""
     if candidates > 1:
         return chance.randrange(max(nodes, candidates))
     if action.startswith("zygote"):
@@ -79,9 +79,9 @@ def _node(action: str, chance: random.Random, nodes: int, candidates: int) -> in
 
 
 class Recoveries:
-    """Meets a run in its recoveries, as planned; ``done`` is what has happened.
+    """Injects the planned faults into the recoveries of a run; ``done`` lists the injected faults.
 
-    ``seconds`` are those of each recovery, from the kill to a further iteration.
+    ``seconds`` lists the duration of each recovery, from the kill to a further iteration.
     """
 
     def __init__(self, planned: tuple[Trouble, ...]):
@@ -89,7 +89,7 @@ class Recoveries:
         self._recovering, self.done, self.seconds = False, [], []
 
     def look(self, run: Disturbed) -> None:
-        """Does what is due."""
+        """Injects the faults that are due."""
         if self._recovering:
             self._go_on(run)
         elif self._waiting and run.reached() >= self._waiting[0].iteration:

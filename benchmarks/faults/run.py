@@ -1,4 +1,4 @@
-"""One job that faults are met in: started, disturbed from outside, and looked at when it has ended."""
+"""Runs one job, injects faults from outside, and checks its results and leftovers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVERY = "--ckpt-policy selective --selective-experts 8"
 IN_MEMORY = "--ckpt-tier memory --snapshot-interval 1 --persist-interval 4"
 IN_PEERS = "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4"
 FEWER = f"--ckpt-policy selective --selective-local-gb 0.0016 --selective-remote-gb 0.0012 {IN_PEERS}"
-"""Memory has room for the gradients of all experts, copies for those of half of them."""
+"""Flags with memory for the gradients of all experts, and peer copies for the gradients of half of them."""
 TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
@@ -75,32 +75,32 @@ TIERS = {
     "selective, fewer copies, states": f"{FEWER} --selective-gradients off",
     "selective, fewer copies, kept": f"{FEWER} --selective-survivors keep",
 }
-"""Tiers of snapshots: of everything, sparse, and partial."""
+"""Flags of full, sparse and partial snapshots in several tiers."""
 LOSSY = tuple(name for name, flags in TIERS.items() if "pec" in flags or "selective" in flags)
-"""Those after which a run may go on with experts of different iterations; then it ends with other bits."""
-STOPPED_S = 3.0  # for which a replica server is stopped: its sockets stay open, and nothing comes
+"""Tiers with which a run may resume from experts of different iterations; then its final bits differ."""
+STOPPED_S = 3.0  # seconds that a replica server is stopped: its sockets stay open, but do not answer
 
 
 def fits(layout: str, tier: str) -> bool:
-    """Whether a layout can have a tier: what is logged upstream is what passes between stages."""
+    """Returns whether a layout can have a tier: upstream logging needs pipeline stages."""
     return "PP" in layout or "sparse" not in tier
 
 
 def nodes_of(layout: str, tier: str) -> int:
-    """Nodes that a run has: two, but where both would hold the same state, which the memory tiers refuse."""
+    """Returns the number of nodes: two, unless both would hold the same state, which the memory tiers refuse."""
     return 1 if layout == "DP4, replicated" and tier != "disk" else 2
 
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: by iteration its losses and norms, by tensor and region the hash in the last snapshot."""
+    """Final state of a run: losses and norms by iteration, and hashes in the last snapshot by tensor and region."""
 
     losses: dict
     hashes: dict
 
 
 def end_of(snapshots: Path, iterations: int, events: Events) -> End:
-    """What a run of so many iterations has come to, by its events and its last snapshot."""
+    """Returns the final state of a run of ``iterations`` iterations, from its events and its last snapshot."""
     lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in events.of("iteration")}
     store = Store(LocalPlace(snapshots))
     if store.iterations()[-1:] != [iterations]:
@@ -110,7 +110,7 @@ def end_of(snapshots: Path, iterations: int, events: Events) -> End:
 
 
 def differences(ended: End, expected: End) -> list[str]:
-    """In what a run has ended otherwise than it should, a sentence each."""
+    """Returns the differences between the actual and the expected end of a run, one sentence each."""
     wrong = []
     if ended.losses != expected.losses:
         differ = sorted(i for i, values in expected.losses.items() if ended.losses.get(i) != values)
@@ -123,7 +123,7 @@ def differences(ended: End, expected: End) -> list[str]:
 
 
 def missing(ended: End, expected: End) -> list[str]:
-    """What a run has not told or saved that it should have, whatever its bits are; a sentence each."""
+    """Returns missing events and snapshots of a run, regardless of its bits, one sentence each."""
     wrong = []
     if ended.losses.keys() != expected.losses.keys():
         wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not told")
@@ -133,7 +133,7 @@ def missing(ended: End, expected: End) -> list[str]:
 
 
 def mistakes(ended: End, expected: End, events: Events) -> list[str]:
-    """In what a run with partial snapshots has ended otherwise than it should; bits count where nothing was stale."""
+    """Returns errors of a run with partial snapshots; compares bits if no loaded state was stale."""
     loaded = [event for event in events.of("resume") if event["sources"]]
     wrong = missing(ended, expected) if any(event["stale"] for event in loaded) else differences(ended, expected)
     if len(loaded) > len(events.of("lost")):
@@ -142,12 +142,12 @@ def mistakes(ended: End, expected: End, events: Events) -> list[str]:
 
 
 def judge(tier: str, ended: End, expected: End, events: Events) -> list[str]:
-    """In what a run with a tier of :data:`TIERS` has ended otherwise than it should, a sentence each."""
+    """Returns the errors of a run with a tier of :data:`TIERS`, one sentence each."""
     return mistakes(ended, expected, events) if tier in LOSSY else differences(ended, expected)
 
 
 def damages(snapshots: Path) -> list[str]:
-    """What is wrong with the last snapshot in storage, by what verifies checkpoints."""
+    """Returns the problems that the checkpoint verifier finds in the last stored snapshot, one sentence each."""
     verdicts = examine(snapshots, None, False)
     check_hashes(verdicts, 1)
     for verdict in verdicts:
@@ -157,22 +157,22 @@ def damages(snapshots: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Outside:
-    """What is done to a job from outside, as soon as an iteration is complete.
+    """A fault that is injected from outside, as soon as an iteration is complete.
 
-    ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it), ``controller``
-    (killed), ``replica_server`` (stopped for a while) or ``folder`` (killed).
+    Actions are ``node`` (lost, and restarted empty), ``agent`` (killed together with its node's processes),
+    ``controller`` (killed), ``replica_server`` (stopped for a while) and ``folder`` (killed).
     """
 
     action: str
-    iteration: int  # after which
-    node: int = -1  # whose; -1 for the last one
+    iteration: int  # the fault is injected when this iteration is complete
+    node: int = -1  # number of the node; -1 for the last one
 
     def __str__(self) -> str:
         return f"{self.action} {self.node} at {self.iteration}, outside"
 
 
 def standing(processes: Iterable[psutil.Process]) -> list[str]:
-    """A line for each process: its number, its state, the program, and what its threads wait for in the kernel."""
+    """Returns a line for each process: PID, status, program, and the kernel functions that its threads wait in."""
     return [line for process in processes if (line := _line(process))]
 
 
@@ -185,7 +185,7 @@ def _line(process: psutil.Process) -> str:
 
 
 def _waits(pid: int) -> str:
-    """By what threads wait for, how many do."""
+    """Returns the kernel functions that a process's threads wait in, with the number of threads."""
     counts: dict[str, int] = {}
     for thread in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with contextlib.suppress(OSError):
@@ -195,21 +195,21 @@ def _waits(pid: int) -> str:
 
 
 class Run:
-    """One job, in a directory of its own.
+    """One job in a separate directory.
 
     Args:
         own: flags of the benchmark.
         layout: one of :data:`LAYOUTS`.
         tier: one of :data:`TIERS`.
-        directory: for its files; made.
-        faults: flags that name them.
-        candidates: nodes that may have the controller; with more than one, a spare has one, too.
+        directory: directory for the job's files, which is created.
+        faults: flags that inject faults.
+        candidates: number of nodes that may run the controller; if it exceeds the job's nodes, spares are candidates.
 
     Attributes:
-        wrong: what it should not have done.
-        left: what it has left.
-        stand: if it hung, what its processes did then.
-        done: what was done to it from outside.
+        wrong: errors of the job.
+        left: leftovers of the job.
+        stand: if the job hung, the state of its processes.
+        done: faults that were injected from outside.
     """
 
     def __init__(
@@ -238,11 +238,11 @@ class Run:
         self._stopped: list[tuple[float, psutil.Process]] = []
 
     def to_its_end(self, disturbances: tuple[Outside, ...] = (), recoveries: Recoveries | None = None) -> float:
-        """Runs it, and notes in ``wrong`` what it should not have done; seconds.
+        """Runs the job, records errors in ``wrong``, and returns the seconds.
 
         Args:
-            disturbances: what is done to it between iterations.
-            recoveries: what is done to it while it recovers.
+            disturbances: faults that are injected between iterations.
+            recoveries: faults that are injected during recoveries.
         """
         begun, waiting = time.monotonic(), sorted(disturbances, key=lambda one: one.iteration)
         self._launchers = [self._start(node) for node in self._all_nodes]
@@ -270,12 +270,12 @@ class Run:
         return seconds
 
     def _over(self) -> bool:
-        """Whether it has ended: well on one node, or somehow on the first of one candidate, or on all."""
+        """Returns whether the job has ended: with success on a node, on all nodes, or without spares on the first."""
         codes = [launcher.poll() for launcher in self._launchers]
         return 0 in codes or None not in codes or (not self._spares and codes[0] is not None)
 
     def end(self) -> End:
-        """What it has come to."""
+        """Returns the final state of the job."""
         return end_of(self.directory / "snapshots", self._own.iterations, self.events)
 
     def _start(self, node: int) -> subprocess.Popen:
@@ -290,14 +290,14 @@ class Run:
             )
 
     def reached(self) -> int:
-        """The last iteration that is complete."""
+        """Returns the last complete iteration."""
         new = self.events.all()[self._seen :]
         self._seen += len(new)
         self._iteration = max([self._iteration, *(e["iteration"] for e in new if e["type"] == "iteration")])
         return self._iteration
 
     def kill_worker(self, rank: int) -> bool:
-        """Kills a worker; whether there was one."""
+        """Kills a worker; returns whether it existed."""
         said = (self.directory / "console").read_text(errors="replace")
         numbers = [int(number) for other, number in WORKER.findall(said) if int(other) == rank]
         with contextlib.suppress(IndexError, ProcessLookupError):
@@ -306,7 +306,7 @@ class Run:
         return False
 
     def disturb_recovery(self, what: During) -> bool:
-        """Does something to a process of the job; whether there was one."""
+        """Injects a fault into a process of the job; returns whether the process existed."""
         who, _, pauses = what.action.partition(" ")
         if who == "worker":
             return self.kill_worker(what.rank)
@@ -327,21 +327,21 @@ class Run:
         self._stopped.append((time.monotonic() + seconds, process))
 
     def _start_what_ended(self) -> None:
-        """A launcher that has lost what it cannot do without ends, and its command is started again."""
+        """Restarts the commands of launchers that have ended with an error, except on the only controller's node."""
         for node in self._all_nodes if self._spares else range(1, self._nodes):
             if self._launchers[node].poll() not in (None, 0) and not self._over():
                 self._launchers[node] = self._start(node)
 
     def _disturb(self, what: Outside) -> bool:
-        """Whether there was somebody to do it to."""
+        """Injects a fault; returns whether its target existed."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return getattr(self, f"_{what.action}")(what.node % self._nodes)
         return False
 
     def _node(self, node: int) -> bool:
-        """A machine is gone, with what was in its memory; the same command is started again, on an empty one.
+        """Loses a machine with its memory, and restarts the same command on an empty machine.
 
-        Not before there is a snapshot elsewhere: without one the job is over.
+        Does nothing until there is a snapshot elsewhere, since the job cannot continue without one.
         """
         if not self._has_copies and not Store(LocalPlace(self.directory / "snapshots")).iterations():
             return False
@@ -352,7 +352,7 @@ class Run:
         return True
 
     def _agent(self, node: int) -> bool:
-        """A launcher is killed, and all dies that dies with it; the same command is started again."""
+        """Kills a launcher, which ends its node's processes, and restarts the same command."""
         self._end(node, self._of(node)[:1])
         self._launchers[node] = self._start(node)
         return True
@@ -365,7 +365,7 @@ class Run:
         self._launchers[node].wait()
         if psutil.wait_procs(processes, timeout=30)[1]:
             self.wrong.append(f"node {node} has outlived its launcher")
-        shutil.rmtree(self._temporary(node))  # nobody is left who could tidy it up
+        shutil.rmtree(self._temporary(node))  # a killed launcher does not clean up
 
     def _controller(self, _: int) -> bool:
         controllers = self._running(0, "controller")
@@ -374,14 +374,14 @@ class Run:
         return bool(controllers)
 
     def _replica_server(self, node: int) -> bool:
-        """What keeps copies on a node does not answer for a while, though its sockets stay open."""
+        """Stops the replica server of a node for a while; its sockets stay open."""
         replica_servers = self._running(node, "replica_server")
         for process in replica_servers:
             self._pause(process, STOPPED_S)
         return bool(replica_servers)
 
     def _folder(self, node: int) -> bool:
-        """What folds experts' gradients on a node is killed, whatever it is doing."""
+        """Kills the background optimizer of experts' gradients on a node."""
         folders = [process for process in self._of(node) if "moc.session.folder" in process.cmdline()]
         for process in folders:
             process.kill()
@@ -395,7 +395,7 @@ class Run:
                     process.send_signal(signal.SIGCONT)
 
     def _of(self, node: int) -> list[psutil.Process]:
-        """All processes of a node, its launcher first."""
+        """Returns all processes of a node, its launcher first."""
         launcher = psutil.Process(self._launchers[node].pid)
         return [launcher, *launcher.children(recursive=True)]
 
@@ -406,7 +406,7 @@ class Run:
         return self.directory / f"tmp{node}"
 
     def _look_for_leftovers(self) -> None:
-        time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+        time.sleep(0.5)  # the kernel takes a moment to end processes that have lost their parent
         mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.directory) in " ".join(p.info["cmdline"] or ())]
         self.left += [f"process {process.pid} is left" for process in mine]
         for process in mine:

@@ -1,8 +1,8 @@
-"""Tokens that two runs send to different experts, and whether a router liked those equally well; pure but for reading.
+"""Finds tokens that two runs route to different experts, and whether the choice was a tie; pure except for reading.
 
-Two runs of an elastic job with other members add the same numbers in other groups, so that logits differ by rounding.
-Where the last expert that a token is sent to is as good as the next one, rounding decides, and from then on the runs
-train something else.  Whoever compares their losses must know of it.
+Two runs of an elastic job with different members sum the same numbers in different groups, so that logits differ by
+rounding.  If the last chosen expert of a token and the next one have equal logits, rounding decides the choice, and
+from then on the runs differ.  A comparison of their losses must take this into account.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Routed:
-    """Where the tokens of a micro batch went in a layer.
+    """Routing of the tokens of a micro batch in a layer.
 
     Attributes:
-        experts: of each token.
-        close: by token, how far its last expert's logit was above that of the next one, if it was close.
+        experts: experts of each token.
+        close: by token, the margin between the last chosen logit and the next one, if the choice was close.
     """
 
     experts: tuple[str, ...]
@@ -32,7 +32,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Choice:
-    """A token that two runs send to different experts; each margin is infinite where the choice was not close."""
+    """A token that two runs route to different experts; a run's margin is infinite if its choice was not close."""
 
     iteration: int
     micro_batch: int
@@ -42,11 +42,11 @@ class Choice:
 
 
 def read(directory: Path) -> dict[Key, Routed]:
-    """What all workers of a run have told (benchmarks/live/routing.py): of what was computed again, the newest."""
+    """Reads the routing of all workers of a run (benchmarks/live/routing.py); the newest of repeated computations."""
     newest: dict[Key, tuple[float, Routed]] = {}
     for path in directory.glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            with suppress(ValueError):  # of a worker that was killed
+            with suppress(ValueError):  # an incomplete line of a killed worker
                 told = json.loads(line)
                 key = told["iteration"], told["micro_batch"], told["layer"]
                 close = {int(token): margin for token, margin in told["close"].items()}
@@ -56,17 +56,17 @@ def read(directory: Path) -> dict[Key, Routed]:
 
 
 def parting(one: Mapping[Key, Routed], other: Mapping[Key, Routed], iterations: int) -> tuple[Choice, ...]:
-    """The choices with which two runs part: those of the first iteration in which any differ.
+    """Returns the choices by which two runs diverge: the different choices of the first iteration that has any.
 
-    Of each micro batch, those of the first layer in which it differs: later layers get another input.
+    For each micro batch, only the first layer that differs is used, since later layers have different input.
 
     Args:
-        one: of the first run.
-        other: of the second one.
-        iterations: of both that are compared.
+        one: routing of the first run.
+        other: routing of the second run.
+        iterations: number of iterations that are compared.
 
     Raises:
-        KeyError: one run tells of a micro batch that the other one does not.
+        KeyError: only one run has recorded a micro batch.
     """
     keys = sorted(key for key in one.keys() | other.keys() if key[0] <= iterations)
     found, seen = list[Choice](), set[int]()
@@ -85,7 +85,7 @@ def parting(one: Mapping[Key, Routed], other: Mapping[Key, Routed], iterations: 
 
 
 def decided(choices: Iterable[Choice], margin: float) -> list[Choice]:
-    """Choices that are none of rounding: in one of the runs at least, the experts were farther apart than that."""
+    """Returns choices that rounding does not explain: at least one run's margin exceeds ``margin``."""
     return [choice for choice in choices if max(choice.margins) > margin]
 
 

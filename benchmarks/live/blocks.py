@@ -1,13 +1,13 @@
-"""Blocks of iterations, of which every second one saves nothing: what saving costs, told by one job of itself.
+"""Measures the cost of saving within one job, which saves only in every second block of iterations.
 
-Two jobs that do the same differ by percents for as long as they live, and one machine from one second to the next by
-ten.  Within a job, and from one block of a few iterations to the next, both are alike.  As a program, this is
-``pretrain_gpt_moe.py`` that saves so, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and ``SAVING_FOR``; in the
-file that ``SAVING_CLOCKS`` names it tells what the thread that trains does by its own clocks (:func:`clocked`).
+Two identical jobs differ by some percent permanently, and the speed of one machine varies by ten percent from second to
+second.  Within a job, adjacent blocks of a few iterations are comparable.  As a program, this is
+``pretrain_gpt_moe.py`` that saves in such blocks, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and
+``SAVING_FOR``.  It writes clocks of the training thread to the file ``SAVING_CLOCKS`` (:func:`clocked`).
 
-Even so the machine's pace differs by a seventh from one iteration to the next, and hides a percent.  Whatever saving
-does beside training is over before the second half of an iteration's micro batches; so each iteration is also measured
-by its own second half, which has the machine's pace of that second and nothing of the snapshot.
+Even so, the machine's speed differs by a seventh between iterations, which hides one percent.  Background work of
+saving is over before the second half of an iteration's micro batches.  So each iteration is also measured against its
+own second half, which has the same machine speed without the snapshot.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Blocks:
-    """When a job saves."""
+    """Blocks of iterations, which determine when a job saves."""
 
-    first: int  # the iteration with which they begin; before it the job saves as it would
-    length: int  # iterations of each; whole windows
+    first: int  # first iteration of the blocks; before it, the job saves as usual
+    length: int  # iterations of each block; a multiple of the window
 
     def number(self, iteration: int) -> int:
-        """Of the block that an iteration is in; even ones save, and what is before the first has the number -2."""
+        """Returns the number of an iteration's block: -2 before the first block; even blocks save."""
         return -2 if iteration < self.first else (iteration - self.first) // self.length
 
     def saves(self, iteration: int) -> bool:
-        """Whether this iteration may have a snapshot."""
+        """Returns whether this iteration may have a snapshot."""
         return self.number(iteration) % 2 == 0
 
     def overheads(self, seconds: Mapping[int, float]) -> list[float]:
-        """Of each block that saves, how much longer its iterations take than those of its neighbours, as a share."""
+        """Returns the relative overhead of each block that saves, compared with its two neighbours."""
         return [saving / beside - 1 for saving, beside in self.compared(seconds)]
 
     def compared(self, values: Mapping[int, float]) -> list[tuple[float, float]]:
-        """Of each block that saves, the mean of a value of its iterations, and that of its two neighbours.
+        """Returns the mean of a value in each block that saves, and the mean in its two neighbours.
 
-        A snapshot begins at the end of its iteration, is copied while the next one is computed, and hashed meanwhile or
-        a little later: so the first iteration of a block does not count, nor the second of one that does not save.
+        A snapshot starts at the end of its iteration, is copied during the next one, and hashed then or a little later.
+        So the first iteration of a block is not used, nor the second of a block that does not save.
         """
         by_block: dict[int, list[float]] = {}
         for iteration, value in values.items():
@@ -54,13 +54,13 @@ class Blocks:
             if number >= 0 and self.number(iteration - 1 - number % 2) == number:
                 by_block.setdefault(number, []).append(value)
         means = {number: fmean(values) for number, values in by_block.items()}
-        last = max(means, default=0)  # it may not be over
+        last = max(means, default=0)  # the last block may be incomplete
         inner = [number for number in means if number % 2 == 0 and 0 < number < last - 1]
         return [(means[number], fmean((means[number - 1], means[number + 1]))) for number in inner]
 
 
 def between(values: Sequence[float], share: float = 0.95, samples: int = 4000) -> tuple[float, float]:
-    """Between what their median lies, in ``share`` of the samples that such values could have been (bootstrap)."""
+    """Returns the bootstrap confidence interval of the median, with confidence ``share``."""
     chance = random.Random(0)
     medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(samples))
     outside = int((1 - share) / 2 * samples)
@@ -68,7 +68,7 @@ def between(values: Sequence[float], share: float = 0.95, samples: int = 4000) -
 
 
 def in_blocks(plan, blocks: Blocks):
-    """The method ``plan`` of a policy, which is asked only where the block saves."""
+    """Returns the method ``plan`` of a policy, called only in blocks that save."""
     return lambda self, iteration, *load: plan(self, iteration, *load) if blocks.saves(iteration) else None
 
 
@@ -95,22 +95,22 @@ class SecondHalf:
         schedules.forward_step, schedules.backward_step = forward_step, backward_step
 
     def take(self) -> dict[str, float]:
-        """Of the iteration that is over: ``half_s``, and ``beside_s`` of it that other threads computed."""
+        """Returns the last second half's wall time ``half_s``, and other threads' processor time ``beside_s``."""
         begun, self._begun = self._begun[len(self._begun) // 2], []
         wall, computing, all_threads = (end - start for start, end in zip(begun, self._ended, strict=True))
         return {"half_s": wall, "beside_s": all_threads - computing}
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Of the wall, of this thread, and of this process's threads together."""
+    """Returns the seconds of wall time, of this thread's processor time, and of all threads' processor time."""
     return time.perf_counter(), time.thread_time(), time.process_time()
 
 
 def clocked(session: type, path: str, half: SecondHalf) -> None:
-    """Has a session of this class tell of each iteration, in a line of JSON, what its thread did by its own clocks.
+    """Makes sessions of this class write the clocks of the training thread, one line of JSON per iteration.
 
-    That is from commit to commit: ``wall_s``, ``code_s`` computing in the session's code, and ``away_s`` not computing:
-    waiting for a processor, for Python's lock, for copies, or for others; and what ``half`` tells.
+    Times are from commit to commit: ``wall_s``; ``code_s``, computing in the session's code; and ``away_s``, waiting
+    for a processor, the GIL, copies or other workers.  A line also has the times of ``half``.
     """
     in_code, since = [0.0], [time.perf_counter(), time.thread_time()]
     for name in ("ballot", "on_vote", "completed", "take"):
@@ -150,7 +150,7 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
 
     for kind in POLICIES.values():
-        policy: Any = kind  # of which a method is replaced
+        policy: Any = kind  # a method is replaced, which type checkers refuse
         policy.plan = in_blocks(policy.plan, Blocks(int(os.environ["SAVING_FROM"]), int(os.environ["SAVING_FOR"])))
     if os.environ.get("RANK", "0") == "0":
         clocked(Session, os.environ["SAVING_CLOCKS"], SecondHalf(schedules))

@@ -1,8 +1,8 @@
-"""A peer: a job that saves with ``torch.distributed.checkpoint`` and goes on from there, started again by torchrun.
+"""Baseline job that saves with ``torch.distributed.checkpoint`` and resumes from it when torchrun restarts it.
 
-Model, data and optimizer are those of ``pretrain_gpt_moe.py``; nothing of this repository's fault tolerance is used.
-``dcp.async_save`` copies the state after every N-th iteration and writes it in a thread; a checkpoint counts when its
-``.metadata`` is there, which torch writes last.  Positions are a tensor, so that no pickle but torch's own is read.
+Model, data and optimizer are the same as in ``pretrain_gpt_moe.py``; this repository's fault tolerance is not used.
+``dcp.async_save`` copies the state after every N-th iteration and writes it in a thread.  A checkpoint is complete when
+its ``.metadata`` exists, which torch writes last.  Positions are a tensor, so that only torch's own pickle is read.
 
     torchrun --nproc-per-node 4 --max-restarts 3 benchmarks/live/dcp_job.py --checkpoints DIR --every 1 FLAGS...
 """
@@ -22,7 +22,7 @@ KEPT = 2
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints that are whole, oldest first."""
+    """Returns the complete checkpoints, oldest first."""
     return sorted(path.parent for path in directory.glob("iter_*/.metadata"))
 
 
@@ -63,7 +63,7 @@ def main() -> None:
             saver.finish()
             if dist.get_rank() == 0:
                 for old in complete(own.checkpoints)[:-KEPT]:
-                    (old / ".metadata").unlink()  # first, so that what is left of it does not count
+                    (old / ".metadata").unlink()  # first, so that a partly removed checkpoint is incomplete
                     shutil.rmtree(old)
             position.copy_(torch.tensor([run.position.iteration, run.position.consumed_samples]))
             saver.begin(own.checkpoints / f"iter_{run.position.iteration:07d}")

@@ -1,6 +1,7 @@
-"""``pretrain_gpt_moe.py``, which sleeps before each micro batch as if a device computed it, ``DEVICE_TIME_S`` seconds.
+"""``pretrain_gpt_moe.py`` that sleeps ``DEVICE_TIME_S`` seconds before each micro batch, as if a device computed it.
 
-Ghosts of ``--elastic`` take no time: a device computes their dense part at most, meanwhile others a real micro batch.
+Dummy micro batches of ``--elastic`` take no time: a device computes at most their dense part, while other devices
+compute a real micro batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 
 
 def take_as_long(seconds: float) -> None:
-    """Has each micro batch of training that is no ghost take so much longer."""
+    """Delays each training micro batch, except dummy micro batches, by ``seconds``."""
     from megatron.pretraining.elastic.turns import ElasticTurns
     from megatron.pretraining.engine.schedule import Turns
 

@@ -1,4 +1,4 @@
-"""A job that saves in every second block of iterations, so that it can be compared with itself."""
+"""Runs a job that saves in every second block of iterations, to compare blocks with and without saving."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.live.blocks import Blocks
 from benchmarks.live.job import ROOT, Events, Job
 
 SAVING_IN_BLOCKS = str(ROOT / "benchmarks/live/blocks.py")
-"""The program that users run, with :class:`Blocks` as its environment says."""
+"""Path of the training program that saves according to :class:`Blocks` from its environment."""
 
 
 def beside_itself(command: Callable[[str], Sequence[object]], blocks: Blocks, count: int, what: str) -> list[dict]:
-    """Runs a job until ``count`` blocks have saved, each between two that have not; what it has told, clocks included.
+    """Runs a job until ``count`` blocks have saved, each between two blocks that have not; returns events and clocks.
 
     Args:
-        command: from a program to how the job is started.
-        blocks: the first begins when the job is warm.
-        count: of blocks that save.
-        what: named while it runs.
+        command: returns the command of the job for a program.
+        blocks: blocks of iterations; the first begins after the warm-up.
+        count: number of blocks that save.
+        what: name of the job, for progress messages.
     """
     with TemporaryDirectory(prefix="overhead-") as files:
         clocks = Events(Path(files) / "clocks.jsonl")
@@ -34,5 +34,5 @@ def beside_itself(command: Callable[[str], Sequence[object]], blocks: Blocks, co
 
 
 def seconds_of(events: Sequence[Mapping]) -> dict[int, float]:
-    """By iteration, what it took."""
+    """Returns the seconds that each iteration took, by iteration."""
     return {event["iteration"]: event["elapsed_s"] for event in events if event["type"] == "iteration"}

@@ -1,4 +1,4 @@
-"""A job that is trained while a benchmark looks at it: its events, what it prints, its processes and its memory."""
+"""Runs a training job that a benchmark observes: its events, output, processes and memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KIND = """--num-layers 4 --num-attention-heads 4 --moe-router-topk 2 --moe-aux-l
     --moe-token-dispatcher-type alltoall --position-embedding-type rope --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer --transformer-impl local
     --eval-iters 0 --num-workers 0""".split()
-"""What the models of most benchmarks have in common."""
+"""Flags that the models of most benchmarks share."""
 SIZES = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 64 --max-position-embeddings 64
     --vocab-size 255 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
     --train-iters 100000""".split()
 MODEL = [*KIND, *SIZES]
-"""A model so small that what is measured is everything else."""
+"""Flags of a model so small that its computation does not dominate the measurement."""
 EP2 = ["--expert-model-parallel-size", "2"]
 ZERO2 = ("--no-use-distributed-optimizer", "--deepspeed", "--zero-stage", "2")
 """DeepSpeed's engine, in place of megatron-core's ZeRO-1."""
@@ -43,21 +43,21 @@ PP2_EP2 = ["--pipeline-model-parallel-size", "2", *EP2]
 IN_MEMORY = "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1".split()
 
 WORKER = re.compile(r"worker (\d+) is process (\d+)")
-"""How the launcher tells of a worker."""
+"""Pattern of the launcher's line about a worker: rank and PID."""
 
 
 def launcher(workers: int) -> list[str]:
-    """Our launcher, on one node."""
+    """Returns the command of our launcher on one node."""
     return ["-m", "moc.launch", "--nproc-per-node", str(workers)]
 
 
 def torchrun(workers: int) -> list[str]:
-    """torchrun on one node, which starts all workers again when one is lost."""
+    """Returns the command of torchrun on one node, which restarts all workers when one is lost."""
     return f"-m torch.distributed.run --standalone --nproc-per-node {workers} --max-restarts 10000".split()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has just now; all different."""
+    """Returns distinct loopback ports that are currently free."""
     with contextlib.ExitStack() as all_at_once:
         probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -66,7 +66,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def running(launcher: int, module: str) -> list[psutil.Process]:
-    """Processes that a launcher has started to run a module; workers, forked from one of them, have its name."""
+    """Returns child processes of a launcher that run a module; workers forked from them have its command line too."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(launcher).children():
@@ -76,26 +76,30 @@ def running(launcher: int, module: str) -> list[psutil.Process]:
 
 
 def reader_of(store: Store, iteration: int) -> RegionReader:
-    """Of all regions of a snapshot; raises :class:`moc.store.errors.CheckpointError` if it is not there."""
+    """Returns a reader of all regions of a snapshot.
+
+    Raises:
+        moc.store.errors.CheckpointError: the snapshot does not exist.
+    """
     names = store.manifest(iteration).files
     return RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names)
 
 
 def look(process: psutil.Process) -> dict[str, float]:
-    """What a process has now: MB of its own memory (USS) and resident, threads and descriptors."""
+    """Returns the resources of a process: unique (USS) and resident memory in MiB, threads and descriptors."""
     memory = process.memory_full_info()
     counts = {"threads": process.num_threads(), "descriptors": process.num_fds()}
     return {"uss_mb": memory.uss / 2**20, "rss_mb": memory.rss / 2**20, **counts}
 
 
 class Events:
-    """A growing ``events.jsonl``, read as it grows; lines that a killed worker left torn are passed over."""
+    """A growing ``events.jsonl``, read incrementally; incomplete lines of killed workers are skipped."""
 
     def __init__(self, path: Path):
         self.path, self._read, self._rest, self._all = path, 0, b"", []
 
     def all(self) -> list[dict]:
-        """Every event so far, in order."""
+        """Returns every event so far, in order."""
         if self.path.exists():
             with open(self.path, "rb") as file:
                 file.seek(self._read)
@@ -106,27 +110,27 @@ class Events:
         return self._all
 
     def of(self, kind: str) -> list[dict]:
-        """The events of a kind so far, in order."""
+        """Returns the events of a kind so far, in order."""
         return [event for event in self.all() if event["type"] == kind]
 
 
 class Job:
-    """A job on this machine, as a context manager that leaves nothing behind but its directory.
+    """A job on this machine, as a context manager that leaves only its directory behind.
 
     Args:
-        command: the launcher, the program and its flags, as Python is to be called with.
-        directory: for its files; an empty one.
-        saves: it keeps snapshots in its directory, and in shared memory.
-        keep: whether a line of the job's output is to be remembered; all of them by default.
-        environment: variables beside this process's own.
+        command: the launcher, the program and its flags, as arguments of Python.
+        directory: empty directory for the job's files.
+        saves: whether the job keeps snapshots in its directory and in shared memory.
+        keep: whether to keep a line of the job's output; by default, all lines are kept.
+        environment: additional environment variables.
         python: the interpreter.
-        log: where it writes its events; by default in its directory.
+        log: directory for events; by default in the job's directory.
 
     Attributes:
-        events: what the job has told.
-        said: lines that its processes wrote, with the Unix time at which each arrived here.
+        events: events of the job.
+        said: lines of output, with the Unix time of arrival.
         process: the launcher.
-        memory: its directory in shared memory, which is gone at the end.
+        memory: the job's directory in shared memory, which is removed at the end.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class Job:
         alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [python, "-W", "ignore", *map(str, command)],
-            cwd=directory,  # of two checkouts, Python would take the one that it stands in
+            cwd=directory,  # with two checkouts, Python would import from its working directory
             env=os.environ | alike | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -161,7 +165,7 @@ class Job:
         self._listener.start()
 
     def __enter__(self) -> Job:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that __exit__ comes to pass
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that __exit__ runs
         return self
 
     def __exit__(self, *_) -> None:
@@ -175,10 +179,10 @@ class Job:
             shutil.rmtree(self.memory)
 
     def wait_for(self, ready: Callable, what: str):
-        """What ``ready`` returns, as soon as that is something.
+        """Waits until ``ready`` returns a true value, and returns it.
 
         Raises:
-            RuntimeError: it has not come in time, or the job has ended before.
+            RuntimeError: :data:`PATIENCE_S` has passed, or the job has ended.
         """
         deadline = time.time() + PATIENCE_S
         while not (answer := ready()):
@@ -193,17 +197,17 @@ class Job:
 
     @property
     def iteration(self) -> int:
-        """The last that is complete; 0 before the first."""
+        """The last complete iteration; 0 before the first."""
         return next((e["iteration"] for e in reversed(self.events.all()) if e["type"] == "iteration"), 0)
 
     def workers(self) -> dict[int, int]:
-        """The processes of the workers: by rank under our launcher, else in any order."""
+        """Returns the PIDs of the workers: by rank under our launcher, otherwise in any order."""
         if found := {int(told[1]): int(told[2]) for _, line in self.said if (told := WORKER.search(line))}:
             return found
         return {i: child.pid for i, child in enumerate(psutil.Process(self.process.pid).children())}
 
     def last_words(self) -> str:
-        """The last lines that it has written."""
+        """Returns the last lines of the job's output."""
         return "\n".join(line for _, line in self.said[-40:])
 
     def _listen(self) -> None:

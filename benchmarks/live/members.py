@@ -1,4 +1,4 @@
-"""A job of MIN to MAX nodes on this machine, whose nodes are lost and come back while it trains."""
+"""Runs a job of MIN to MAX nodes on this machine, whose nodes can be lost and restarted during training."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def _controller(flags: Sequence[object], token: str) -> Iterator[None]:
 
 
 class Nodes:
-    """The launchers of a job, a node each, with temporary files of its own; all tell what happens in one place.
+    """The launchers of a job, one per node, with separate temporary files and a common event log.
 
     Args:
-        program: of the workers, with its flags.
-        files: directory for what the job writes.
-        stack: at whose end nothing is left of the job but its files.
-        launcher: flags of the launcher, ``--nnodes`` among them; without candidates only those that a controller has.
-        nodes: that are started.
-        candidates: nodes that may have the controller; with 0 it is none of them, as on a machine of its own.
+        program: program of the workers, with its flags.
+        files: directory for the files of the job.
+        stack: exit stack that ends the job; only its files remain.
+        launcher: flags of the launcher, including ``--nnodes``; without candidates, only flags that a controller has.
+        nodes: number of nodes that are started.
+        candidates: number of nodes that may run the controller; with 0, the controller runs outside of the nodes.
 
     Attributes:
-        events: what the job has told.
-        jobs: by node; those of lost nodes have ended.
+        events: events of the job.
+        jobs: launcher by node; the launchers of lost nodes have ended.
         present: nodes that are not lost.
         consoles: lines of launchers that have ended.
     """
@@ -71,7 +71,7 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts a node, the first time or again."""
+        """Starts or restarts a node."""
         directory = self._files / f"{node}-{time.monotonic_ns()}"
         self.temporary(node).mkdir(exist_ok=True)
         directory.mkdir()
@@ -82,11 +82,11 @@ class Nodes:
         self.present.add(node)
 
     def temporary(self, node: int) -> Path:
-        """For temporary files of a node."""
+        """Returns the directory for temporary files of a node."""
         return self._files / f"tmp{node}"
 
     def lose(self, node: int, at_once: bool = True) -> None:
-        """Kills all processes of a node, or its launcher alone, with which the others end; its files are gone."""
+        """Kills all processes of a node, or only its launcher, whose end ends the others; removes its files."""
         job = self.jobs[node]
         launcher = psutil.Process(job.process.pid)
         of_node = [launcher, *launcher.children(recursive=True)]
@@ -96,11 +96,11 @@ class Nodes:
         job.process.wait()
         psutil.wait_procs(of_node[1:], timeout=30)
         self.consoles += [f"{moment:.3f} node {node}: {line}" for moment, line in job.said]
-        shutil.rmtree(self.temporary(node), ignore_errors=True)  # nobody is left who could tidy it up
+        shutil.rmtree(self.temporary(node), ignore_errors=True)  # a killed launcher does not clean up
         self.present.discard(node)
 
     def worker(self, node: int, local: int = 0, per_node: int = 1) -> psutil.Process | None:
-        """The newest process of a worker of a node; None if there was none."""
+        """Returns the newest process of a worker of a node; None if there was none."""
         told = [found for _, line in list(self.jobs[node].said) if (found := WORKER.search(line))]
         numbers = [int(one[2]) for one in told if int(one[1]) % per_node == local]
         with suppress(psutil.NoSuchProcess, IndexError):
@@ -108,26 +108,26 @@ class Nodes:
         return None
 
     def console(self) -> str:
-        """What all launchers have written, in order."""
+        """Returns the lines of all launchers, in order of time."""
         now = [f"{moment:.3f} node {node}: {line}" for node, job in self.jobs.items() for moment, line in job.said]
         return "\n".join(sorted({*self.consoles, *now}))
 
     @property
     def iteration(self) -> int:
-        """The newest that is complete."""
+        """The newest complete iteration."""
         return max((event["iteration"] for event in self.events.of("iteration")), default=0)
 
     @property
     def size(self) -> int:
-        """Workers that have started to train together last; 0 before."""
+        """Number of workers in the last start of training; 0 before the first."""
         return next((event["world_size"] for event in reversed(self.events.of("start"))), 0)
 
     def ended(self) -> dict[int, int | None]:
-        """By node that is there, the exit code of its launcher; None if it has not ended."""
+        """Returns the exit code of the launcher of each present node; None if it has not ended."""
         return {node: self.jobs[node].process.poll() for node in sorted(self.present)}
 
     def left(self) -> list[str]:
-        """Processes and temporary files that the job should not have left, a sentence each."""
+        """Returns leftover processes and temporary files of the job, one sentence each; kills the processes."""
         mine = str(self._files)
         found = []
         for process in psutil.process_iter(["cmdline"]):

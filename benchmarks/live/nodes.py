@@ -1,4 +1,4 @@
-"""A job of several nodes on this machine, each a launcher of its own, that is watched while it trains."""
+"""Runs a job of several nodes on this machine, each with a separate launcher, for measurements during training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.live.job import SHARED, Job, free_ports
 
 @contextmanager
 def job_of_nodes(nodes: int, workers: int, program: Sequence[object]) -> Iterator[tuple[Job, Path]]:
-    """The job of the first node, which tells everything, and the directory of all nodes' memory.
+    """Yields the job of the first node, which writes the events, and the memory directory of all nodes.
 
     Args:
-        nodes: how many there are.
-        workers: of each.
-        program: with its flags.
+        nodes: number of nodes.
+        workers: number of workers of each node.
+        program: program of the workers, with its flags.
     """
     with ExitStack() as stack:
         files, memory = (
@@ -37,7 +37,7 @@ def job_of_nodes(nodes: int, workers: int, program: Sequence[object]) -> Iterato
 
 
 def bytes_in(directory: Path) -> int:
-    """Bytes that the files of a directory and those below it take, each once whatever its names; some may vanish."""
+    """Returns the bytes of all files below a directory; counts a file with several names once, skips vanished files."""
     found = {}
     for where, _, names in os.walk(directory):
         for name in names:

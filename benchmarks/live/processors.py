@@ -1,9 +1,9 @@
-"""Processors of which nothing is left idle, so that one is as fast whatever the other does.
+"""Keeps all processors busy, so that the speed of one does not depend on the load of the others.
 
-Processors that share a core or its clock are faster while others are idle, as accelerators are not: a worker that waits
-would speed up the one it waits for.  Therefore a process on each uses up what is left of it, by matrix products that
-stay in its caches, at the lowest priority: whatever else has something to do takes its place at once.  As a program,
-this is the one on the processor of that number.
+Processors that share a core or its clock are faster while others are idle, unlike accelerators: a waiting worker would
+speed up the worker that it waits for.  Therefore a process on each processor uses its idle time for matrix products
+that stay in its caches.  It has the lowest priority, so that any other process preempts it immediately.  As a program,
+this is the process for the processor with the given number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 @contextmanager
 def none_idle() -> Iterator[None]:
-    """Meanwhile, whatever others leave of the processors that this process may use is used up."""
+    """Uses the idle time of all processors that this process may use, as a context manager."""
     count = len(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, __file__, str(n)], start_new_session=True) for n in range(count)]
     try:
@@ -31,17 +31,17 @@ def none_idle() -> Iterator[None]:
 
 
 def own_processor(number: int) -> None:
-    """Keeps this process, and the threads that it starts from now on, on one processor."""
+    """Pins this process, and the threads that it starts afterwards, to one processor."""
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[number % len(allowed)]})
 
 
 def use_up(number: int) -> None:
-    """Uses up what others leave of a processor, as long as the process lives that has started this one."""
+    """Uses the idle time of a processor until the parent process ends."""
     own_processor(number)
     parent = os.getppid()
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):  # Linux may share time out between sessions first: this one gets the least
+    with contextlib.suppress(OSError):  # Linux may divide time between sessions first: give this session the least
         Path("/proc/self/autogroup").write_text("19")
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

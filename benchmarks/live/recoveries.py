@@ -1,7 +1,7 @@
-"""From what a job has told to how long it stood still; pure functions.
+"""Computes recovery times from the events and output of a job; pure functions.
 
-Moments are Unix seconds of one machine: the kill's own, those of ``events.jsonl``, and when a line of the launcher's
-output arrived.
+Times are Unix seconds of one machine: of the kill, of events in ``events.jsonl``, and of the arrival of a line of the
+launcher's output.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import suppress
 from statistics import median
 
 NOTICED = {"ours": re.compile("mocrun: generation [0-9]+: "), "torchrun": re.compile(r"failed \(exitcode: -9\)")}
-"""By launcher, the line by which it says that a worker is lost."""
+"""Pattern of the line that reports a lost worker, by launcher."""
 CHAIN = ("detected", "survivors unblocked", "first collective", "planned", "loaded", "first iteration")
-"""What follows a kill, each in seconds after it."""
+"""Steps of a recovery, each measured in seconds after the kill."""
 OUTSIDE = "outside useful work"
-CLAIMS = {  # name: (seconds or ratio, how it is meant)
+CLAIMS = {  # name: predicate of the medians of cases
     "detection under 0.2 s": lambda of: of["ours, memory"]["detected"] < 0.2,
     "first collective under 1 s": lambda of: of["ours, memory"]["first collective"] < 1.0,
     "at least 10 times less than torchrun, disk": lambda of: (
@@ -34,19 +34,19 @@ CLAIMS = {  # name: (seconds or ratio, how it is meant)
 def recovery(
     events: Sequence[dict], said: Sequence[tuple[float, str]], noticed: re.Pattern, killed: float, usual: float
 ) -> dict | None:
-    """What followed a kill.
+    """Measures the recovery from a kill.
 
     Args:
-        events: of the job, in order.
-        said: lines of the launcher, with their moments.
+        events: events of the job, in order.
+        said: lines of the launcher, with their times.
         noticed: one of :data:`NOTICED`.
-        killed: moment of the kill.
+        killed: time of the kill.
         usual: seconds of an iteration without a kill.
 
     Returns:
-        Seconds after the kill of what :data:`CHAIN` lists (*survivors unblocked* only where the first worker lived on,
-        which tells it), ``outside useful work``, and ``iterations again``, which had been complete already.  None if
-        the job has not come so far.
+        Seconds from the kill to each step of :data:`CHAIN`, ``outside useful work``, and ``iterations again``: the
+        number of repeated iterations.  *survivors unblocked* is missing unless the first worker, which reports it,
+        survived.  None if the recovery is not over.
     """
     found = first_new(events, killed)
     line = next((moment for moment, text in said if moment >= killed and noticed.search(text)), None)
@@ -70,7 +70,7 @@ def recovery(
 
 
 def first_new(events: Sequence[dict], killed: float) -> tuple[int, dict, dict] | None:
-    """After a kill, the place of the event ``resume``; the newest iteration before; the first one that is newer."""
+    """Returns the index of the event ``resume`` after a kill, the newest iteration before it, and the next new one."""
     resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
     if resumed is None:
         return None
@@ -81,13 +81,13 @@ def first_new(events: Sequence[dict], killed: float) -> tuple[int, dict, dict] |
 
 
 def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each figure, over the kills for which there is one."""
+    """Returns the median of each figure, over the kills that have it."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     return {name: median(sample[name] for sample in samples if name in sample) for name in names}
 
 
 def claims(of: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
-    """Which claims hold, of those whose cases were run, by medians of cases."""
+    """Returns whether each claim holds by the medians of cases; only claims whose cases were run."""
     told = {}
     for name, holds in CLAIMS.items():
         with suppress(KeyError):

@@ -1,8 +1,11 @@
-"""``pretrain_gpt_moe.py``, which tells where its routers send each token: for ``--elastic`` and top-k routing.
+"""``pretrain_gpt_moe.py`` that records where its routers send each token, for ``--elastic`` and top-k routing.
 
-Each worker writes ``ROUTES/<process>.jsonl``, a line for each micro batch and layer (benchmarks/faults/ties.py reads
-them): iteration, number of the micro batch, layer from 1, for each token its experts as bits of a hexadecimal number,
-and how close the choice was where it was close.
+Each worker writes ``ROUTES/<process>.jsonl``, with a line for each micro batch and layer (read by
+benchmarks/faults/ties.py).  A line contains:
+
+* iteration, number of the micro batch, layer from 1;
+* the experts of each token, as bits of a hexadecimal number;
+* the margins of close choices.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 CLOSE = 1e-4
-"""Below that, the distance between the last logit that is chosen and the next one is told."""
+"""Margin between the last chosen logit and the next one below which the choice is recorded as close."""
 
 
 def tell_routes(directory: Path) -> None:
-    """Has this worker, and those that are forked from it, tell where tokens go."""
+    """Makes this worker, and workers forked from it, record the routing of tokens."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron.pretraining.elastic.turns import ElasticTurns
@@ -35,7 +38,7 @@ def tell_routes(directory: Path) -> None:
         probs, chosen = routing(self, logits, padding_mask)
         told = now | {"layer": self.layer_number, "time": time.time()}
         told |= described(logits.detach().view(chosen.shape), chosen, self.topk)
-        with open(directory / f"{os.getpid()}.jsonl", "a") as file:  # at once: the worker may be killed
+        with open(directory / f"{os.getpid()}.jsonl", "a") as file:  # unbuffered: the worker may be killed
             file.write(json.dumps(told) + "\n")
         return probs, chosen
 
@@ -43,16 +46,16 @@ def tell_routes(directory: Path) -> None:
 
 
 def described(logits, chosen, topk: int) -> dict[str, Any]:
-    """Where tokens go, for JSON.
+    """Returns the routing of tokens, for JSON.
 
     Args:
         logits: [tokens, experts].
-        chosen: [tokens, experts], true where a token goes to an expert.
-        topk: experts of a token.
+        chosen: [tokens, experts], true where a token is routed to an expert.
+        topk: number of experts of a token.
 
     Returns:
-        ``experts``: of each token, as bits of a hexadecimal number.  ``close``: by number of the token, how far the
-        last logit that is chosen is above the next one.
+        ``experts``: the experts of each token, as bits of a hexadecimal number.  ``close``: by number of the token,
+        the margin between the last chosen logit and the next one, if it is below :data:`CLOSE`.
     """
     import numpy
 

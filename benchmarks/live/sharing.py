@@ -1,4 +1,4 @@
-"""How much work on another processor slows a thread that computes: both have caches and memory in common."""
+"""Measures how much work on another processor slows a computing thread through shared caches and memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _RESTS, _WORKS, _ENDS = range(3)
 
 
 def slowed(amount: int) -> dict[str, float]:
-    """By what another process does with so many bytes, ``copies`` or ``hashes``: how much longer a product takes, as a
-    share of its processor time beside a process that rests; medians of rounds in which both take turns.
+    """Returns the relative slowdown of a product while another process copies or hashes ``amount`` bytes.
+
+    The baseline is the processor time of the product while the other process sleeps.  Values are medians of rounds that
+    alternate between both.
     """
     return {name: _slowed(beside, amount) for name, beside in (("copies", _copy), ("hashes", _hash))}
 
 
 def _slowed(beside: Callable[[torch.Tensor, torch.Tensor], object], amount: int) -> float:
-    torch.set_num_threads(1)  # as a worker; with more, both would want the other processor
+    torch.set_num_threads(1)  # like a worker; more threads would compete for the other processor
     forked = multiprocessing.get_context("fork")
     asked = forked.Value("i", _RESTS)
     other = forked.Process(target=_other, args=(asked, beside, amount), daemon=True)
@@ -45,7 +47,7 @@ def _slowed(beside: Callable[[torch.Tensor, torch.Tensor], object], amount: int)
 
 
 def _product_s(factors: torch.Tensor) -> float:
-    """Processor time of a product."""
+    """Returns the processor time of a product."""
     begun, end, count = time.thread_time(), time.perf_counter() + TURN_S, 0
     while time.perf_counter() < end:
         for factor in factors:

@@ -1,7 +1,7 @@
-"""Jobs that share a machine by turns of a few seconds, so that whatever else it does meets all of them alike.
+"""Compares jobs that share a machine in turns of a few seconds, so that other load affects all of them equally.
 
-All are started and warmed up; then all but one are stopped (SIGSTOP), and which one that is changes every few seconds.
-Ratios of neighbouring turns tell differences of a percent, where whole runs, minutes apart, differ by ten.
+All jobs are started and warmed up.  Then all but one are stopped (SIGSTOP), and the running job changes every few
+seconds.  Ratios of adjacent turns resolve differences of one percent; complete runs, minutes apart, differ by ten.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def warm_up(job: Job, iterations: int) -> None:
 
 
 def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dict[str, list[dict]]]:
-    """Of each round, by job, the events ``iteration`` of those that began and ended in its turn.  The order of turns
-    changes from round to round (:func:`benchmarks.common.rotated`).
+    """Yields for each round, by job, the events of iterations that started and ended in the job's turn.
+
+    The order of turns changes from round to round (:func:`benchmarks.common.rotated`).
 
     Args:
-        jobs: by name, all of them stopped; they are so again after each turn.  Their launchers must bear to hear
-            nothing of their workers for as long as the other jobs' turns take, as ours do (``--silence-timeout``).
-        rounds: of one turn for each job.
-        seconds: of a turn; several iterations.
+        jobs: jobs by name, all of them stopped, as they are after each turn.  Their launchers must tolerate missing
+            heartbeats of workers during the other jobs' turns (``--silence-timeout``).
+        rounds: number of rounds of one turn for each job.
+        seconds: seconds of a turn, for several iterations.
     """
     for number in range(rounds):
         told = {name: _turn(jobs[name], seconds) for name in rotated(list(jobs), number)}
@@ -53,10 +54,10 @@ def _turn(job: Job, seconds: float) -> list[dict]:
 
 
 def ratios(rounds: Sequence[Mapping[str, Sequence[float]]], base: str) -> dict[str, dict]:
-    """By job, the seconds of the base divided by its own: of medians and of means, for each round, and their medians.
+    """Returns the speedup of each job over the base: ratios of medians and of means by round, and their medians.
 
     Args:
-        rounds: of each, by job, seconds of its iterations.
+        rounds: for each round, by job, seconds of its iterations.
         base: the job that the others are compared with.
     """
 
@@ -68,12 +69,12 @@ def ratios(rounds: Sequence[Mapping[str, Sequence[float]]], base: str) -> dict[s
 
 
 def pause(job: Job) -> None:
-    """Stops all of a job's processes where they are."""
+    """Stops all processes of a job (SIGSTOP)."""
     _signal(job, signal.SIGSTOP)
 
 
 def resume(job: Job) -> None:
-    """Lets all of a job's processes go on."""
+    """Continues all processes of a job (SIGCONT)."""
     _signal(job, signal.SIGCONT)
 
 

@@ -1,19 +1,19 @@
-"""``pretrain_gpt_moe.py`` whose routers prefer some experts, as those of trained models do.
+"""``pretrain_gpt_moe.py`` whose routers prefer some experts, like routers of trained models.
 
-Routers of a tiny model that has hardly been trained give all experts about as many tokens.  Here each logit is lower
-than that of the expert before it, so that with logits as at the start 3 of 16 experts get 80 % of the tokens, as 6 of
-32 do on recorded loads (SmartMoE, ATC 2023).
+Routers of a tiny model that has hardly been trained give all experts a similar number of tokens.  Here each logit is
+lowered by more than the logit of the previous expert.  With the initial logits, 3 of 16 experts then get 80 % of the
+tokens, like 6 of 32 experts in recorded loads (SmartMoE, ATC 2023).
 """
 
 from __future__ import annotations
 
 import sys
 
-LOWER = 0.08  # the logit of each expert than that of the one before it; their standard deviation is twice that
+LOWER = 0.08  # difference between the offsets of successive experts' logits; the logits' standard deviation is twice it
 
 
 def prefer() -> None:
-    """Has the routers of this process prefer experts: in each layer others."""
+    """Makes the routers of this process prefer some experts, different ones in each layer."""
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 

@@ -38,13 +38,13 @@ _CONTROLS = (
     r"\u205f-\u2064\u2066-\u206f\u3000\ud800-\uf8ff\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
     r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f\U000f0000-\U0010ffff"
 )
-"""Characters that ``str.isprintable()`` refuses, unassigned ones left out, as a part of a pattern."""
+"""Characters that ``str.isprintable()`` refuses, except unassigned ones, as a part of a pattern."""
 
 Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=rf"^[^{_CONTROLS}]*\Z")]
 """Text without control and formatting characters."""
 
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}\Z")]
-"""The name of a file in the directory of a checkpoint itself."""
+"""The name of a file directly in the directory of a checkpoint."""
 
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 """Sizes or offsets of a tensor by axis; no library has tensors of more than 64 axes."""
@@ -57,7 +57,7 @@ RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) -> Any:
-    """As ``json.loads``, but a key may occur only once in an object.
+    """Like ``json.loads``, but a key may occur only once in an object.
 
     Args:
         text: JSON.
@@ -91,18 +91,18 @@ def convert[T](value: Any, to: type[T]) -> T:
 
 
 def decode[T](text: str | bytes | bytearray | memoryview, to: type[T]) -> T:
-    """:func:`parse`, then :func:`convert`; raises ValueError as they do."""
+    """Applies :func:`parse`, then :func:`convert`; raises ValueError as they do."""
     return convert(parse(text), to)
 
 
 class StateError(UserError, ValueError):
-    """A saved state is not of the object that is to load it."""
+    """A saved state does not fit the object that should load it."""
 
     code = "saved-state-invalid"
 
 
 def values_of(one: Any) -> dict[str, Any]:
-    """The values of a dataclass by field.
+    """Returns the values of a dataclass by field.
 
     ``vars()`` lacks the fields of a decoded object that were not in the JSON, whose defaults are in the class.
     """
@@ -110,12 +110,12 @@ def values_of(one: Any) -> dict[str, Any]:
 
 
 def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
-    """:func:`convert` for the state that an object has saved; the object is called ``of`` in the message.
+    """Applies :func:`convert` to the state that an object has saved.
 
     Args:
         value: the state.
-        to: its type.
-        of: name of the object.
+        to: type of the state.
+        of: name of the object, for the message.
         every_field: require also the fields of a dataclass that have defaults.
 
     Raises:
@@ -131,12 +131,12 @@ def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
 
 
 def sealed(fields: Mapping[str, Any]) -> str:
-    """JSON of some fields with their hash, which :func:`unsealed` compares."""
+    """Returns JSON of some fields with their hash, which :func:`unsealed` verifies."""
     return json.dumps({**fields, _DIGEST: _digest(fields)})
 
 
 def unsealed[T](text: str | bytes, to: type[T]) -> T:
-    """The inverse of :func:`sealed`; a text without a hash, of an earlier version, is accepted.
+    """Inverts :func:`sealed`; a text without a hash, from an earlier version, is accepted.
 
     Raises:
         ValueError: the hash differs, or as :func:`decode`.
@@ -149,7 +149,7 @@ def unsealed[T](text: str | bytes, to: type[T]) -> T:
 
 
 def table(value: object, what: str) -> Mapping[str, Any]:
-    """A JSON object whose keys are names; raises ValueError for anything else, as the following functions do."""
+    """Returns a JSON object whose keys are names; like the following functions, raises ValueError otherwise."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {shown(value)}, and not an object")
     keys = "".join(value)
@@ -160,21 +160,21 @@ def table(value: object, what: str) -> Mapping[str, Any]:
 
 
 def number(value: object, what: str, most: int = MOST) -> int:
-    """A whole number from 0 to ``most``."""
+    """Returns an integer from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} is {shown(value)}, and not a number from 0 to {most}")
     return value
 
 
 def name(value: object, what: str) -> str:
-    """Text that a terminal shows as it is."""
+    """Returns the text that a terminal shows as it is."""
     if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
         raise ValueError(f"{what} is {shown(value)}, and no name")
     return value
 
 
 def inner_path(value: object) -> str:
-    """The path of a file in the directory of a checkpoint or below."""
+    """Returns the path of a file in the directory of a checkpoint or below."""
     path = PurePosixPath(name(value, "a path"))
     if path.is_absolute() or not path.parts or ".." in path.parts:
         raise ValueError(f"{shown(value)} is outside of the checkpoint")
@@ -182,7 +182,7 @@ def inner_path(value: object) -> str:
 
 
 def digest(value: object, what: str) -> str:
-    """An xxh3-128 in hex."""
+    """Returns an xxh3-128 in hex."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
         raise ValueError(f"{what} is {shown(value)}, and no hash")
     return value

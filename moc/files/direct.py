@@ -1,8 +1,8 @@
 """Writes the contents of large files past the page cache.
 
 Copying bytes to the page cache and writing them back takes processor time and memory bandwidth from training.  Direct
-writes (``O_DIRECT``) leave that to the disk (``docs/results/saving.md``).  Their buffers, lengths and offsets have to
-be multiples of a block, so that all bytes pass through an aligned buffer.
+writes (``O_DIRECT``) avoid this (``docs/results/saving.md``).  Their buffers, lengths and offsets must be multiples of
+a block, so all bytes pass through an aligned buffer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def _begins_direct(file: int) -> bool:
-    """Turns direct writes on, if the file system is known to gain from them; returns whether they are."""
+    """Turns direct writes on, if the file system is known to gain from them; returns whether they are on."""
     if _kind_of(file) not in _FILE_SYSTEMS:
         return False
     try:
@@ -98,7 +98,7 @@ def _set_direct(file: int, direct: bool) -> None:
 
 
 def _kind_of(file: int) -> str | None:
-    """The type of the file system of an open file; None if it is not known."""
+    """Returns the type of the file system of an open file; None if it is not known."""
     device = os.fstat(file).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:

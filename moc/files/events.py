@@ -56,19 +56,19 @@ class Event(dict[str, Any]):
 
 
 def events_file(path: str | Path) -> Path:
-    """The path of ``events.jsonl``, given the file or its directory."""
+    """Returns the path of ``events.jsonl``, given the file or its directory."""
     path = Path(path)
     return path / NAME if path.is_dir() else path
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a file, or of the one in a directory, each an :class:`Event`.
+    """Returns the events of a file, or of the one in a directory, each an :class:`Event`.
 
-    Lines that a killed worker has torn are left out.
+    Incomplete lines of killed workers are skipped.
 
     Raises:
         OSError: the file cannot be read, or a line is too long.
-        EventsError: the file is no event log, or a field has another type.
+        EventsError: the file is not an event log, or a field has another type.
     """
     path = events_file(path)
     found: list[dict[str, Any]] = []

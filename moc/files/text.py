@@ -11,9 +11,9 @@ _KEPT = "\n\t"
 
 
 def printable(text: object) -> str:
-    """A text whose control and formatting characters, other than newline and tab, are escaped as in Python literals.
+    """Escapes control and formatting characters, other than newline and tab, as in Python literals.
 
-    So no byte of a file reaches a terminal as a command.
+    A terminal therefore cannot interpret bytes of a file as commands.
     """
     string = str(text)
     if string.isprintable():
@@ -22,23 +22,23 @@ def printable(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """As :func:`printable`, with newlines escaped too: a name that contains one cannot add a line to the output."""
+    """Like :func:`printable`, with newlines escaped too, so that a name cannot add a line to the output."""
     return printable(text).replace("\n", "\\n")
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, in ASCII, and without control characters."""
+    """Returns a value in a message: short, in ASCII, and without control characters."""
     return short(_SHORT.repr(value).encode("ascii", "backslashreplace").decode())
 
 
 def short(text: object) -> str:
-    """A text in a message, without its end if it is long."""
+    """Returns a text in a message, truncated if it is long."""
     string = str(text)
     return string if len(string) <= _LONGEST else f"{string[: _LONGEST - 3]}..."
 
 
 def without_middle(text: str) -> str:
-    """A message of a library, which may contain a long value or a long path: its begin and its end."""
+    """Returns the start and the end of a library's message, which may contain a long value or a long path."""
     return (
         text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE // 2]}...{text[-_LONGEST_MESSAGE // 2 :]}"
     )

@@ -43,11 +43,11 @@ _OURS = re.compile(
 
 
 class RefusedFileError(OSError):
-    """An entry of a directory is no regular file or no directory, is a link, or is larger than its type may be.
+    """An entry of a directory has the wrong type, is a link, or is larger than its type may be.
 
     Args:
-        sentence: what is wrong with the entry, and the remedy.
-        path: of the entry.
+        sentence: the problem with the entry, and the remedy.
+        path: path of the entry.
 
     Attributes:
         remedy: the part of the sentence that is not in ``strerror``.
@@ -61,10 +61,10 @@ class RefusedFileError(OSError):
 
 
 class Tree:
-    """A directory and what is below it; paths are relative, use slashes, and cannot lead out of it.
+    """A directory and its contents; paths are relative, use slashes, and cannot leave the directory.
 
-    The path of the root itself is the caller's and may contain links.  Methods raise OSError, and its subclass
-    :class:`RefusedFileError` for what is neither a regular file nor a directory.
+    The caller chooses the path of the root, which may contain links.  Methods raise OSError, and its subclass
+    :class:`RefusedFileError` for entries that are neither regular files nor directories.
 
     One kind of link is read: in the cache of the Hugging Face hub, the files of a snapshot are links to the ``blobs``
     of the same repository (``models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH``).
@@ -121,7 +121,7 @@ class Tree:
         return descriptor
 
     def read(self, path: str, most: int) -> bytes:
-        """The contents of a regular file of at most ``most`` bytes."""
+        """Returns the contents of a regular file of at most ``most`` bytes."""
         with open(self.open(path, most), "rb") as file:
             return file.read(min(most, os.fstat(file.fileno()).st_size))  # a larger size would be allocated
 
@@ -136,7 +136,7 @@ class Tree:
                 yield line
 
     def names(self, path: str = "") -> list[str]:
-        """Names in a directory, sorted; empty if it does not exist, or is a link or a file."""
+        """Returns the names in a directory, sorted; empty if it does not exist, or is a link or a file."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError, RefusedFileError),
             self.directory(path) as there,
@@ -145,11 +145,11 @@ class Tree:
         return []
 
     def refused(self) -> list[str]:
-        """Names of the root's entries that are neither directories nor regular files; empty if there is no root."""
+        """Returns the names of the root's entries that are not directories or regular files; empty without a root."""
         return self._entries(lambda one: not (one.is_dir(**_AS_IT_IS) or one.is_file(**_AS_IT_IS)))
 
     def directories(self) -> list[str]:
-        """Names of the root's directories, without links to directories; empty if there is no root."""
+        """Returns the names of the root's directories, without links to directories; empty if there is no root."""
         return self._entries(lambda one: one.is_dir(**_AS_IT_IS))
 
     def _entries(self, chosen: Callable[[os.DirEntry[str]], bool]) -> list[str]:
@@ -205,7 +205,7 @@ class Tree:
                 os.fsync(directory)
 
     def link(self, source: str, path: str) -> None:
-        """Gives a file of this directory another name, which it replaces if it exists; its directory is made.
+        """Gives a file another name in this directory, and replaces an existing file; the name's directory is made.
 
         The second name is not synced.
         """
@@ -230,7 +230,7 @@ class Tree:
             os.fsync(descriptor)
 
     def _split(self, path: str) -> tuple[str, str]:
-        """A path of an entry as the path of its directory and its name there."""
+        """Splits the path of an entry into the path of its directory and its name."""
         self._parts(path)
         above, _, name = path.rpartition("/")
         return above, name
@@ -311,7 +311,7 @@ def write(
     check: Callable[[], None] | None = None,
     replace: bool = True,
 ) -> None:
-    """As :meth:`Tree.write`, into an open directory, which is given by its descriptor."""
+    """Like :meth:`Tree.write`, into an open directory, which is given by its descriptor."""
     temporary = temporary_name(name, tag)
     file = open(os.open(temporary, _NEW, 0o666, dir_fd=directory), "wb", buffering=0)
     try:
@@ -334,7 +334,7 @@ def write(
 
 
 def remove_own(path: Path) -> None:
-    """As :meth:`Tree.remove`, for an entry that this program has made, in a directory that the caller trusts."""
+    """Like :meth:`Tree.remove`, for an entry that this program has made, in a directory that the caller trusts."""
     Tree(path.parent, ours=True).remove(path.name)
 
 
@@ -350,7 +350,7 @@ def empty(directory: int, first: str = "", last: str = "") -> None:
 
 
 def temporary_name(name: str, tag: str = "") -> str:
-    """A new name for a file before the rename, which is random, so that an attacker cannot plant a link there."""
+    """Returns a name for a file before the rename; it is random, so that an attacker cannot plant a link there."""
     own = f"{secrets.token_hex(8)}.tmp"
     return f".{name}.{tag}.{own}" if tag else f".{name}.{own}"
 
@@ -372,7 +372,7 @@ def _delete(directory: int, name: str, mount: str | int, levels: int) -> None:
     try:
         if _mount_of(descriptor) != mount:
             raise RefusedFileError("another file system is mounted there. Fix: unmount it", name)
-        for _ in range(_ROUNDS):  # another worker may still write into it, and a stranger for ever
+        for _ in range(_ROUNDS):  # another worker may still write into it, and an attacker without end
             if not os.listdir(descriptor):
                 break
             _empty(descriptor, mount, levels - 1)
@@ -382,7 +382,7 @@ def _delete(directory: int, name: str, mount: str | int, levels: int) -> None:
 
 
 def _mount_of(descriptor: int) -> str | int:
-    """Identifies the mount of an open directory; a bind mount differs in this, and not in its device."""
+    """Identifies the mount of an open directory; a bind mount has another mount, but the same device."""
     try:
         with open(f"/proc/self/fdinfo/{descriptor}") as lines:
             return next(line for line in lines if line.startswith("mnt_id:"))
@@ -391,14 +391,14 @@ def _mount_of(descriptor: int) -> str | int:
 
 
 def _target(directory: int, name: str) -> str | None:
-    """The target of a symbolic link; None if the entry is none."""
+    """Returns the target of a symbolic link; None if the entry is none."""
     with contextlib.suppress(OSError):
         return os.readlink(name, dir_fd=directory)
     return None
 
 
 def _blob_of(root: Path, above: str, target: str | None) -> Path | None:
-    """The blob that a link of a hub snapshot leads to; None for all other links.
+    """Returns the blob that a link of a hub snapshot leads to; None for all other links.
 
     Args:
         root: root of a tree, which is the snapshot or a directory in it.

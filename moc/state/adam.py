@@ -1,7 +1,7 @@
 """Adam's update from saved gradients, without the engine: MoEtion's recomputation of the optimizer (section 5.2).
 
-The arithmetic is torch's own, so what torch's Adam or AdamW has computed on the same device comes out again, bit by
-bit; it is elementwise, so that cutting a parameter changes nothing.  An optimizer with other kernels comes close.
+The arithmetic is torch's own, so the result is bit-identical to torch's Adam or AdamW on the same device, and close to
+an optimizer with other kernels.  It is elementwise, so splitting a parameter does not change the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Rule:
 
     Attributes:
         lr: learning rate.
-        weight_decay: the parameter's own: 0 where none is applied.
+        weight_decay: weight decay of the parameter; 0 if none is applied.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
-        decoupled: weights decay by themselves (AdamW), not through the gradient.
+        decoupled: weight decay is decoupled from the gradient (AdamW).
     """
 
     lr: Amount
@@ -55,17 +55,17 @@ class Rules:
     by_kind: Mapping[str, Rule]
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-compatible values."""
+        """Returns JSON-compatible values."""
         return {"clip_grad": self.clip_grad, "by_kind": {kind: asdict(rule) for kind, rule in self.by_kind.items()}}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
-        """The inverse of :meth:`to_plain`; raises ValueError for other values."""
+        """Inverts :meth:`to_plain`; raises ValueError for other values."""
         return decode.convert(plain, cls)
 
     @classmethod
     def of(cls, clip_grad: float, rules: Iterable[tuple[str, Rule]]) -> Rules:
-        """Joins the rules of parameters of some kinds into those of the kinds."""
+        """Merges the rules of parameters into one for each kind whose parameters all have the same rule."""
         found: dict[str, set[Rule]] = {}
         for kind, rule in rules:
             found.setdefault(kind, set()).add(rule)
@@ -73,12 +73,12 @@ class Rules:
 
 
 def kind_of(name: str) -> str:
-    """Name of a parameter without the numbers of its layer and expert: equal for what all experts have."""
+    """Returns a parameter's name without the numbers of its layer and expert, so that it is equal for all experts."""
     return ".".join(part for part in name.split(".") if not part.isdecimal())
 
 
 def gradient_factor(grad_norm: float, clip_grad: float, loss_scale: float) -> float:
-    """Factor on the reduced gradients: takes the loss scale off them, and clips them by the norm of all."""
+    """Returns the factor on the reduced gradients that removes the loss scale and clips by the global norm."""
     clip = clip_grad / (grad_norm + 1.0e-6) if clip_grad > 0.0 else 1.0
     return min(clip, 1.0) / loss_scale
 
@@ -90,12 +90,12 @@ def update(state: Mapping[str, torch.Tensor], gradient: torch.Tensor, step: int,
     Args:
         state: tensors of one shape by slot, fp32, on the host.
         gradient: reduced, unclipped and still scaled, in the dtype of its reduction; of the same shape.
-        step: updates that the moments have seen before this one.
-        rule: of the parameter, as it was before this update.
+        step: number of updates of the moments before this one.
+        rule: rule of the parameter before this update.
         factor: see :func:`gradient_factor`.
 
     Raises:
-        ValueError: the state is not that of Adam in fp32.
+        ValueError: the state is not Adam's in fp32.
     """
     if state.keys() != SLOTS or any(values.dtype != torch.float32 for values in state.values()):
         raise ValueError("its state is not Adam's in fp32")

@@ -1,4 +1,4 @@
-"""Details: how much of an operator is saved; a module of its own, so that plans need no torch."""
+"""State subsets: which part of an operator is saved; a separate module, so that plans do not need torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Detail(Enum):
-    """How much of an operator is saved."""
+    """Subset of an operator's state that is saved."""
 
     FULL = "full"
     """Master weights and moments (fp32 or as set by flags; with ZeRO-1 the slices of this rank), from which the compute
@@ -23,15 +23,15 @@ class Detail(Enum):
     """The moments of ``FULL``: ``MASTER`` and ``MOMENTS`` are disjoint and together make ``FULL``."""
 
     COMPUTE = "compute"
-    """Slot ``param``: the weights that the model computes with (in its dtype; with ZeRO-1 those whose masters this rank
-    owns, although every data-parallel rank holds all weights), and the router biases."""
+    """Slot ``param``: the weights that the model computes with, in its dtype, and the router biases.  With ZeRO-1, only
+    the weights whose masters this rank owns, although every data-parallel rank holds all weights."""
 
     GRAD = "grad"
-    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 only the slices of this rank,
-    outside of which megatron-core leaves gradients unreduced), still multiplied by fp16's loss scale."""
+    """Slot ``grad``: the reduced gradients, in the dtype of their reduction, still multiplied by fp16's loss scale.
+    With ZeRO-1, only the slices of this rank: megatron-core leaves the other gradients unreduced."""
 
     def holds(self, slot: str) -> bool:
-        """Whether this detail includes a slot of an operator's parameters or of a router's biases."""
+        """Returns whether this subset includes a slot of an operator's parameters or of a router's biases."""
         if self is Detail.FULL:
             return slot != "grad"
         if self is Detail.MOMENTS:

@@ -1,8 +1,8 @@
-"""Fragments: the state on this rank, cut into boxes of the unpartitioned model.
+"""Fragments (tensor chunks): the state on this rank, cut into boxes of the unpartitioned model.
 
-For each local tensor, an engine gives the boxes of the unpartitioned model that it holds (:class:`Piece`), and the
+For each local tensor, an engine provides the boxes of the unpartitioned model that it holds (:class:`Piece`), and the
 range whose optimizer state this rank owns (:class:`OwnedSlice`); :func:`fragments_of` intersects the two.  ZeRO's shard
-boundaries and tensor and expert slices are resolved here; no other module sees a flat buffer.
+boundaries and tensor and expert slices are resolved here; no other module handles a flat buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moc.state.region import Region, boxes_of_range
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of a local parameter, and its place in the unpartitioned model.
+    """A contiguous chunk of a local parameter, and its bounds in the unpartitioned model.
 
     Attributes:
         name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
@@ -51,7 +51,7 @@ class OwnedSlice:
         sharded: data-parallel peers own other ranges (ZeRO) rather than copies of this one.
         counter: dict whose ``step`` counts the updates of the moments, if counted: the parameter's own (torch), or its
             group's (fused Adam of Transformer Engine and apex).
-        copy: place of this rank among those that hold this very range although it is sharded; the first one's is 0.
+        copy: index of this rank among the ranks that hold the same range although it is sharded; 0 for the first.
     """
 
     parameter: torch.Tensor

@@ -26,14 +26,14 @@ class TrainingState(Protocol):
     """
 
     def operators(self) -> list[str]:
-        """Names of the operators that this rank holds, at least in part, in model order."""
+        """Returns the names of the operators that this rank holds, at least in part, in model order."""
         ...
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
         """Yields this rank's fragments of some operators, as views of live memory, in a fixed order.
 
         Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.  Operators of
-        other ranks are ignored.  The memory of gradients must stay the same, too, if a policy saves them.
+        other ranks are ignored.  If a policy saves gradients, their memory must stay the same too.
         """
         ...
 
@@ -43,7 +43,7 @@ class TrainingState(Protocol):
         After all ranks have loaded, :meth:`gather_weights` must be called.
 
         Args:
-            fragment: fragment from :meth:`fragments`, at any detail.
+            fragment: fragment from :meth:`fragments`, of any state subset.
             values: ``fragment.region.numel`` elements in any shape, of the dtype of ``fragment.view``, on any device.
 
         Raises:
@@ -54,7 +54,7 @@ class TrainingState(Protocol):
         """Gathers the weights that data-parallel peers have loaded; collective among them."""
 
     def steps(self) -> dict[str, int]:
-        """Number of updates of each operator's moments; operators without a count are absent."""
+        """Returns the number of updates of each operator's moments; operators without a count are absent."""
         ...
 
     def set_steps(self, steps: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
 """Serializes values of modules into bytes: numbers, tensors and small containers, without pickle.
 
-The bytes start with the length of a JSON header (8 bytes, little-endian).  The header holds the values by path; tensors
-are numbers of entries of a table (dtype, shape, offset), whose data follow the header.
+The bytes start with the length of a JSON header (8 bytes, little-endian).  The header holds the values by path; a
+tensor is an index into a table (dtype, shape, offset).  The tensors' data follow the header.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModuleStateError(UserError, ValueError):
 
 
 def size_of(values: Mapping[str, Any]) -> int:
-    """Bytes that :func:`pack` writes of the values that it can write."""
+    """Returns the number of bytes that :func:`pack` writes for the supported ones among some values."""
     header, tensors = _described({path: value for path, value in values.items() if _is_supported(value)})
     return _start(header) + sum(_aligned(tensor.nbytes) for tensor in tensors)
 

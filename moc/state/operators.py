@@ -1,4 +1,4 @@
-"""Operators: the parts of a model that are saved, frozen and replayed as a whole."""
+"""Operators: the units of a model that are saved, frozen and replayed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Operator:
         layer: global layer number; None outside of the layers.
         expert: expert number in the layer; None unless it is an expert.
         parameters: number of parameters in the unpartitioned model.
-        unsliced: number of those that tensor parallelism replicates rather than slices: norms, the router, learned
-            positions, biases added after the sum over slices.
+        unsliced: number of parameters that tensor parallelism replicates rather than slices: norms, the router,
+            learned positions, biases added after the sum over slices.
         moments: elements of each moment, by slot, if a job has several kinds of optimizers (Muon and Adam); None if
             every moment has all parameters.
     """
@@ -39,7 +39,7 @@ class Operator:
     moments: tuple[tuple[str, int], ...] | None = None
 
     def elements(self, slot: str) -> int:
-        """Number of elements of a slot in the unpartitioned model."""
+        """Returns the number of elements of a slot in the unpartitioned model."""
         if self.moments is None or slot in ("master", "param", "grad"):
             return self.parameters
         return dict(self.moments).get(slot, 0)
@@ -67,13 +67,13 @@ OPERATORS = {
 """Operators by the names of their parameters; N and E are numbers of layer and expert, * any text."""
 
 MODULE_STATE = "module_state."
-"""Prefix of the names of user modules' state: ``module_state.OPERATOR.INDEX``, of a worker's index in its stage."""
+"""Prefix of the names of user modules' state: ``module_state.OPERATOR.INDEX``, with a worker's index in its stage."""
 SHARED_BUFFERS = ("expert_bias", "qb_beta")
-"""Buffers of megatron-core's routers, which are equal on all data-parallel ranks and change with an update."""
+"""Buffers of megatron-core's routers that are equal on all data-parallel ranks and change with an update."""
 
 
 def is_module_state(name: str) -> bool:
-    """Whether a tensor is state of modules that no optimizer updates: a router's biases, or values of user modules."""
+    """Returns whether a tensor is module state without optimizer: a router's biases, or values of user modules."""
     return name.startswith(MODULE_STATE) or name.endswith(tuple(f"router.{buffer}" for buffer in SHARED_BUFFERS))
 
 
@@ -90,17 +90,17 @@ _PATTERNS = {
 
 
 def is_known(parameter_name: str) -> bool:
-    """Whether a parameter of this name belongs to an operator."""
+    """Returns whether a parameter of this name belongs to an operator."""
     return any(pattern.fullmatch(parameter_name) for pattern in _PATTERNS)
 
 
 @functools.cache
 def operator_of(parameter_name: str) -> str:
-    """The operator name of a parameter.
+    """Returns the operator name of a parameter.
 
     A norm belongs to the operator that it feeds, the final norm to ``output``.  The norm before a router and its
-    experts feeds all of them and belongs to ``layers.N.mlp``, which without shared experts holds nothing else.  A
-    weight shared by embedding and output belongs to ``embedding``.
+    experts feeds all of them and belongs to ``layers.N.mlp``; without shared experts, that operator holds only this
+    norm.  A weight shared by embedding and output belongs to ``embedding``.
 
     Args:
         parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``.

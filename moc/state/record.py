@@ -1,4 +1,4 @@
-"""Step records and positions: the state of an iteration besides its tensors."""
+"""Step records and positions: the state of an iteration apart from its tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class StepRecord:
     """The decisions of an iteration, by which it can be replayed given its reduced gradients.
 
     Attributes:
-        iteration: iterations completed, this one included.
+        iteration: number of iterations completed, including this one.
         loss: mean language-model loss over the tokens of the global batch.
-        grad_norm: norm of the whole gradient before clipping; inf if the iteration was skipped.
+        grad_norm: global gradient norm before clipping; inf if the iteration was skipped.
         loss_scale: factor on the fp16 loss.
         skipped: the norm was not finite, so no update was made.
         tokens: tokens averaged in the loss.
@@ -53,11 +53,11 @@ class Records:
         self._records.pop(record.iteration - self._most, None)
 
     def iterations(self) -> list[int]:
-        """The iterations that have a record, ascending."""
+        """Returns the iterations that have a record, ascending."""
         return sorted(self._records)
 
     def of(self, iterations: Iterable[int]) -> list[StepRecord]:
-        """The records of some iterations.
+        """Returns the records of some iterations.
 
         Raises:
             KeyError: an iteration has no record.
@@ -74,11 +74,11 @@ class Position:
     skipped_iterations: int = 0
 
     def after(self, record: StepRecord) -> Position:
-        """The position after an iteration."""
+        """Returns the position after an iteration."""
         consumed, skipped = self.consumed_samples + record.samples, self.skipped_iterations + record.skipped
         return Position(record.iteration, consumed, skipped)
 
 
 def mean_loss(sums: dict[str, float]) -> float:
-    """Mean loss per token, from sums over all workers."""
+    """Returns the mean loss per token, from sums over all workers."""
     return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)

@@ -1,7 +1,7 @@
 """Boxes of unpartitioned tensors: the coordinate system shared by all layouts.
 
 Tensor, expert and pipeline parallelism cut a parameter into boxes; ZeRO cuts the flattened box at any element. Both
-become :class:`Region`, so that saving and loading never see a flat buffer or a shard boundary.
+become :class:`Region`, so that saving and loading never handle a flat buffer or a shard boundary.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Region:
         return math.prod(self.shape)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-        """Index of this box in a tensor whose first element is at ``origin`` (default: zero)."""
+        """Returns the index of this box in a tensor whose first element is at ``origin`` (default: zero)."""
         origin = origin or (0,) * len(self.offset)
         return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
-        """The intersection, or None if it is empty."""
+        """Returns the intersection, or None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -39,7 +39,7 @@ class Region:
         return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def without(self, part: Region) -> Iterator[Region]:
-        """Disjoint boxes that cover this one except ``part``."""
+        """Yields disjoint boxes that cover this one except ``part``."""
         offset, shape = self.offset, self.shape
         for axis, (start, count) in enumerate(zip(part.offset, part.shape, strict=True)):
             stop, end = start + count, offset[axis] + shape[axis]
@@ -49,7 +49,7 @@ class Region:
             offset, shape = _with(offset, axis, start), _with(shape, axis, count)
 
     def cut(self, most: int) -> Iterator[Region]:
-        """Boxes of at most ``most`` elements (at least one) that cover this one in element order."""
+        """Yields boxes of at most ``most`` elements (at least one) that cover this one in element order."""
         if self.numel <= most:
             yield self
             return
@@ -61,7 +61,7 @@ class Region:
             yield from Region(_with(self.offset, axis, start + first), shape).cut(most)
 
     def shifted(self, by: tuple[int, ...]) -> Region:
-        """This box translated by ``by``."""
+        """Returns this box translated by ``by``."""
         return Region(tuple(map(sum, zip(self.offset, by, strict=True))), self.shape)
 
 

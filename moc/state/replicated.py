@@ -18,17 +18,17 @@ from moc.state.region import Region
 class ReplicatedState:
     """A :class:`moc.state.interface.TrainingState` of data-parallel replicas; operators cannot be frozen.
 
-    The state of the optimizer is that of torch, bit by bit, if an update reaches all parameters of an operator or none.
+    The optimizer state is bit-identical to torch's, if each update reaches all parameters of an operator or none.
 
     Args:
-        parameters: parameters by their names in checkpoints, which are Megatron's
-            (:data:`moc.state.operators.OPERATORS`); all that the optimizer updates.
+        parameters: all parameters that the optimizer updates, by their names in checkpoints, which are Megatron's
+            (:data:`moc.state.operators.OPERATORS`).
         optimizer: torch's Adam, AdamW or SGD, with all its parameter groups.
         rank: rank of this worker.
 
     Raises:
-        UnsupportedStateError: a parameter belongs to no known operator, the optimizer updates one that has no name
-            here, or it keeps a state that is not known.
+        UnsupportedStateError: a parameter belongs to no known operator, the optimizer updates a parameter without a
+            name, or the optimizer keeps unknown state.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int):
@@ -51,18 +51,18 @@ class ReplicatedState:
                 yield parameter, group
 
     def operators(self) -> list[str]:
-        """Names of the operators, in model order."""
+        """Returns the names of the operators, in model order."""
         return list(dict.fromkeys(self._operators.values()))
 
     def described(self) -> list[Operator]:
-        """The operators, in model order."""
+        """Returns the operators, in model order."""
         sizes: Counter[str] = Counter()
         for name, parameter in self._parameters.items():
             sizes[self._operators[name]] += parameter.numel()
         return [_operator(name, size) for name, size in sizes.items()]
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields the slots of a detail of some operators; rank 0 holds the first copy."""
+        """Yields the slots of a state subset of some operators; rank 0 holds the first copy."""
         wanted = set(operators)
         for name, parameter in self._parameters.items():
             if self._operators[name] in wanted:
@@ -80,7 +80,7 @@ class ReplicatedState:
             if parameter.grad is None:  # allocated for loading
                 parameter.grad = torch.zeros_like(parameter)
             slots = {"grad": parameter.grad}
-        else:  # what the optimizer does not update is saved without moments
+        else:  # values that the optimizer does not update are saved without moments
             slots = {"master": weights} | self._moments.get(parameter, {})
         return {slot: values.view(-1) for slot, values in slots.items() if detail.holds(slot)}
 
@@ -100,7 +100,7 @@ class ReplicatedState:
         """No-op: each worker loads all weights."""
 
     def steps(self) -> dict[str, int]:
-        """Number of updates of each operator's moments; empty for SGD, which does not count."""
+        """Returns the number of updates of each operator's moments; empty for SGD, which does not count."""
         counts: dict[str, int] = {}
         for name, counter in self._counters():  # the most: a parameter without gradients counts none
             counts[self._operators[name]] = max(counts.get(self._operators[name], 0), int(counter))
@@ -147,7 +147,7 @@ def _operator(name: str, size: int) -> Operator:
 
 
 def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Creates the state that torch would create in the first update, with the same outcome; returns the moments.
+    """Creates the state that torch creates in the first update, with the same result; returns the moments.
 
     Raises:
         UnsupportedStateError: the optimizer keeps another state.

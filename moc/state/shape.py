@@ -30,7 +30,7 @@ class ModelShape:
         qkv_bias: the QKV projection has a bias even if other linear layers have none.
         norm_bias: norms have biases (LayerNorm).
         qk_norm: queries and keys are normalised.
-        qk_norm_full_width: over all heads together, not each head by itself.
+        qk_norm_full_width: queries and keys are normalised over all heads together, not for each head.
         tied: embedding and output layer share their weight.
     """
 
@@ -56,7 +56,7 @@ class ModelShape:
 
 
 def model_operators(shape: ModelShape) -> list[Operator]:
-    """Every operator of a model, in the order of the forward pass."""
+    """Returns every operator of a model, in the order of the forward pass."""
     words, positions = shape.vocab_size * shape.hidden_size, shape.positions * shape.hidden_size
     operators = [Operator("embedding", "embedding", None, None, words + positions, unsliced=positions)]
     for layer, has_experts in enumerate(shape.expert_layers):
@@ -98,7 +98,7 @@ def _experts(shape: ModelShape, layer: int) -> Iterator[Operator]:
 
 
 def _feed_forward(shape: ModelShape, width: int) -> tuple[int, int]:
-    """Parameters of a feed-forward layer: sliced by tensor parallelism, and unsliced."""
+    """Returns the parameters of a feed-forward layer: sliced by tensor parallelism, and unsliced."""
     into = (2 if shape.gated else 1) * width
     return shape.hidden_size * (into + width) + into * shape.linear_bias, shape.hidden_size * shape.linear_bias
 

@@ -33,7 +33,7 @@ _LONGEST = 1024
 """Containers with more entries are data rather than state, and are not recorded."""
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, numpy.generic)
 _OPAQUE = ("transformer_engine.",)
-"""Packages whose modules keep flags and registrations that belong together: none of their attributes is restored."""
+"""Packages whose modules keep interdependent flags and registrations: none of their attributes is restored."""
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # `training` and the registries of parameters and hooks
 
 Holder = Callable[[], Any]
@@ -47,7 +47,7 @@ class UntrackedChangeError(UserError, RuntimeError):
 
 
 class Place(NamedTuple):
-    """Where a value is: a dictionary of a module, and a key."""
+    """Location of a value: a dictionary of a module, and a key."""
 
     owner: MutableMapping[str, Any]
     key: str
@@ -81,7 +81,7 @@ class Saved:
 
     @property
     def was_changed_in_place(self) -> bool:
-        """Whether the content of a recorded tensor has changed, whatever the place holds now."""
+        """Whether the content of the recorded object has changed; True for values that are not tensors."""
         value = self.value
         if not isinstance(value, torch.Tensor):
             return True
@@ -91,7 +91,7 @@ class Saved:
 
 
 def is_state(value: Any) -> bool:
-    """Whether an attribute may be state: a tensor, number, text, generator, array, or a small container of these."""
+    """Return whether an attribute may be state: tensor, number, text, generator, array, or small container of these."""
     if isinstance(value, torch.Tensor):
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         return plain and not value.is_inference()
@@ -103,7 +103,7 @@ def is_state(value: Any) -> bool:
 
 
 def places(modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
-    """Yield the places of the modules' own state: each buffer, and each attribute that may be state.
+    """Yield the locations of the modules' own state: each buffer, and each attribute that may be state.
 
     A class lists attributes that the runtime sets between iterations in ``not_module_state``.
     """
@@ -119,14 +119,14 @@ def places(modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
 
 @functools.cache
 def _skipped(kind: type) -> frozenset[str]:
-    """Attributes that are not state: of every module, of opaque packages, and those that a class lists."""
+    """Return names that are not state: attributes of every module, of opaque packages, and of the class's list."""
     opaque = (base for base in kind.__mro__ if base.__module__.startswith(_OPAQUE) and "__init__" in vars(base))
     named = {name for base in opaque for name in base.__init__.__code__.co_names}
     return _OF_EVERY_MODULE | getattr(kind, "not_module_state", frozenset()) | named
 
 
 def record(value: Any, copies: bool = True, is_holder: bool = False) -> Saved:
-    """Record a value; of a holder, also the attributes of the objects that it consists of."""
+    """Record a value; for a holder, also the attributes of its nested objects."""
     if isinstance(value, torch.Tensor):
         return Saved(value, value.detach().clone() if copies else None, version=value._version)
     if isinstance(value, torch.Generator):
@@ -183,12 +183,12 @@ def _restore(saved: Saved) -> Any:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same bits."""
+    """Return whether two tensors of one shape have the same bits."""
     return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def differs(saved: Saved, value: Any) -> bool:
-    """Whether a value differs from its record; tensors without a copy are compared by their count of changes."""
+    """Return whether a value differs from its record; tensors without a copy are compared by their version counter."""
     if value is not saved.value:
         is_same_number = type(value) is type(saved.value) and isinstance(value, _NUMBERS)
         return not (is_same_number and repr(value) == repr(saved.value))
@@ -229,7 +229,7 @@ class UndoLog:
         self._known: dict[tuple[int, str], Saved] = {}  # every value when it was last checked, without copies
         self._changing: dict[tuple[int, str], Place] = {}
         self._in_place: set[tuple[int, str]] = set()  # changing tensors that need copies
-        self._copies: dict[tuple[int, str], torch.Tensor] = {}  # memory for these, used again in each iteration
+        self._copies: dict[tuple[int, str], torch.Tensor] = {}  # memory for these, reused in each iteration
         self._before: dict[tuple[int, str], tuple[Place, Saved]] | None = None
         self._of_holders: list[Saved] = []
         self._after: list[tuple[Place, Saved]] = []
@@ -237,7 +237,7 @@ class UndoLog:
 
     @property
     def changing(self) -> list[Place]:
-        """Places of values that an iteration has changed so far."""
+        """Locations of values that an iteration has changed so far."""
         return list(self._changing.values())
 
     def begin(self, full: bool = False) -> None:
@@ -257,7 +257,7 @@ class UndoLog:
         self._of_holders = [record(holder(), is_holder=True) for holder in self._holders]
 
     def commit(self) -> None:
-        """Keep the values of the iteration, also of a suspended one."""
+        """Keep the values of the iteration, including a suspended one."""
         for place, saved in self._after:
             place.owner[place.key] = _restore(saved)
         self._after = []

@@ -19,7 +19,7 @@ class Blob(Protocol):
     """Size in bytes."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes [start, stop); writing into them does not change the file."""
+        """Returns the bytes [start, stop); writing into them does not change the file."""
         ...
 
     def will_read(self, start: int, stop: int) -> None:

@@ -33,7 +33,7 @@ class StoredTensor:
 
 
 class _Place(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """An entry of the index: which box of which tensor an entry of the header is."""
+    """An entry of the index: the tensor and the box that an entry of the header holds."""
 
     name: Name
     slot: Name
@@ -74,7 +74,7 @@ class StoredBox(Described):
 def read_boxes(
     file: str, size: int, read: Callable[[int, int], bytes | memoryview], slack: bool = True
 ) -> list[StoredBox]:
-    """The boxes that a file's header describes, in the order of its index.
+    """Returns the boxes that a file's header describes, in the order of its index.
 
     Args:
         file: file name, recorded in each box.
@@ -144,7 +144,7 @@ def check_spans(tensors: Iterable[StoredTensor], room: int, slack: bool) -> None
         slack: the file may be longer than its contents.
 
     Raises:
-        ValueError: a byte belongs to none or to several of them, or to one beyond the end of the file.
+        ValueError: a byte belongs to no tensor or to several, or a tensor extends beyond the end of the file.
     """
     end = 0
     for start, stop in sorted(tensor.data_offsets for tensor in tensors):

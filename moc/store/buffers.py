@@ -23,10 +23,10 @@ class Buffer:
 
     Args:
         nbytes: size in bytes.
-        path: file in a memory file system, which outlives the process; None for anonymous memory, which does not.
+        path: file in a memory file system, which outlives the process; None for anonymous memory.
         pin: page-lock it for CUDA, so that copies run asynchronously.
-        purpose: what the buffer is for, in the error message.
-        otherwise: the remedy without a buffer, in the error message.
+        purpose: purpose of the buffer, for the error message.
+        otherwise: the remedy without a buffer, for the error message.
 
     Raises:
         NoRoomError: memory is insufficient.
@@ -59,11 +59,11 @@ class Buffer:
             _check(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
 
     def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes [start, stop) as a flat tensor."""
+        """Returns the bytes [start, stop) as a flat tensor."""
         return self.values[start:stop].view(dtype)
 
     def views(self, start: int, sizes: Iterable[int], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """The bytes from ``start`` on as flat tensors of these sizes in bytes, which follow each other."""
+        """Returns the bytes from ``start`` on as flat tensors of these sizes in bytes, which follow each other."""
         elements = [size // dtype.itemsize for size in sizes]
         return self.view(start, start + sum(elements) * dtype.itemsize, dtype).split(elements)
 

@@ -1,4 +1,4 @@
-"""Claims: the run, the launch and the term in whose name a worker publishes."""
+"""Claims: the run, the launch and the term under which a worker publishes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Claim:
 
     @classmethod
     def of_process(cls) -> Claim:
-        """A unique claim, for a program that is not a worker of a job."""
+        """Returns a unique claim, for a program that is not a worker of a job."""
         return cls(secrets.token_hex(8))
 
     @property
@@ -42,18 +42,18 @@ class Claim:
         return f"{self.term[0]}.{self.term[1]}"
 
     def supersedes(self, name: str) -> bool:
-        """Whether a file name has the tag of an older term or of another launch; False without a tag."""
+        """Returns whether a file name has the tag of an older term or of another launch; False without a tag."""
         tag = term_in(name)
         return tag is not None and (tag[0] != _word(self.job) or tag[1] < self.term)
 
     def made(self, name: str) -> bool:
-        """Whether a file name has the tag of any term of this launch."""
+        """Returns whether a file name has the tag of any term of this launch."""
         tag = term_in(name)
         return tag is not None and tag[0] == _word(self.job)
 
 
 def term_in(name: str) -> tuple[str, tuple[int, int]] | None:
-    """Job and term of the tag in a file name; None without a tag."""
+    """Returns the job and term of the tag in a file name; None without a tag."""
     found = _TAG.search(name)
     return found and (found[1], (int(found[2]), int(found[3])))
 

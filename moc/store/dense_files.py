@@ -43,25 +43,25 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _Listing:
-    """What every manifest has."""
+    """Fields of every manifest."""
 
     iteration: Count
     files: dict[Name, _Listed]
 
 
 def directory_of(root: str | Path, iteration: int) -> Path:
-    """Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
+    """Returns Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
     return Path(root) / store.directory_of(iteration)
 
 
 def saved_iterations(root: str | Path) -> list[int]:
-    """Iterations that have a published checkpoint under ``root``, ascending."""
+    """Returns the iterations that have a published checkpoint under ``root``, ascending."""
     found = map(store.iteration_of, Tree(root).directories())
     return sorted(iteration for iteration in found if iteration is not None)
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The iteration in the tracker file; None without a tracker, or if it names a release, as Megatron-LM's may.
+    """Returns the iteration in the tracker file; None without a tracker, or for Megatron-LM's ``release``.
 
     Raises:
         CheckpointError: the tracker contains neither a number nor ``release``.
@@ -88,7 +88,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def read_manifest(directory: Path) -> dict | None:
-    """The manifest of a checkpoint, or None without one (written by stock Megatron-LM).
+    """Returns the manifest of a checkpoint, or None without one (written by stock Megatron-LM).
 
     Raises:
         CheckpointError: the directory is missing, or the manifest is missing, damaged or of another format.
@@ -118,12 +118,12 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def damaged(what: str) -> CheckpointError:
-    """The error of a damaged checkpoint, with the remedy."""
+    """Returns the error of a damaged checkpoint, with the remedy."""
     return CheckpointError(f"{what}. Fix: load an older checkpoint with --ckpt-step", code="checkpoint-damaged")
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
-    """The staging directory of a checkpoint, before it is published; its name has the tag of the writer's claim."""
+    """Returns the staging directory of an unpublished checkpoint; its name has the tag of the writer's claim."""
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
@@ -170,7 +170,7 @@ def publish(
         files: the manifest entries of all files, by path relative to the checkpoint.
         fence: guards the directory.
         retain_interval: older checkpoints whose iteration is not a multiple of it are deleted; None to keep them.
-        format: of the checkpoint.
+        format: format of the checkpoint.
 
     Raises:
         SupersededError: a newer generation of this job, or another job, saves there now.

@@ -1,4 +1,4 @@
-"""How a header describes a box: the texts are made once, since snapshots have the same boxes again and again."""
+"""Descriptions of boxes in file headers; the texts are cached, because successive snapshots have the same boxes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Texts(NamedTuple):
 
 
 class Described:
-    """Makes the texts of a box that has the attributes below."""
+    """Base class of boxes, which makes their header texts from the attributes below."""
 
     name: str
     slot: str
@@ -32,7 +32,7 @@ class Described:
 
     @property
     def texts(self) -> Texts:
-        """Its parts of a header."""
+        """The box's parts of a header."""
         return self._texts
 
     @cached_property

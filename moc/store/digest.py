@@ -11,14 +11,14 @@ _BLOCK = 4 << 20
 
 
 def digest_of(data) -> str:
-    """xxh3-128 of a buffer, in hex."""
+    """Returns the xxh3-128 of a buffer, in hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of_file(
     file: BufferedIOBase | RawIOBase, size: int, advance: Callable[[int], object] = lambda count: None
 ) -> str:
-    """xxh3-128 of the next ``size`` bytes of a file, or of fewer if it ends, in hex.
+    """Returns the xxh3-128 of the next ``size`` bytes of a file, or of fewer if it ends, in hex.
 
     Calls ``advance`` with the number of bytes of each block read.
     """

@@ -14,10 +14,10 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def new_file(path: Path) -> int:
-    """Makes a file, and returns its descriptor; never opens what is there, nor follows a link.
+    """Makes a file, and returns its descriptor; never opens an existing file, nor follows a link.
 
     Raises:
-        FileExistsError: something has the name.
+        FileExistsError: the name exists.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 

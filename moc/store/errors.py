@@ -19,13 +19,13 @@ class NoRoomError(CheckpointError):
 
 
 class TakenError(CheckpointError):
-    """Another job owns the place: this one must stop writing there."""
+    """Another job owns the storage location: this one must stop writing there."""
 
     code = "directory-in-use"
 
 
 class SupersededError(TakenError):
-    """The caller has been superseded in the place, by a newer generation of its job or by another job."""
+    """A newer generation of the caller's job, or another job, has taken the storage location."""
 
     code = "directory-taken-over"
 

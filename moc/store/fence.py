@@ -2,17 +2,17 @@
 
 No step waits for a worker of the same launch, and safety does not depend on locks: a lock only shows another launch
 that the owner is alive.  That no superseded worker publishes follows from the order of the steps, on any file system
-with a consistent view:
+with consistent reads:
 
     publishing      write a temporary file whose name has the term; read the fence; if it is not newer, rename
     beginning       write the fence, in the same way; then remove the temporary files of older terms; read it again
 
-A publisher that reads the fence before the new one is written has already created its temporary file.  So either it
-renames the file before its removal, and the new term sees what was published when it looks afterwards, or the file is
-gone and the rename fails.
+A publisher that reads the fence before the new one is written has already created its temporary file.  Either it
+renames the file before the removal, and the new term finds the published file afterwards.  Or the file is gone, and the
+rename fails.
 
 The first byte of a launch's lock file is locked while the launch is alive, and the second while it owns the directory.
-So a damaged fence does not admit a second owner: the lock files show which launch owns the directory.
+If the fence is damaged, these locks show the owner, so that no second owner is admitted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _newest: dict[Path, _Lock] = {}
 
 @dataclass(frozen=True)
 class Holder:
-    """The owner of a place, and the launches that owned it before and may not reclaim it."""
+    """The owner of a directory, and the launches that owned it before and may not reclaim it."""
 
     claim: Claim
     host: str
@@ -73,17 +73,17 @@ class Holder:
 
     @classmethod
     def this(cls, claim: Claim, before: tuple[str, ...]) -> Holder:
-        """This process as the owner."""
+        """Returns this process as the owner."""
         return cls(claim, socket.gethostname(), os.getpid(), before)
 
     def to_json(self) -> str:
-        """JSON text with its hash."""
+        """Returns JSON text with its hash."""
         claim = self.claim
         return decode.sealed(asdict(_Stored(claim.job, claim.run, claim.term, self.host, self.pid, self.before)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Holder:
-        """The inverse of :meth:`to_json`; raises ValueError on other text."""
+        """Inverts :meth:`to_json`; raises ValueError on other text."""
         plain = decode.unsealed(text, _Stored)
         return cls(Claim(plain.job, plain.term, plain.run), plain.host, plain.pid, plain.before)
 
@@ -101,10 +101,10 @@ class _Stored:
 
 
 def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
-    """Raises if a place is owned by a newer claim than the caller's.
+    """Raises if a newer claim than the caller's owns the location.
 
     Raises:
-        SupersededError: a newer generation of the same launch, or another launch, owns the place.
+        SupersededError: a newer generation of the same launch, or another launch, owns the location.
     """
     if now is None or (now.claim.job == claim.job and now.claim.term <= claim.term):
         return
@@ -121,7 +121,7 @@ def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
 
 
 def successors(claim: Claim, now: Holder | None, name: str) -> tuple[str, ...]:
-    """The launches that a claim supersedes when it takes a place.
+    """Returns the launches that a claim supersedes when it takes a location.
 
     Raises:
         SupersededError: the claim itself has been superseded.
@@ -180,7 +180,7 @@ class Fence:
         refuse_superseded(self.claim, self.read(), str(self._root))
 
     def read(self) -> Holder | None:
-        """The owner of the directory; None if it never had one.  If the fence is damaged, the lock files name it."""
+        """Returns the directory's owner; None if it never had one.  If the fence is damaged, lock files name it."""
         try:
             return Holder.from_json(self._tree.read(NAME, SMALL))
         except FileNotFoundError:
@@ -190,7 +190,7 @@ class Fence:
             return self._shown_by_locks()
 
     def _shown_by_locks(self) -> Holder | None:
-        """The launch that owns the directory and is alive, or else the one with the newest lock file."""
+        """Returns the live launch that owns the directory; if there is none, the one with the newest lock file."""
         found: list[tuple[bool, int, Holder]] = []
         for name in self._tree.names():
             tag = term_in(name)
@@ -233,7 +233,7 @@ class Fence:
         return False
 
     def _successor(self) -> Iterator[bytes]:
-        """The fence of the claim; reads the present one only after the temporary file is there: see above."""
+        """Yields the claim's fence; reads the present one only after the temporary file exists (module docstring)."""
         now = self.read()
         before = successors(self.claim, now, str(self._root))
         if now is not None and now.claim.job != self.claim.job:
@@ -244,7 +244,7 @@ class Fence:
         yield Holder.this(self.claim, before).to_json().encode()
 
     def _move_aside(self) -> None:
-        """Removes a directory that has the fence's name, and never a fence."""
+        """Removes a directory that has the fence's name, but never a fence."""
         aside = f"{NAME}.{self.claim.tag}{_GIVEN_UP}"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._tree.directory() as there:
             os.rename(f"{NAME}/", aside, src_dir_fd=there, dst_dir_fd=there)  # the slash admits only a directory
@@ -295,13 +295,13 @@ class Fence:
             self._lock.owns = False
 
     def _life_of(self, holder: Holder) -> int | None:
-        """The process that shows that an owner is alive, 0 if it is not of this machine; None if none does."""
+        """Returns the process that holds an owner's lock, 0 if it is on another machine; None if no process does."""
         return self._locker(f"{_LOCK}.{holder.claim.tag}", _LIFE)
 
     def _locker(self, name: str, byte: int) -> int | None:
-        """The process that has locked a byte of a lock file for writing, 0 if it cannot be seen; None without one.
+        """Returns the process that has write-locked a byte of a lock file, 0 if it is not visible; None without one.
 
-        A lock for reading does not count, which every user could take who may read the file.
+        Read locks do not count, since every user with read access can take one.
         """
         path = self._root.resolve() / name
         if _is_current(path):  # opening and closing it would release the locks
@@ -318,25 +318,25 @@ class Fence:
         return None if kind == fcntl.F_UNLCK else process
 
     def _lock_path(self, claim: Claim) -> Path:
-        return self._root.resolve() / f"{_LOCK}.{claim.tag}"  # never what a link there leads to
+        return self._root.resolve() / f"{_LOCK}.{claim.tag}"  # the name itself is not resolved: it may be a link
 
 
 def lives(root: Path) -> Holder | None:
-    """The live owner of a directory, if there is one; does not contact it."""
+    """Returns the live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())
     now = fence.read()
     return now if now is not None and fence._life_of(now) is not None else None
 
 
 def _described(holder: Holder, process: int) -> str:
-    """An owner, or the process of this machine that holds the owner's lock instead of it."""
+    """Describes an owner, or the process of this machine that holds the lock in its stead."""
     if process in (0, holder.pid) or holder.host != socket.gethostname():
         return f"process {holder.pid} on {holder.host}"
     return f"process {process} of this machine, which holds its lock"
 
 
 def _is_current(path: Path) -> bool:
-    """Whether this process holds the existing lock file, rather than a removed one."""
+    """Returns whether this process holds the existing lock file, rather than a removed one."""
     held = _held.get(path)
     with contextlib.suppress(FileNotFoundError):
         return held is not None and os.path.samestat(os.fstat(held.file.fileno()), path.lstat())

@@ -18,10 +18,10 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
-    """The values of a fragment, in the shape of its region, on the host; possibly a view of a mapped file.
+    """Returns the values of a fragment, in the shape of its region, on the host; possibly a view of a mapped file.
 
-    Vocabulary rows that are padding only in this layout are zeros.  Values of user modules come from another worker of
-    the stage if the checkpoint has another layout, and are zeros, which stand for no values, if it has none.
+    Vocabulary rows that are padding only in this layout are zeros.  If the checkpoint has another layout, values of
+    user modules are those that another worker of the stage saved; zeros mean that no values were saved.
 
     Raises:
         MissingRegionError: the checkpoint holds the tensor only in part, or in another shape.
@@ -51,7 +51,7 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
 
 
 def _of_another_worker(name: str, reader: RegionReader) -> str | None:
-    """The saved module state of the same operator with the lowest index."""
+    """Returns the saved module state of the same operator with the lowest index."""
     of_operator = name.rpartition(".")[0] + "."
     saved = {one.entry.name for one in reader.sources() if one.entry.name.startswith(of_operator)}
     numbers = {int(last): one for one in saved if _INDEX.fullmatch(last := one.removeprefix(of_operator))}

@@ -26,7 +26,7 @@ class Box(Protocol):
 
     @property
     def slot(self) -> str:
-        """What of it."""
+        """Slot of the tensor: ``master``, ``exp_avg``, ..."""
         ...
 
     @property
@@ -36,12 +36,12 @@ class Box(Protocol):
 
     @property
     def region(self) -> Region:
-        """The box."""
+        """Bounds of the box."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class Box(Protocol):
 
     @property
     def texts(self) -> Texts:
-        """How a header describes it."""
+        """Description of the box in a header."""
         ...
 
 
@@ -80,7 +80,7 @@ class FileLayout[B: Box]:
         self.nbytes = begin + ends[-1]
 
     def header(self, digests: Sequence[str]) -> bytes:
-        """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
+        """Returns the bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
         *before, last = self._around
         rows = zip(before, digests, strict=True)
         text = "".join([*chain.from_iterable(rows), last]).encode().ljust(self.header_bytes - 8)
@@ -88,9 +88,9 @@ class FileLayout[B: Box]:
 
 
 def _around_digests(entries: Sequence[Box], ends: Sequence[int]) -> list[str]:
-    """The text of a header before each digest, and after the last: the index, and what safetensors needs.
+    """Returns the text of a header before each digest, and after the last.
 
-    The latter are dtype, shape, and offsets from the first byte of the data.
+    The text consists of the index, and of safetensors' dtype, shape, and offsets from the first byte of the data.
     """
     texts = [entry.texts for entry in entries]
     rows = [f'\\"{number}\\": {text.named}, \\"' for number, text in enumerate(texts)]
@@ -105,7 +105,7 @@ def _around_digests(entries: Sequence[Box], ends: Sequence[int]) -> list[str]:
 
 
 class Extract(NamedTuple):
-    """Some boxes of a file, as a file of their own.
+    """Some boxes of a file, as a separate file.
 
     Attributes:
         header: its bytes before the data.
@@ -119,9 +119,9 @@ class Extract(NamedTuple):
 
 
 def extract(file: str, entry: FileEntry, header: bytes, keeps: Callable[[StoredBox], bool]) -> Extract | None:
-    """Returns the boxes of a file that are kept, with the hashes that its header has; None if there are none.
+    """Returns the kept boxes of a file, with the hashes in its header; None if no box is kept.
 
-    If all are kept, it is the file itself.
+    If all boxes are kept, the result is the file itself.
 
     Args:
         file: name of the file, for messages.

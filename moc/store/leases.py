@@ -1,7 +1,7 @@
-"""Leases of memory: how long after its last sign of life a job may still continue from its snapshots there.
+"""Leases of memory: how long a job may still continue from its snapshots there after its last renewal.
 
 A job records its lease when it takes a directory, and renews it by the file's modification time.  While a lease lasts,
-the job may be replacing its workers, so that no process uses the memory, and no tool may remove it.
+no tool may remove the memory: the job may be replacing its workers, and meanwhile no process uses it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def record_lease(place: Storage, seconds: float) -> None:
     """Records the lease of the job that has taken a directory, from now on.
 
     Raises:
-        SupersededError: another claim has taken the place.
-        OSError: it cannot be written.
+        SupersededError: another claim has taken the location.
+        OSError: the lease cannot be written.
     """
     place.write(NAME, [decode.sealed({"seconds": seconds}).encode()])
 
 
 def renew_lease(root: Path) -> None:
-    """Renews the lease; does nothing if the directory is gone, or the file is not the job's own."""
+    """Renews the lease; does nothing if the directory is gone, or the file is another job's."""
     with contextlib.suppress(FileNotFoundError, RefusedFileError):
         descriptor = open_single(root / NAME, os.O_RDONLY)
         try:
@@ -50,7 +50,7 @@ def renew_lease(root: Path) -> None:
 
 
 def lease_left_s(root: Path) -> float:
-    """Seconds until the lease of the job in a directory expires; not positive afterwards.
+    """Returns the seconds until the lease of the job in a directory expires; not positive afterwards.
 
     Raises:
         OSError: the directory cannot be read.

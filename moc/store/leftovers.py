@@ -45,7 +45,7 @@ class Leftover:
 
 
 def leftovers(memory_dir: str | Path) -> list[Leftover]:
-    """All memory of this user's jobs in a memory file system, running ones included.
+    """Returns all memory of this user's jobs in a memory file system, running ones included.
 
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
@@ -55,11 +55,11 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
 
 
 def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
-    """The memory of the run whose checkpoints are in a directory or URL, on all nodes that share this machine.
+    """Returns the memory of the run whose checkpoints are in a directory or URL, on all nodes that share this machine.
 
     Raises:
         CheckpointError: no run has begun there, or as :func:`leftovers`.
-        OSError: the place of the checkpoints cannot be read.
+        OSError: the checkpoints' location cannot be read.
     """
     run = run_of(place_of(job))
     if run is None:
@@ -130,7 +130,7 @@ def give_back(run: Path, node: str) -> None:
 def give_back_unused(memory: Path) -> None:
     """Removes unused buffers from a run's memory on this node, and the memory itself if nothing else is in it.
 
-    The job of this process must be about to end.  Snapshots and logs stay, and so does what cannot be removed.
+    The job of this process must be about to end.  Snapshots, logs and files that cannot be removed stay.
     """
     with contextlib.suppress(OSError):
         for slot in memory.rglob(f"{DIRECTORY}/*"):
@@ -143,7 +143,7 @@ def give_back_unused(memory: Path) -> None:
 
 
 def _bytes(path: Path) -> int:
-    """Bytes of its files; a file with several names counts once."""
+    """Returns the number of bytes of the files; a file with several names counts once."""
     sizes = {}
     for file in path.rglob("*"):
         try:
@@ -156,7 +156,7 @@ def _bytes(path: Path) -> int:
 
 
 def _users(path: Path) -> Iterator[int]:
-    """Yields the owner of the place, and every process that maps one of its buffers.
+    """Yields the owner of the directory, and every process that maps one of its buffers.
 
     The owner may just have died while its job continues; in another container, only its lock is visible.
     """

@@ -1,4 +1,4 @@
-"""Resolves an address to a place."""
+"""Resolves an address to a storage location."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
 def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
-    """The place of an address; nothing is read, written or connected to.
+    """Returns the storage location of an address; nothing is read, written or connected to.
 
     Args:
         address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for

@@ -18,7 +18,7 @@ from moc.store.saved_state import SavedState
 NAME = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
 ALIKE = "alike"
-"""In the state of a snapshot in memory: by number of nodes that save each element, the names of such operators."""
+"""Key in the state of a snapshot in memory: operator names, by the number of nodes that save each element."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class OperatorEntry:
     elements: Mapping[Name, Count]
 
     def at(self, detail: Detail) -> OperatorEntry:
-        """What a detail holds of it; the entry itself if that is everything."""
+        """Returns the part of an entry that a state subset includes; the entry itself if that is everything."""
         elements = {slot: count for slot, count in self.elements.items() if detail.holds(slot)}
         return self if elements == self.elements else OperatorEntry(detail.value, self.step, elements)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report: its file, the contents of that by operator, and launch and term of the writer, if any."""
+    """One rank's report: its file, the file's contents by operator, and launch and term of the writer, if any."""
 
     name: FileName
     file: FileEntry
@@ -61,13 +61,13 @@ class RankReport:
     term: tuple[Count, Count] = (0, 0)
 
     def to_json(self) -> str:
-        """JSON text."""
+        """Returns JSON text."""
         described = {"file": decode.values_of(self.file), "operators": _plain(self.operators)}
         return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        """The inverse of :meth:`to_json`; raises ValueError on other text."""
+        """Inverts :meth:`to_json`; raises ValueError on other text."""
         report = decode.decode(text, cls)
         _check_sizes({report.name: report.file})
         return report
@@ -95,7 +95,7 @@ class Manifest:
 
     @property
     def alike(self) -> dict[str, int]:
-        """By operator, how many nodes save each element alike, in their memory; only those that several save."""
+        """Number of nodes that save identical replicas of an operator in their memory; only operators with several."""
         known = decode.convert(self.state.get(ALIKE, {}), dict[Count, list[Name]])
         return {name: number for number, names in known.items() for name in names if name in self.operators}
 
@@ -105,9 +105,9 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``; not indented, since indenting takes ten times as long."""
+        """Returns the text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
-        described["state"] = decode.parse(json.dumps(self.state))  # as a reader will see it: its keys may be numbers
+        described["state"] = decode.parse(json.dumps(self.state))  # keys that are numbers become text
         fields = {name: value for name, value in decode.values_of(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
         text = _canonical({"format": FORMAT, **fields, **described, **author})
@@ -133,14 +133,14 @@ class Manifest:
 
 
 def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
-    """Returns the fields of a manifest, called ``name`` in messages, after a comparison with its hash.
+    """Returns the fields of a manifest, called ``name`` in messages, after verifying its hash.
 
-    A text that equals the canonical one repeats no key; only another text is searched for repeated keys.
+    Text in canonical form repeats no key; only other text is searched for repeated keys.
 
     Raises:
         CheckpointError: the manifest does not match its hash, or is of another format.
-        ValueError: it is not an object, or repeats a key.
-        KeyError: it has no hash or no format.
+        ValueError: the text is not a JSON object, or repeats a key.
+        KeyError: the hash or the format is missing.
     """
     plain = {**decode.table(decode.parse(text, unique_keys=False), "it")}
     digest, written = plain.pop("xxh3_128"), plain.pop("format")
@@ -211,7 +211,7 @@ def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
 
 
 def _canonical(plain: dict) -> str:
-    """The text whose hash a manifest has: of equal objects, the same."""
+    """Returns the text that a manifest's hash covers; equal objects have equal texts."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""Object storage as a place: S3, S3-compatible stores and Google Cloud Storage, through fsspec."""
+"""Object storage: S3, S3-compatible stores and Google Cloud Storage, through fsspec."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class ObjectPlace(Storage):
     Objects with names that this package does not make are neither listed nor removed: libraries read ``*``, ``[``, and
     ``?versionId=`` in a name as a reference to other objects.
 
-    It is thread-safe and fork-safe: each process opens its own connections.  Endpoint, credentials and other settings
-    come from where fsspec and the provider's library look for them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``,
-    ``FSSPEC_S3_...``, profiles).
+    The class is thread-safe and fork-safe: each process opens its own connections.  fsspec and the provider's library
+    read endpoint, credentials and other settings from their usual sources (``AWS_ENDPOINT_URL``,
+    ``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_...``, profiles).
 
     Args:
         url: URL such as ``s3://bucket/prefix``; the bucket must exist.
-        part_bytes: files of at least this size are uploaded in parts of it and never held in memory as a whole; at
-            least 5 MiB, and a multiple of 256 KiB.
-        claim: in whose name files are written there.
+        part_bytes: files of at least this size are uploaded in parts of this size, and never held completely in
+            memory; at least 5 MiB, and a multiple of 256 KiB.
+        claim: claim under which files are written.
 
     Raises:
         CheckpointError: the URL is invalid, or its library is not installed.
@@ -146,12 +146,12 @@ class ObjectPlace(Storage):
         key = self._key(path)
         with self._explained(path):
             if found := list(filter(self._is_ours, self._fs.find(key))):
-                self._fs.rm(list(map(glob.escape, found)))  # the prefix may contain what rm() reads as a pattern
+                self._fs.rm(list(map(glob.escape, found)))  # rm() may interpret characters of the prefix as a pattern
                 if left := set(found).intersection(self._fs.find(key)):
                     raise PermissionError(f"{len(left)} of {len(found)} objects are not removed")
 
     def discard(self, directory: str, first: str, mark: str) -> None:
-        """See :class:`Storage`; removals take effect at once, so no mark is needed."""
+        """See :class:`Storage`; removals take effect immediately, so no mark is needed."""
         self.remove(f"{directory}/{first}")
         self.remove(directory)
 
@@ -160,11 +160,11 @@ class ObjectPlace(Storage):
         return None
 
     def lock(self) -> None:
-        """Takes the place: from now on, :meth:`check_owner` refuses the previous owner.
+        """Takes the location: from now on, :meth:`check_owner` refuses the previous owner.
 
         Object stores have no locks tied to a process, and a killed job must not block its successor.  So the launch
-        that starts last owns the place, and the earlier one is refused for good: none of its later generations can
-        reclaim the place.
+        that starts last owns the location, and the earlier one is refused permanently: none of its later generations
+        can reclaim it.
         """
         claim = self._asks = self._asks or Claim.of_process()
         try:
@@ -176,7 +176,7 @@ class ObjectPlace(Storage):
         self.taken = True
 
     def check_owner(self) -> None:
-        """See :class:`Storage`; a no-op if the place was never locked."""
+        """See :class:`Storage`; a no-op if the location was never locked."""
         if not self.taken:
             return
         try:
@@ -270,8 +270,8 @@ class ObjectBlob:
     def read(self, start: int, stop: int) -> memoryview:
         """See :class:`Blob`; large ranges are fetched in several streams.
 
-        The last range is kept until another range of the place is read: an entry is read to verify its hash and then to
-        use it, possibly for several boxes, but fetched once.
+        The last range is kept until another range of the location is read.  An entry is read to verify its hash, and
+        again for each box that uses it, but fetched once.
         """
         stop, kept = min(stop, self.size), self._kept
         if start >= stop:
@@ -286,7 +286,7 @@ class ObjectBlob:
 
 
 def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
-    """The bytes of some buffers in chunks of ``size``; the last chunk is shorter, possibly empty."""
+    """Yields the bytes of some buffers in chunks of ``size``; the last chunk is shorter, possibly empty."""
     chunk = bytearray()
     for part in parts:
         rest = memoryview(part)
@@ -301,7 +301,7 @@ def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
 
 
 def _causes(error: BaseException) -> list[str]:
-    """Class names and S3 codes of an error and its causes."""
+    """Returns class names and S3 codes of an error and its causes."""
     names, cause = [], error
     while cause is not None:
         names.append(type(cause).__name__)

@@ -25,7 +25,7 @@ def assemble(
     """Builds a manifest from reports, and refuses an incomplete one.
 
     Args:
-        parts: reports of all ranks, or of those whose files are in one node's memory.
+        parts: reports of all ranks, or of the ranks whose files are in one node's memory.
         iteration: iterations completed.
         policy: name of the policy.
         writers: number of ranks that write, over all nodes.
@@ -66,7 +66,7 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _slots(entries: Iterable[OperatorEntry]) -> dict[str, set[str]]:
-    """By detail, the slots of operators saved at it, which all have the same; gradients may be beside the state."""
+    """Returns the slots of each saved state subset, equal for all its operators; drops slots outside of the subset."""
     there: dict[str, set[str]] = {}
     for entry in entries:
         there.setdefault(entry.detail, set()).update(entry.elements)

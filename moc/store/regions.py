@@ -45,10 +45,10 @@ class Entry(Described):
 
     Attributes:
         name: tensor name in the unpartitioned model.
-        slot: what of it: ``master``, ``exp_avg``, ...
-        global_shape: shape of the whole tensor.
-        region: the box.
-        dtype: of its elements.
+        slot: slot of the tensor: ``master``, ``exp_avg``, ...
+        global_shape: shape of the complete tensor.
+        region: bounds of the box.
+        dtype: dtype of the elements.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Entry(Described):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self._nbytes
 
     @cached_property
@@ -89,7 +89,7 @@ class RegionTensor:
 
     @property
     def entry(self) -> Entry:
-        """What it is, without the values."""
+        """The entry without its values."""
         return Entry(self.name, self.slot, self.global_shape, self.region, self.values.dtype)
 
 
@@ -118,7 +118,7 @@ def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the host, without a copy if it is contiguous."""
+    """Returns the bytes of a tensor on the host, without a copy if it is contiguous."""
     values: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # typeshed does not declare it a buffer
     return memoryview(values)
 
@@ -133,7 +133,7 @@ class Source:
     digest: str | None
 
     def damage(self) -> str | None:
-        """Describes the damage of its bytes; None if they are intact."""
+        """Describes the damage of the bytes; None if they are intact."""
         if self.digest in (None, digest_of(self.data())):
             return None
         entry = self.entry
@@ -143,11 +143,11 @@ class Source:
         )
 
     def data(self) -> memoryview:
-        """The bytes of the entry."""
+        """Returns the bytes of the entry."""
         return self.blob.read(self.start, self.start + self.entry.nbytes)
 
     def values(self) -> torch.Tensor:
-        """The values in the shape of the box, possibly a view of a mapped file."""
+        """Returns the values in the shape of the box, possibly a view of a mapped file."""
         if not self.entry.region.numel:
             return torch.empty(self.entry.region.shape, dtype=self.entry.dtype)
         flat = torch.from_numpy(numpy.frombuffer(self.data(), dtype=numpy.uint8))
@@ -155,7 +155,7 @@ class Source:
 
 
 def read_sources(blob: Blob) -> list[Source]:
-    """The entries of a file.
+    """Returns the entries of a file.
 
     Raises:
         MissingRegionError: the file is not a region file.
@@ -180,7 +180,7 @@ class RegionReader:
     """Reads any box of any tensor from a set of files.
 
     Args:
-        files: files from :func:`write_regions` or a snapshot, which together hold each element at most once.
+        files: files from :func:`write_regions` or a snapshot; they hold each element at most once.
         verify: verify the hash of each entry before use.
         lazy: open a file only when the previous ones do not hold all requested data.
 
@@ -197,7 +197,7 @@ class RegionReader:
             self._open_all()
 
     def __contains__(self, tensor: tuple[str, str]) -> bool:
-        """Whether the files hold any part of (name, slot)."""
+        """Returns whether the files hold any part of (name, slot)."""
         while tensor not in self._sources and self._open_next():
             pass
         return tensor in self._sources
@@ -209,7 +209,7 @@ class RegionReader:
             yield from sources
 
     def global_shape(self, name: str, slot: str) -> tuple[int, ...]:
-        """The global shape of a saved tensor.
+        """Returns the global shape of a saved tensor.
 
         Raises:
             MissingRegionError: no file holds any part of it.
@@ -227,11 +227,11 @@ class RegionReader:
                 source.blob.will_read(source.start, source.start + source.entry.nbytes)
 
     def get(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """A box of a tensor, on the host; a view of the file if one entry holds all of it.
+        """Returns a box of a tensor, on the host; a view of the file if one entry holds all of it.
 
         Raises:
             MissingRegionError: the files do not hold all of the box.
-            DamagedRegionError: what they hold does not match its hash.
+            DamagedRegionError: stored bytes do not match their hash.
         """
         for source, common in self._covering(name, slot, region):
             if common == region:
@@ -247,7 +247,7 @@ class RegionReader:
             target[common.slices(region.offset)].copy_(self._values(source)[common.slices(source.entry.region.offset)])
 
     def _covering(self, name: str, slot: str, region: Region) -> list[tuple[Source, Region]]:
-        """The entries that make up a box; raises MissingRegionError before anybody makes room for a box that is not."""
+        """Returns the entries that cover a box; raises MissingRegionError before memory is allocated for it."""
         self.global_shape(name, slot)
         found = list(self._overlapping(name, slot, region))
         filled = sum(common.numel for _, common in found)

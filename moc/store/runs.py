@@ -30,23 +30,23 @@ class Run:
 
 
 def run_of(place: Storage) -> Run | None:
-    """The run whose checkpoints, on storage or in memory, are in a place; None if no run has begun there.
+    """Returns the run whose checkpoints, on storage or in memory, are in a location; None if no run has begun there.
 
     If the record of the run is damaged or lost, the newest checkpoint names the run.
 
     Raises:
-        OSError: the place cannot be read.
+        OSError: the location cannot be read.
     """
     return _recorded(place) or _published(place)
 
 
 def begin_run(place: Storage, address: str) -> Run:
-    """The run of a place, begun if there is none, with the address that the flags give.
+    """Returns the run of a location, begun if there is none, with the address that the flags give.
 
-    A damaged record stays until the owner of the place replaces it (:func:`record_run`).
+    A damaged record stays until the owner of the location replaces it (:func:`record_run`).
 
     Raises:
-        OSError: the place cannot be read or written.
+        OSError: the location cannot be read or written.
     """
     if (found := run_of(place)) is not None:
         return found
@@ -56,10 +56,10 @@ def begin_run(place: Storage, address: str) -> Run:
 
 
 def record_run(place: Storage, run: Run) -> None:
-    """Records the run of a place that this process owns, unless there is a valid record.
+    """Records the run of a location that this process owns, unless there is a valid record.
 
     Raises:
-        OSError: the place cannot be read or written.
+        OSError: the location cannot be read or written.
     """
     if _recorded(place) is None and not place.create(NAME, _parts(run)):
         place.remove(NAME)
@@ -81,7 +81,7 @@ def _recorded(place: Storage) -> Run | None:
 
 
 def _published(place: Storage) -> Run | None:
-    """The run that the newest valid manifest names, if one does."""
+    """Returns the run that the newest valid manifest names, if any."""
     store = Store(place, slack=True)
     for iteration in reversed(store.iterations()):
         try:

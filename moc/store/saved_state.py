@@ -19,14 +19,14 @@ class SavedState:
     Attributes:
         iteration: iterations completed.
         consumed_samples: samples consumed.
-        skipped_iterations: of the completed iterations, those without an update.
-        record: step record of the iteration that led here; None at the start of a run.
+        skipped_iterations: number of completed iterations without an update.
+        record: step record of the last iteration; None at the start of a run.
         interval: state of the policy's interval.
         policy_state: state of the policy.
         ledger: state of the token ledger; None if tokens are not counted.
-        auto: what ``--ckpt-policy auto`` has measured and chosen.
-        alike: of a snapshot in memory, names of operators that several nodes save, by the number of nodes.
-        copied: of a snapshot in memory, the operators that other nodes receive copies of; None for all.
+        auto: measurements and choice of ``--ckpt-policy auto``.
+        alike: in a snapshot in memory, names of operators that several nodes save, by the number of nodes.
+        copied: in a snapshot in memory, the operators that are copied to other nodes; None for all.
     """
 
     iteration: Count | None = None
@@ -41,10 +41,10 @@ class SavedState:
     copied: list[Name] | None = None
 
     def check(self, iteration: int) -> None:
-        """Compares the iterations of state and record with the iteration of the manifest, and the samples with both.
+        """Checks the iterations and samples of state and record against the manifest's iteration.
 
         Raises:
-            ValueError: they contradict each other.
+            ValueError: the values contradict each other.
         """
         for what, found in (("state", self.iteration), ("record", self.record and self.record.iteration)):
             if found is not None and found != iteration:

@@ -12,7 +12,7 @@ from pathlib import Path
 from moc.files.tree import remove_own
 
 DIRECTORY = "slots"
-"""Name of the directory with them in a place in memory."""
+"""Name of the directory of these files in a memory location."""
 
 
 def reserve(path: Path, nbytes: int) -> int:
@@ -33,7 +33,7 @@ def reserve(path: Path, nbytes: int) -> int:
 
 
 def free_slot(directory: Path, name: str, nbytes: int) -> Path:
-    """A free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
+    """Returns a free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
     A slot is in use while a second hard link publishes its contents, and free again once that link is removed.  The
     smallest free one that fits is used; if all are too small, the largest is removed.
@@ -54,9 +54,9 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
 
 
 def reserve_slots(directory: Path, name: str, sizes: Iterable[int], tidies: bool = False) -> None:
-    """Makes files, free or in use, such that each of the sizes in bytes has one of its own.
+    """Makes files, so that each of the sizes in bytes has a separate file, free or in use.
 
-    With ``tidies``, other free files are removed first; then no other process may write into one.
+    With ``tidies``, other free files are removed first; no other process may then be writing into one.
 
     Raises:
         OSError: memory is insufficient.
@@ -78,7 +78,7 @@ def reserve_slots(directory: Path, name: str, sizes: Iterable[int], tidies: bool
 
 
 def _slots(directory: Path, name: str) -> dict[Path, int]:
-    """Returns the sizes of the slots of a name; removes what is not a regular file."""
+    """Returns the sizes of the slots of a name; removes entries that are not regular files."""
     found = {}
     for path in sorted(directory.glob(f"{name}.*")):
         status = path.lstat()

@@ -1,4 +1,4 @@
-"""Memory that stays allocated for small files, so that a full memory file system does not stop their writers."""
+"""Reserves memory for small files, so that a full memory file system does not stop their writers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _PAGE = 4096
 
 
 class SpareRoom:
-    """A file whose pages are given up for small files when the file system is full; all processes of a node share it.
+    """A file whose pages are released for small files when the file system is full; shared by a node's processes.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path):
         self._path = path
 
     def fill(self, nbytes: int) -> None:
-        """Extends the allocation to so many bytes.
+        """Extends the allocation to ``nbytes`` bytes.
 
-        Anything else at the file's name, such as a link, loses that name, and a new file takes it.
+        Any other entry with the file's name, such as a link, is replaced by a new file.
 
         Raises:
             OSError: the file system has too little room.
@@ -46,7 +46,7 @@ class SpareRoom:
                 os.posix_fallocate(file, 0, nbytes)
 
     def spend(self, nbytes: int) -> bool:
-        """Gives up pages for a file of so many bytes; returns False, and gives up nothing, if there are too few."""
+        """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
         pages = (-(-nbytes // _PAGE) + 1) * _PAGE
         with contextlib.suppress(OSError), self._opened() as file:
             left = os.fstat(file).st_size - pages

@@ -27,7 +27,7 @@ class Storage(ABC):
     claim: Claim | None = None
     """Claim under which files are written; None if ownership is not checked."""
     taken = False
-    """Whether the place was locked for its claim."""
+    """Whether the location was locked for its claim."""
 
     @property
     def run(self) -> str:
@@ -42,7 +42,7 @@ class Storage(ABC):
         Without ``final``, a machine crash may lose it until a final one is written to the same directory; faster.
 
         Raises:
-            SupersededError: another claim has taken the place.
+            SupersededError: another claim has taken the location.
         """
 
     @abstractmethod
@@ -51,23 +51,23 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
-        """The contents of a file.
+        """Returns the contents of a file.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            RefusedFileError: it has more than ``most`` bytes, or is not a regular file.
+            FileNotFoundError: the file does not exist.
+            RefusedFileError: the file has more than ``most`` bytes, or is not a regular file.
         """
 
     @abstractmethod
     def blob(self, path: str) -> Blob:
-        """A file for range reads; raises FileNotFoundError if it does not exist."""
+        """Returns a file for range reads; raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def names(self, directory: str = "") -> list[str]:
-        """Names of the files and directories in a directory; empty if it does not exist."""
+        """Returns the names of the files and directories in a directory; empty if it does not exist."""
 
     def refused(self) -> list[str]:
-        """Names of entries that are neither files nor directories, such as links: they are not read."""
+        """Returns the names of entries that are neither files nor directories, such as links: they are not read."""
         return []
 
     @abstractmethod
@@ -84,30 +84,30 @@ class Storage(ABC):
             mark: file that marks the removal from before the first deletion until the last.
 
         Raises:
-            SupersededError: another claim has taken the place; nothing is removed.
+            SupersededError: another claim has taken the location; nothing is removed.
         """
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Free space in bytes; None if unknown."""
+        """Returns the free space in bytes; None if unknown."""
 
     def path(self, path: str) -> str:
-        """Name of a file in messages."""
+        """Returns the name of a file in messages."""
         return f"{self.name}/{path}"
 
     @abstractmethod
     def lock(self) -> None:
-        """Takes the place for its claim; without one, for the lifetime of this process.
+        """Takes the location for its claim; without one, for the lifetime of this process.
 
-        An older term of the same launch loses the place at once, in any state; another launch keeps it.
+        An older term of the same launch loses the location immediately, in any state; another launch keeps it.
 
         Raises:
-            TakenError: another launch, or a newer term, owns the place.
+            TakenError: another launch, or a newer term, owns the location.
         """
 
     @abstractmethod
     def check_owner(self) -> None:
-        """Checks that no other claim has taken the place, if it has one; called before changes.
+        """Checks that no other claim has taken the location, if it has one; called before changes.
 
         Raises:
             SupersededError: another launch, or a newer term of this one, has taken it.
@@ -120,7 +120,7 @@ class LocalPlace(Storage):
     Args:
         root: the directory; created on the first write.
         patience: seconds to wait for a lock, since the previous job may still be exiting.
-        in_memory: it is in a memory file system.
+        in_memory: whether the directory is in a memory file system.
         claim: claim under which files are written.
     """
 
@@ -141,9 +141,9 @@ class LocalPlace(Storage):
             self._tree.sync()  # the directory may be new there
 
     def write_into_slot(self, path: str, parts: Iterable, slot: str) -> None:
-        """As :meth:`write`, not ``final``, into a slot of a name: memory that is allocated already, if one is free.
+        """Like :meth:`write`, not ``final``, into a slot of a name: memory that is already allocated, if one is free.
 
-        The place must be in memory.
+        The location must be in memory.
         """
         data = [memoryview(part) for part in parts]
         file = free_slot(self.root / DIRECTORY, slot, sum(one.nbytes for one in data))
@@ -221,14 +221,14 @@ class LocalPlace(Storage):
 
     @property
     def spare(self) -> SpareRoom:
-        """Of a place in memory: room for small files when the file system is full."""
+        """Reserve of a memory location for small files when the file system is full."""
         return SpareRoom(self.root / NAME)
 
     def _write_in_memory(self, path: str, parts: list, final: bool) -> None:
         while True:
             try:
                 return self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
-            except OSError as error:  # another process may take what is given up, until it fails itself
+            except OSError as error:  # another process may take the released pages; then the next try releases more
                 if error.errno not in NO_ROOM or not self.spare.spend(sum(memoryview(part).nbytes for part in parts)):
                     raise
 
@@ -238,7 +238,7 @@ class LocalPlace(Storage):
 
     @contextlib.contextmanager
     def _noticing_losses(self):
-        """Checks ownership if a temporary file is gone, as it is for a superseded writer."""
+        """Checks ownership if a temporary file is gone: a new owner removes those of superseded writers."""
         try:
             yield
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Checkpoints of Format v1 in a place: written, published, read and removed atomically."""
+"""Writes, publishes, reads and removes checkpoints of Format v1 atomically."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _REMOVED = f"{manifests.NAME}.removed"
 
 
 def directory_of(iteration: int) -> str:
-    """Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
+    """Returns Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(name: str) -> int | None:
-    """The inverse of :func:`directory_of`; None for other names."""
+    """Inverts :func:`directory_of`; None for other names."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def file_of(rank: int) -> str:
-    """Name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank_{rank:05d}{SUFFIX}"
 
 
 def rank_of(file: str) -> int:
-    """The rank whose file it is, or a part of that; raises ValueError for other names."""
+    """Returns the rank whose file, or part of a file, has this name; raises ValueError for other names."""
     match = _RANK.fullmatch(file)
     if match is None:
         raise ValueError(f"{file!r} is no file of a rank")
@@ -53,28 +53,28 @@ def rank_of(file: str) -> int:
 
 
 def part_of_file(file: str, number: int) -> str:
-    """Name of a file with some of the operators of a file; a copy may have several."""
+    """Returns the name of a file with some of the operators of a file; a copy may have several."""
     return f"{file.removesuffix(SUFFIX)}.{number}{SUFFIX}"
 
 
 def is_of_rank(file: str) -> bool:
-    """Whether a file name is that of a rank's file, which holds all that the rank saved."""
+    """Returns whether a file name is that of a rank's file, which holds all that the rank saved."""
     match = _RANK.fullmatch(file)
     return match is not None and match["part"] is None
 
 
 def is_by_rank(file: str) -> bool:
-    """Whether a file name is that of a rank's file, or of a part of one."""
+    """Returns whether a file name is that of a rank's file, or of a part of one."""
     return _RANK.fullmatch(file) is not None
 
 
 class Store:
-    """The checkpoints in a place.
+    """The checkpoints in a storage location.
 
-    If the place has a claim, checkpoints are published and removed only under it.
+    If the location has a claim, checkpoints are published and removed only under it.
 
     Args:
-        place: place of the checkpoints.
+        place: location of the checkpoints.
         slack: files may be longer than their contents, as reused buffers are.
     """
 
@@ -84,13 +84,13 @@ class Store:
         self._before: set[int] = set()
 
     def take(self) -> None:
-        """Begins the term of the place's claim, once; publishing and removing do so implicitly.
+        """Begins the term of the location's claim, once; publishing and removing do so implicitly.
 
-        A run that resumes from this place must call it before looking for checkpoints, so that superseded workers
+        A run that resumes from this location must call it before looking for checkpoints, so that superseded workers
         publish nothing afterwards.
 
         Raises:
-            CheckpointError: another launch, or a newer term, owns the place.
+            CheckpointError: another launch, or a newer term, owns the location.
         """
         if self.place.claim is None:
             return
@@ -100,11 +100,11 @@ class Store:
                 self._before = set(self._directories())
 
     def iterations(self) -> list[int]:
-        """Iterations that have a manifest, ascending."""
+        """Returns the iterations that have a manifest, ascending."""
         return [iteration for iteration, _ in self.listed()]
 
     def listed(self, since: int = 0) -> Iterator[tuple[int, list[str]]]:
-        """Iterations from one on that have a manifest, ascending, and the names of their files."""
+        """Yields the iterations that have a manifest, from the given one, ascending, and the names of their files."""
         for iteration in self._directories():
             if iteration < since:
                 continue
@@ -113,12 +113,12 @@ class Store:
                 yield iteration, names
 
     def refused(self) -> list[str]:
-        """Reports entries with the name of a checkpoint that are no directories: they are neither read nor removed."""
+        """Reports entries with a checkpoint's name that are not directories: they are neither read nor removed."""
         names = [name for name in self.place.refused() if iteration_of(name) is not None]
         return [f"{self.place.path(name)} is a link or a special file, which is not read" for name in names]
 
     def manifest(self, iteration: int) -> Manifest:
-        """The manifest of an iteration's checkpoint.
+        """Returns the manifest of an iteration's checkpoint.
 
         Raises:
             CheckpointError: the manifest is missing, set aside, damaged or of another iteration.
@@ -151,14 +151,14 @@ class Store:
         self.place.write(f"{directory_of(iteration)}/{file_of(rank)}", parts, final=False)
 
     def copy_files(self, manifest: Manifest, target: Store) -> None:
-        """Copies the files of a checkpoint to another place, where the caller must publish them."""
+        """Copies the files of a checkpoint to another location, where the caller must publish them."""
         for name, entry in manifest.files.items():
             path = f"{directory_of(manifest.iteration)}/{name}"
             blob, starts = self.place.blob(path), range(0, entry.bytes, _CHUNK)
             target.place.write(path, (blob.read(i, min(i + _CHUNK, entry.bytes)) for i in starts), final=False)
 
     def report(self, iteration: int, rank: int, part: RankReport) -> RankReport:
-        """Stores a rank's report for the publisher; returns it as it is stored."""
+        """Stores a rank's report for the publisher; returns the stored report."""
         claim, path = self.place.claim, f"{directory_of(iteration)}/.rank_{rank:05d}.json"
         if claim is not None:  # one file per term, so that generations do not overwrite each other's
             part = dataclasses.replace(part, job=claim.job, term=claim.term)
@@ -169,9 +169,11 @@ class Store:
     def reported(
         self, iteration: int, ranks: Iterable[int], known: Mapping[int, RankReport] = MappingProxyType({})
     ) -> list[RankReport]:
-        """Reports of ranks from the place's launch, the newest term of each; terms continue each other's saves.
+        """Returns ranks' reports of the location's launch, the newest term's of each rank.
 
-        Those ``known``, by rank, are this process's own, and not read again.
+        Newer terms continue the saves of older terms.
+
+        The reports ``known``, by rank, are from this process, and are not read again.
 
         Raises:
             CheckpointError: a rank has not reported, its file does not match, or the checkpoint is being removed.
@@ -185,7 +187,7 @@ class Store:
         return [known.get(rank) or self._reported(iteration, rank, names) for rank in ranks]
 
     def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
-        """Whether a checkpoint is published, or could be because all these ranks have reported."""
+        """Returns whether a checkpoint is published, or could be because all these ranks have reported."""
         if self._published(iteration):
             return True
         try:
@@ -197,8 +199,8 @@ class Store:
         """Publishes the files of an iteration atomically; then removes files that the manifest does not list.
 
         Raises:
-            CheckpointError: another claim owns the place (as for every method that removes), or a file was overwritten
-                before the term began.
+            CheckpointError: another claim owns the location (as for every method that removes), or a file was
+                overwritten before the term began.
         """
         claim = self.place.claim
         if claim is not None:
@@ -213,7 +215,7 @@ class Store:
             for name, entry in manifest.files.items():
                 if damage := self.damage_in_header(manifest.iteration, name, entry):
                     raise CheckpointError(f"nothing is published: {damage}. Fix: save again", code="part-overwritten")
-        there = self.place.names(directory)  # not what others write from now on
+        there = self.place.names(directory)  # before publishing: files written later are not removed
         self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
         for name in there:
             if name != manifests.NAME and name not in manifest.files:
@@ -225,7 +227,7 @@ class Store:
         self.place.discard(directory_of(iteration), manifests.NAME, _REMOVED)
 
     def move(self, iteration: int, target: Store) -> None:
-        """Moves a checkpoint to another place of the same file system, where it must not exist."""
+        """Moves a checkpoint to another location of the same file system, where it must not exist."""
         self._check()
         directory = directory_of(iteration)
         os.makedirs(target.place.name, exist_ok=True)
@@ -234,7 +236,7 @@ class Store:
     def set_aside(self, iteration: int) -> None:
         """Hides a checkpoint without deleting its files, which stay until overwritten.
 
-        The marker is a copy of its manifest, so publishing a different manifest takes effect at once.
+        The marker is a copy of its manifest, so publishing a different manifest makes the checkpoint visible again.
         """
         self._check()
         directory, claim = directory_of(iteration), self.place.claim
@@ -258,7 +260,7 @@ class Store:
                 self.place.remove(f"{directory}/{name}")
 
     def clear(self) -> None:
-        """Removes all checkpoints and other files, and last the ownership files and the place itself."""
+        """Removes all checkpoints and other files, and last the ownership files and the location itself."""
         self._check()
         for iteration in self.iterations():
             self.remove(iteration)
@@ -277,7 +279,7 @@ class Store:
         return None
 
     def blob(self, iteration: int, name: str, entry: FileEntry) -> Blob:
-        """A file whose size and header are verified.
+        """Returns a file whose size and header are verified.
 
         Raises:
             DamagedRegionError: the file is unreadable, or its size or header is wrong.
@@ -337,7 +339,7 @@ class Store:
         return self._counts(iteration, self.place.names(directory_of(iteration)))
 
     def _counts(self, iteration: int, names: Iterable[str]) -> bool:
-        """Whether there is a manifest, neither being removed nor set aside."""
+        """Returns whether there is a manifest, neither being removed nor set aside."""
         if manifests.NAME not in names or _REMOVED in names:
             return False
         asides = [name for name in names if name.startswith(_SET_ASIDE)]

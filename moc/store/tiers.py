@@ -17,9 +17,9 @@ from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
 
 SOCKETS = ".sockets"
-"""Name of the directory in a user's memory that has the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
+"""Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
 
-No run has this name: the directory of a run ends with two numbers.
+No run has this name, since the directory of a run ends with two numbers.
 """
 
 _OF_NODE = "-node-"
@@ -29,16 +29,16 @@ _MOST_HOMES = 100  # names that are tried, since other users can make directorie
 def memory_place(
     memory_dir: str | Path, job: str, run: str, node: str | None = None, claim: Claim | None = None
 ) -> LocalPlace:
-    """This node's memory for a run: a directory of named shared memory, which outlives processes but not the machine.
+    """Returns this node's memory for a run: a directory of shared memory that outlives processes, not the machine.
 
-    The directory name contains the run's, so that no job finds the memory of another run: the checkpoint directory may
-    have been recreated, and containers that share the memory may use one path for different directories.
+    The directory name contains the run's name, so that no job finds the memory of another run.  The checkpoint
+    directory may have been recreated, and containers that share the memory may use one path for different directories.
 
     Args:
         memory_dir: memory file system, usually ``/dev/shm``.
         job: directory or URL of the checkpoints.
         run: name of their run (:mod:`moc.store.runs`).
-        node: name of the node among those that share the file system; None if each machine is one node.
+        node: name of the node, unique among nodes that share the file system; None if each machine is one node.
         claim: claim under which files are written.
 
     Raises:
@@ -49,32 +49,32 @@ def memory_place(
 
 
 def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
-    """The path of a run's memory on every node; nodes that share a file system add their name.
+    """Returns the path of a run's memory on every node; nodes that share a file system add their name.
 
-    Arguments and errors are those of :func:`memory_place`.
+    Arguments and errors as for :func:`memory_place`.
     """
     return memory_home(memory_dir) / f"{_common_name(job)}{run}"
 
 
 def memory_of_node(run: Path, node: str) -> list[Path]:
-    """The possible directories of a run's memory (:func:`memory_of_run`) on a node, existing or not."""
+    """Returns the possible directories of a run's memory (:func:`memory_of_run`) on a node, existing or not."""
     return [run, _of_node(run, node)]
 
 
 def is_memory_of_run(path: Path, run: Path) -> bool:
-    """Whether a directory is a run's memory (:func:`memory_of_run`), on whichever node, in any of the user's homes."""
+    """Returns whether a directory is a run's memory (:func:`memory_of_run`) on any node, in any home of the user."""
     return path.name == run.name or path.name.startswith(f"{run.name}{_OF_NODE}")
 
 
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
-    """The memory left on this machine by other runs with the same checkpoint address."""
+    """Returns the memory left on this machine by other runs with the same checkpoint address."""
     name = _common_name(job)
     found = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir() if path.name.startswith(name))
     return [path for path in found if not is_memory_of_run(path, Path(f"{name}{run}"))]
 
 
 def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:
-    """The memory of the run at a checkpoint address (:func:`memory_place`), for a program outside of the job.
+    """Returns the memory of the run at a checkpoint address (:func:`memory_place`), for a program outside of the job.
 
     Raises:
         CheckpointError: no run has begun there.
@@ -88,7 +88,7 @@ def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> L
 
 
 def memory_home(memory_dir: str | Path) -> Path:
-    """The parent directory of this user's jobs in a memory file system: ``moc-UID``, or ``moc-UID-1`` to ``-99``.
+    """Returns the parent directory of a user's jobs in a memory file system: ``moc-UID``, or ``moc-UID-1`` to ``-99``.
 
     It is the first of these that is a directory of this user with mode 0700; if there is none, the first that can be
     made.  So another user cannot block a job by making ``moc-UID``, nor hide snapshots by removing it later.  Launchers
@@ -118,7 +118,7 @@ def memory_home(memory_dir: str | Path) -> Path:
 
 
 def memory_homes(memory_dir: str | Path) -> list[Path]:
-    """All directories that :func:`memory_home` would choose, in this order; several if two jobs raced for a name.
+    """Returns all candidates of :func:`memory_home`, in its order; several if two jobs raced for a name.
 
     Raises:
         CheckpointError: as :func:`memory_home`.
@@ -133,7 +133,7 @@ def _homes(memory_dir: str | Path) -> list[Path]:
 
 
 def _is_own(home: Path) -> bool:
-    """Whether a path is a directory that this user alone can use."""
+    """Returns whether a path is a directory that only this user can use."""
     with suppress(FileNotFoundError):
         status = home.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

@@ -22,7 +22,7 @@ class Attempts:
     """Attempts that fail on all workers together.
 
     Attributes:
-        problem: the error of the last failed one; empty after a success.
+        problem: the error of the last failed attempt; empty after a success.
     """
 
     def __init__(self, config: Config, log: Records):
@@ -30,19 +30,19 @@ class Attempts:
         self._trouble, self.problem = Trouble(), ""
 
     def due(self) -> bool:
-        """Whether to repeat a failed attempt now; collective only after a failure."""
+        """Returns whether to repeat a failed attempt now; collective only after a failure."""
         return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot read the clock")
 
     @contextlib.contextmanager
     def attempt(self, iteration: int | None, give_up: Callable[[], int | None]) -> Iterator[None]:
-        """A context for an attempt.
+        """Runs an attempt, as a context manager.
 
         Args:
-            iteration: of the checkpoint.
+            iteration: iteration of the checkpoint.
             give_up: undoes a failed attempt; returns the iteration of the newest checkpoint of this run.
 
         Raises:
-            CheckpointError: on all workers: it failed, and is not repeated.
+            CheckpointError: on all workers: the attempt failed, and is not repeated.
         """
         begun = time.monotonic()
         try:
@@ -75,7 +75,7 @@ class Attempts:
             raise self.not_written(error) from error
 
     def not_written(self, error: BaseException) -> CheckpointError:
-        """The error of a checkpoint that cannot be written."""
+        """Returns the error of a checkpoint that cannot be written."""
         failures = getattr(error, "failures", None)  # of all workers; only rank 0 has them
         reason = next(iter(failures.values()))[0] if failures else error
         return CheckpointError(
@@ -85,7 +85,7 @@ class Attempts:
         )
 
     def succeeded(self, iteration: int) -> None:
-        """Reports a checkpoint."""
+        """Reports a saved checkpoint."""
         self.problem = ""
         self._log.message(f"saved checkpoint at iteration {iteration} to {self._save}")
         if self._trouble:

@@ -1,4 +1,4 @@
-"""Saves of ``--save`` in the background: one forked process per worker writes, and the workers publish together."""
+"""Saves ``--save`` in the background: one forked process per worker writes, and the workers publish together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Saves(ABC):
     With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
 
     Attributes:
-        format: of the checkpoints.
+        format: format of the checkpoints.
         last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
     """
 
@@ -47,7 +47,7 @@ class Saves(ABC):
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)
         self.last_saved: int | None = None
-        self._before: int | None = None  # value of last_saved before the save under way
+        self._before: int | None = None  # value of last_saved before the save in progress
 
     @property
     def problem(self) -> str:
@@ -55,18 +55,18 @@ class Saves(ABC):
         return self._attempts.problem
 
     def newest_saved(self, seconds: float) -> int:
-        """The iteration of the newest checkpoint in ``--save``; 0 if there is none, or none is found in ``seconds``."""
+        """Returns the iteration of the newest checkpoint in ``--save``; 0 if none is found in ``seconds``."""
         save = self._config.checkpoint.save
         with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
             return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
         return 0
 
     def save(self, position: Position) -> None:
-        """Saves, or with ``--async-save`` starts to; waits for an earlier save first.
+        """Saves a checkpoint, or with ``--async-save`` starts a save; waits for an earlier save first.
 
         Raises:
-            CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
-                untouched.
+            CheckpointError: on all workers, with ``--save-failure stop``, if any worker cannot write; earlier
+                checkpoints are untouched.
         """
         self.finish()
         with self._attempts.attempt(position.iteration, self._give_up(position.iteration)):
@@ -87,7 +87,7 @@ class Saves(ABC):
 
     @abstractmethod
     def newest(self, seconds: float | None = None) -> int | None:
-        """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
+        """Returns the iteration that :meth:`load` would resume from; None if it would start at 0, or on timeout."""
 
     @abstractmethod
     def load(self) -> Position | None:
@@ -102,7 +102,7 @@ class Saves(ABC):
         """Returns the function of the forked process that writes a checkpoint, and the functions that follow it."""
 
     def tries_again(self) -> bool:
-        """Whether to retry a failed save now; collective only after a failure."""
+        """Returns whether to retry a failed save now; collective only after a failure."""
         return self._attempts.due()
 
     def poll(self) -> None:
@@ -112,7 +112,7 @@ class Saves(ABC):
                 self._finalize(blocking=False)
 
     def finish(self) -> None:
-        """Waits for a save under way, and publishes it."""
+        """Waits for a save in progress, and publishes it."""
         if self._queue.async_calls:
             with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=True)
@@ -175,6 +175,6 @@ class Saves(ABC):
 
 
 def _fence(config: Config, world: World) -> Fence | None:
-    """The fence that guards this generation's saves; neither reads nor writes anything yet."""
+    """Returns the fence that guards this generation's saves; neither reads nor writes anything yet."""
     save = config.checkpoint.save
     return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

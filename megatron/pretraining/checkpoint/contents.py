@@ -24,11 +24,11 @@ from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
 NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-"""What its parameters' names begin with in Transformer Engine's layers, and in megatron-core's own."""
+"""Prefixes of the norm's parameter names: in layers of Transformer Engine, and in megatron-core's own."""
 
 
 def described_weights(chunks: list[DistributedDataParallel]) -> dict:
-    """The model chunks as megatron-core's sharded state dict, under Megatron-LM's keys."""
+    """Returns the model chunks as megatron-core's sharded state dict, under Megatron-LM's keys."""
     models = [unwrap(chunk).sharded_state_dict() for chunk in chunks]
     if len(models) == 1:
         return {"model": models[0]}
@@ -36,14 +36,14 @@ def described_weights(chunks: list[DistributedDataParallel]) -> dict:
 
 
 def name_as_stored(described: dict, keys: Collection[str]) -> None:
-    """Renames what a checkpoint has under the other name of the norm before experts.
+    """Renames parameters of the norm before experts to the names in a checkpoint.
 
-    In megatron-core, Transformer Engine's layers call it by their module, and its own as if it were part of the first
-    linear layer.
+    In megatron-core, layers of Transformer Engine name them by the norm's module, and its own layers as parameters of
+    the first linear layer.
 
     Args:
-        described: of :func:`described_weights`; changed in place.
-        keys: of the checkpoint.
+        described: result of :func:`described_weights`; changed in place.
+        keys: keys of the checkpoint.
     """
     for part in nested_values(described):
         if isinstance(part, ShardedTensor) and part.key not in keys:
@@ -59,7 +59,7 @@ def training_state(
     scheduler: OptimizerParamScheduler,
     described: Mapping,
 ) -> dict:
-    """The content of ``training_state.json``; ``described`` is of :func:`describe`."""
+    """Returns the content of ``training_state.json``; ``described`` is the result of :func:`describe`."""
     return {
         **asdict(position),
         "optimizer": config.regularization.optimizer,
@@ -78,7 +78,7 @@ def training_state(
 
 
 def grad_scaler_state(optimizer: VotedOptimizer) -> dict | None:
-    """fp16's loss scale and its history, as values of JSON; None without one."""
+    """Returns fp16's loss scale and its history, as values of JSON; None without one."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return _plain(scalers[0].state_dict()) if scalers else None
 
@@ -92,7 +92,7 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
 
 
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
-    """Restores the schedule of learning rate and weight decay, also in parameter groups that have its limits.
+    """Restores the schedule of learning rate and weight decay, including its limits in parameter groups.
 
     Raises:
         CheckpointError: the flags define another schedule than the checkpoint ``where``.
@@ -144,7 +144,7 @@ def check_optimizer(config: Config, saved: Mapping, where: object, instead: str)
 
 
 def package_of(core: MegatronOptimizer) -> str:
-    """The packages that implement an optimizer's updates: ``torch``, ``transformer_engine``, ``apex``, ..."""
+    """Returns the packages that implement an optimizer's updates: ``torch``, ``transformer_engine``, ``apex``, ..."""
     updaters = [getattr(member, "optimizer", None) for member in members(core)]
     return ", ".join(sorted({type(one).__module__.partition(".")[0] for one in updaters if one is not None}))
 
@@ -202,13 +202,13 @@ def _products(config: Config) -> str | None:
     precision = config.mixed_precision
     if precision.fp8_format is None:
         return None
-    if config.network.transformer_impl == "local":  # torch's have one kind of scaling
+    if config.network.transformer_impl == "local":  # torch's products have only one kind of scaling
         return f"tensorwise fp8 products ({precision.fp8_format}) of torch"
     return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of Transformer Engine"
 
 
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
-    """Warns of each setting that changes the order of samples since the run that saved."""
+    """Warns of each setting that differs from the saved run and changes the order of samples."""
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
@@ -218,7 +218,7 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
 
 
 def sample_order(config: Config, world: World) -> dict:
-    """The settings that determine the order of samples; megatron-core shuffles all epochs of a run together."""
+    """Returns the settings that determine the order of samples; megatron-core shuffles all epochs of a run together."""
     data, batch = config.data, global_batch_size(config, world.size)
     return {
         "seed": config.rng.seed,

@@ -24,7 +24,7 @@ DIRECTORY = "optimizer"
 
 
 def entries_of(chunks: Sequence[Any], optimizer: VotedOptimizer) -> list[RegionTensor]:
-    """This rank's share of the optimizer state, on the host, since forked writers cannot read the device."""
+    """Returns this rank's shard of the optimizer state, on the host, since forked writers cannot read the device."""
     return [
         RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
         for f in optimizer_fragments(chunks, optimizer.core)
@@ -33,7 +33,7 @@ def entries_of(chunks: Sequence[Any], optimizer: VotedOptimizer) -> list[RegionT
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """The file of a worker's share."""
+    """Returns the file of a worker's shard."""
     return directory / DIRECTORY / f"rank_{rank:05d}.safetensors"
 
 
@@ -48,16 +48,16 @@ def load(
     """Loads the optimizer state of a checkpoint, in any layout; a collective call.
 
     Args:
-        directory: of the checkpoint.
-        manifest: of the checkpoint; None if another program wrote it.
-        state: its training state; None if it has none.
-        config: of the run.
-        chunks: of the model, whose weights are loaded.
+        directory: directory of the checkpoint.
+        manifest: manifest of the checkpoint; None if another program wrote it.
+        state: training state of the checkpoint; None if it has none.
+        config: configuration of the run.
+        chunks: model chunks, whose weights are loaded.
         optimizer: receives the state.
 
     Raises:
-        CheckpointError: on all workers: the checkpoint has no such state, or it is of another optimizer, incomplete or
-            damaged.
+        CheckpointError: on all workers: the checkpoint has no optimizer state, or the state is of another optimizer,
+            incomplete or damaged.
     """
     if manifest is None or state is None or state["optimizer"] is None:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def load(
 
 
 def fill(directory: Path, paths: Sequence[Path], chunks: Sequence[Any], optimizer: VotedOptimizer) -> str | None:
-    """Fills this rank's optimizer state from files of any layout; returns what is missing in them."""
+    """Fills this rank's optimizer state from files of any layout; returns the error if a part is missing."""
     try:
         reader = RegionReader(paths)
         for fragment in optimizer_fragments(chunks, optimizer.core):

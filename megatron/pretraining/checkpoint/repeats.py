@@ -1,7 +1,7 @@
 """Flags that determine gradients and updates: stored with each snapshot, and compared before a replay.
 
-A replay under other flags has other gradients or other updates, so that the state differs from the one that was lost.
-The schedule of learning rates and weight decay is compared by its state, since a run may continue the stored one.
+A replay under other flags computes other gradients or updates, so that its state differs from the lost state.  The
+schedule of learning rates and weight decay is compared by its state, since a run may continue the stored schedule.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def check_replay(config: Config, scheduler: OptimizerParamScheduler, saved: Mapp
 
     Args:
         config: the flags in force.
-        scheduler: of this run, before the saved schedule is loaded.
-        saved: the snapshot's state; one of an earlier release has no flags.
-        where: its path, for the message.
+        scheduler: scheduler of this run, before the saved schedule is loaded.
+        saved: the snapshot's state; a snapshot of an earlier release has no flags.
+        where: path of the snapshot, for the message.
 
     Raises:
-        CheckpointError: the flags differ; the message has all of them.
+        CheckpointError: the flags differ; the message lists all of them.
     """
     if not promises_bits(config) or config.training.allow_nondeterministic:
         return

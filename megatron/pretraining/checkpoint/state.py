@@ -68,7 +68,7 @@ class _StoredState:
 
 
 _NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}
-"""What a run that resumes needs, and checkpoints of other programs lack."""
+"""Keys that a resumed run needs, and that checkpoints of other programs lack."""
 
 
 def check_types(saved: Mapping, resumes: bool = True) -> None:
@@ -76,7 +76,7 @@ def check_types(saved: Mapping, resumes: bool = True) -> None:
 
     Args:
         saved: the state.
-        resumes: a run resumes from it, and needs more than a converter.
+        resumes: whether a run resumes from the state, which requires more keys than a converter.
 
     Raises:
         ValueError: a value is missing or invalid.
@@ -90,7 +90,7 @@ def check_types(saved: Mapping, resumes: bool = True) -> None:
 
 
 def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
-    """The training state of a dense checkpoint; ``resumes`` as for :func:`check_types`.
+    """Returns the training state of a dense checkpoint; ``resumes`` as for :func:`check_types`.
 
     Raises:
         CheckpointError: the file is missing, or a value is missing or invalid.

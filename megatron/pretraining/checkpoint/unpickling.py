@@ -1,9 +1,9 @@
-"""Reads ``torch_dist`` checkpoints of others without running what is in them.
+"""Reads untrusted ``torch_dist`` checkpoints without running code from them.
 
-torch unpickles ``.metadata``, and objects beside the tensors; a pickle may call any function.  Inside
+torch unpickles ``.metadata``, and objects that are stored with the tensors; a pickle may call any function.  Inside
 :func:`nothing_runs`, only the types that ``.metadata`` needs are unpickled, objects only as ``weights_only`` allows,
-and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: whoever makes a pickle can make
-the manifest to it.
+and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: the author of a malicious pickle
+can also write a matching manifest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LEAST_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
 _LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
 _CONFIG = "metadata.json"
-"""What megatron-core's directories are recognized by."""
+"""Name of the file that identifies megatron-core's checkpoint directories."""
 _DTYPES = {
     "BFloat16Storage": torch.bfloat16, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
     "CharStorage": torch.int8, "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64,
@@ -66,7 +66,7 @@ _DTYPES = {
     "IntStorage": torch.int32, "LongStorage": torch.int64, "ShortStorage": torch.int16,
 }  # fmt: skip
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable of torch: ``torch.load`` is ``weights_only``, whatever its caller says."""
+"""Environment variable of torch that forces ``weights_only`` for ``torch.load``, overriding its caller."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Format:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
+        module = "pathlib" if module == "pathlib._local" else module  # the module's name in Python 3.13
         if (module, name) not in _ALLOWED:
             raise CheckpointError(
                 f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist checkpoint needs "
@@ -90,7 +90,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickle:
-    """In place of the module ``pickle``, where torch reads ``.metadata``."""
+    """Replacement of the module ``pickle`` where torch reads ``.metadata``."""
 
     def load(self, file, **_) -> Any:
         try:
@@ -100,7 +100,7 @@ class _Pickle:
             _check_paths(read)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a damaged pickle raises
+        except Exception as error:  # a damaged pickle may raise any exception
             raise CheckpointError(
                 f".metadata cannot be read as torch_dist ({type(error).__name__}: {error}). Fix: use another "
                 "checkpoint of format torch_dist",
@@ -116,10 +116,10 @@ class _Node:
     """An object that a pickle makes.
 
     Attributes:
-        steps: steps that its hash takes; those of a list or a dict, which have none, count as one.
+        steps: number of steps to compute its hash; a list or a dict, which has no hash, counts as one.
         inner: sum of the steps of its elements.
         shared: the pickle has used the object a second time.
-        odd: it is a number that no size can be, or has one in it.
+        odd: it is, or contains, a number that is invalid as a size.
 
     Args:
         most: largest number of steps.
@@ -145,17 +145,16 @@ class _Node:
 def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = False) -> None:
     """Checks that unpickling takes linear time and memory, by following the pickle's stack without making objects.
 
-    A tuple that holds the one before twice, 60 levels deep, has a hash of 2^60 steps.  Numbers that are negative or
-    large may have equal hashes, and slow down dicts.  Python makes room for the largest number that an object is
-    remembered by.
+    A tuple that contains the previous one twice, 60 levels deep, has a hash of 2^60 steps.  Negative or large numbers
+    may have equal hashes, and slow down dicts.  Python allocates the memo for the largest number in it.
 
     Args:
         data: the pickle.
-        most_steps: of the hash of an object.
-        any_number: accept numbers that are no sizes, other than as keys.
+        most_steps: maximum number of steps of the hash of an object.
+        any_number: accept numbers that are invalid as sizes, except as keys.
 
     Raises:
-        CheckpointError: it may take more.
+        CheckpointError: unpickling may take more.
         Exception: the pickle is damaged.
     """
     stack: list[_Node | None] = []  # None is a mark
@@ -267,7 +266,7 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
 
 
 class _Described:
-    """Stands for any object that a pickle of tensors makes; nothing of it is called."""
+    """Stand-in for any object that a pickle of tensors makes; its methods do nothing."""
 
     def __new__(cls, *_, **__):
         return object.__new__(cls)
@@ -279,17 +278,17 @@ class _Described:
         pass
 
     def append(self, value: object) -> None:
-        """Does nothing, as for a list."""
+        """Does nothing; a pickle calls it on lists."""
 
     def __call__(self, *_, **__) -> _Described:
         return self
 
 
 class _Storages(pickle.Unpickler):
-    """Reads which storages a pickle of tensors needs, and makes no object but plain values and stand-ins.
+    """Finds the storages that a pickle of tensors needs; makes only plain values and stand-ins.
 
     Attributes:
-        needed: by record, the bytes of its storage.
+        needed: bytes of the storage, by record.
     """
 
     def __init__(self, data: bytes):
@@ -307,7 +306,7 @@ class _Storages(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         kind, storage, record, _, count = pid
-        dtype = _DTYPES.get(storage.__name__, torch.uint8)  # an untyped one counts bytes
+        dtype = _DTYPES.get(storage.__name__, torch.uint8)  # untyped storages count bytes
         if kind != "storage" or type(count) is not int or count < 0:
             raise ValueError("its storages are not of torch")
         self.needed[record] = max(count * dtype.itemsize, self.needed.get(record, 0))
@@ -315,7 +314,7 @@ class _Storages(pickle.Unpickler):
 
 
 class _Part:
-    """What is left of a stream, to be read in pieces of bounded size.
+    """The rest of a stream, read in pieces of bounded size.
 
     Torch's own view of a part of a file cannot seek from its end.
     """
@@ -329,18 +328,18 @@ class _Part:
         return True
 
     def tell(self) -> int:
-        """The place in the part."""
+        """Returns the position in the part."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to a place in the part."""
+        """Moves to a position in the part."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if self._at < 0:
             raise OSError("a place before the begin")
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is a list that is too long."""
+        """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is too much at a time."""
         left = max(0, self.size - self._at)
         size = left if size < 0 else min(size, left)
         if size > tree.MANIFEST:
@@ -363,7 +362,7 @@ def _check_saved(stream: Any) -> None:
     Torch expands compressed records, and does not check the sizes of storages in the pickle.
 
     Raises:
-        CheckpointError: it may take more, or it is damaged.
+        CheckpointError: reading may take more, or the file is damaged.
     """
     begin = stream.tell()
     try:
@@ -403,7 +402,7 @@ def _check_saved(stream: Any) -> None:
                             )
     except CheckpointError as error:
         raise CheckpointError(str(error).removeprefix(".metadata "), code=code_of(error)) from None
-    except Exception as error:  # whatever a damaged file raises
+    except Exception as error:  # a damaged file may raise any exception
         raise CheckpointError(
             f"cannot be read as torch wrote it ({type(error).__name__}: {error}). Fix: use another checkpoint",
             code="checkpoint-damaged",
@@ -413,7 +412,7 @@ def _check_saved(stream: Any) -> None:
 
 
 def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load`` that checks what it reads, and opens only regular files, which may hold any number of tensors."""
+    """Wraps ``torch.load`` to check its input, and to open only regular files; any number of tensors is accepted."""
 
     def checked(file: Any, *arguments: Any, **how: Any) -> Any:
         if not isinstance(file, (str, os.PathLike)):
@@ -455,15 +454,15 @@ def _check_paths(metadata: Any) -> None:
 
 @contextlib.contextmanager
 def nothing_runs() -> Iterator[None]:
-    """Inside, torch and megatron-core read checkpoints, and unpickle nothing that could run code.
+    """Prevents torch and megatron-core from unpickling anything that could run code, as a context manager.
 
     Raises:
-        CheckpointError: from torch's reader, which may wrap it; :func:`check_metadata` raises it before.  Also if torch
-            reads ``.metadata`` in another way than this context changes.
+        CheckpointError: torch's reader, which may wrap the error, reads a refused file; :func:`check_metadata` raises
+            it earlier.  Or torch's private interface differs from the one that this context changes.
     """
     for mismatch in private_interfaces.check({"reading checkpoints"}):
         raise CheckpointError(str(mismatch), code="release-unknown")
-    torchs: Any = filesystem  # which declares no such thing as its module pickle
+    torchs: Any = filesystem  # its type has no declared attribute ``pickle``
     before, load, forced = torchs.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
     torchs.pickle, torch.load = _Pickle(), _checked_load(load)
     os.environ[_WEIGHTS_ONLY] = "1"
@@ -478,15 +477,15 @@ def nothing_runs() -> Iterator[None]:
 
 
 def check_metadata(directory: Path) -> list[str]:
-    """Returns the keys in the ``.metadata`` of a checkpoint; none if there is no such file.
+    """Returns the keys in the ``.metadata`` of a checkpoint; empty if there is no such file.
 
     Raises:
-        CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
+        CheckpointError: the file is invalid or could run code, or the directory has a link or a special file.
     """
     try:
         keys = list(read_metadata(directory).state_dict_metadata)
     except FileNotFoundError:
-        return []  # another format: megatron-core says what it misses
+        return []  # another format: megatron-core reports the missing file
     try:
         decode.decode(Tree(directory).read(_CONFIG, tree.SMALL), _Format)
     except FileNotFoundError:
@@ -499,11 +498,11 @@ def check_metadata(directory: Path) -> list[str]:
 
 
 def read_metadata(directory: Path) -> Any:
-    """The content of ``.metadata``, torch's class ``Metadata``.
+    """Returns the content of ``.metadata``, torch's class ``Metadata``.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is none, could run code, or there is a link or a special file in the directory.
+        CheckpointError: the file is invalid or could run code, or the directory has a link or a special file.
     """
     if others := Tree(directory).refused():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside training, in one forked process per worker, and publishes it."""
+"""Writes a checkpoint in the background, in one forked process per worker, and publishes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moc.store.regions import RegionTensor, write_regions
 def write_files(
     write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
 ) -> None:
-    """Writes a worker's share of a checkpoint to ``staging`` and describes it; runs in a forked process.
+    """Writes a worker's shard of a checkpoint to ``staging`` and describes it; runs in a forked process.
 
     ``write_weights`` is megatron-core's writer of this worker's weights, if it has any; ``entries`` is the optimizer
     state, None with ``--no-save-optim``.
@@ -48,7 +48,7 @@ def write_files(
             write_regions(path_of(staging, rank), entries)
         written = [*staging.glob(f"__{rank}_*"), *([path_of(staging, rank)] if entries is not None else [])]
         report = {"files": {str(path.relative_to(staging)): dense_files.describe(path) for path in written}}
-    except Exception as error:  # rank 0 must hear of any failure
+    except Exception as error:  # rank 0 must learn of any failure
         report = {"error": f"worker {rank}: {error}"}
     with contextlib.suppress(OSError):  # rank 0 treats a missing report as a failure
         write_durably(_report(staging, rank), json.dumps(report))
@@ -62,9 +62,9 @@ def publish(
     fence: Fence | None = None,
     format: str = dense_files.FORMAT,
 ) -> None:
-    """Publishes a checkpoint once all ``workers`` have written their shares; runs on rank 0.
+    """Publishes a checkpoint once all ``workers`` have written their shards; runs on rank 0.
 
-    Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless that is None.
+    Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless it is None.
 
     Raises:
         CheckpointError: a worker could not write, or this writer was superseded.
@@ -93,7 +93,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Report:
-    """What a worker has written: the manifest entries of its files, or its error."""
+    """A worker's report: the manifest entries of its files, or its error."""
 
     files: dict[Name, dict[Name, Count | Digest]] = field(default_factory=dict)
     error: str | None = None
@@ -114,9 +114,9 @@ def _report(staging: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
-    """While megatron-core saves, collects errors of rank 0's ``owner.method``, which writes, instead of raising there.
+    """Collects the errors of ``owner.method``, by which rank 0 writes, instead of raising them during the save.
 
-    The other workers would wait for rank 0 in a collective; with this, all learn of the errors after it.
+    The other workers would wait for rank 0 in a collective; this way, all workers receive the errors after it.
     """
     write, failures = getattr(owner, method), []
 
@@ -134,7 +134,7 @@ def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
 
 
 def forget_results() -> None:
-    """Empties megatron-core's result queue, so that the next save does not read results of an abandoned one."""
+    """Empties megatron-core's result queue, so that the next save does not read results of an abandoned save."""
     results = filesystem_async._results_queue
     with contextlib.suppress(queue.Empty, OSError, EOFError):
         while results is not None:
@@ -144,7 +144,7 @@ def forget_results() -> None:
 def use_mortal_result_queue() -> None:
     """Gives megatron-core's writer a result queue whose server process ends with the worker.
 
-    megatron-core's own would be spawned (seconds of imports), and would outlive a killed worker.
+    megatron-core's own process would be spawned (seconds of imports), and would outlive a killed worker.
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))

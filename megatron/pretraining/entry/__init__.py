@@ -1,1 +1,1 @@
-"""The entry point for scripts of Megatron-LM: their configuration, model, data and forward step, with our loop."""
+"""The entry point for scripts of Megatron-LM: runs their configuration, model, data and forward step in our loop."""

@@ -49,14 +49,14 @@ class StockCheckpoints(Saves):
         self._parts, self._model, self._records = parts, model, []
         core = members(parts.optimizer.core)
         fragmented = any(isinstance(one, FragmentedOptimizer) for one in core)
-        # torch casts what it loads to the dtype of the parameter, which encoded moments do not survive
+        # torch casts loaded tensors to the dtype of the parameter, which destroys encoded moments
         encoded = any(isinstance(getattr(one, "optimizer", None), SmallMomentsAdam) for one in core)
         self._needs_fragments = parts.replicas is not None or fragmented or encoded
-        # this program's checkpoints load in any layout, and Megatron-LM's optimizer state does not
+        # this program's checkpoints load in any layout, unlike Megatron-LM's optimizer state
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
     def newest(self, seconds: float | None = None) -> int | None:
-        """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
+        """Returns the iteration that :meth:`load` would resume from; None if it would start at 0, or on timeout."""
         args = get_args()
         if args.load is None or args.finetune:
             return None
@@ -107,7 +107,7 @@ class StockCheckpoints(Saves):
         return Position(args.iteration, args.consumed_train_samples)
 
     def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
-        """Loads a checkpoint of a converter or of the previous release, in any layout."""
+        """Loads a checkpoint that a converter or the previous release wrote, in any layout."""
         args, parts = get_args(), self._parts
         anew = args.finetune or directory.parent != Path(args.load or "")
         resumes = not (anew or args.no_load_optim)
@@ -177,7 +177,7 @@ class StockCheckpoints(Saves):
         write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
-        """Runs what Megatron-LM does once all workers have written."""
+        """Runs Megatron-LM's finalizers once all workers have written."""
         reach("persisting")
 
         def finalize() -> None:
@@ -191,7 +191,7 @@ class StockCheckpoints(Saves):
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
         super().publish(root, iteration)
         final = str(dense_files.directory_of(root, iteration))
-        if self._records:  # on the worker that has a writer of W&B; failed saves have left some, too
+        if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()
             stock: Any = checkpointing
             stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
@@ -214,12 +214,12 @@ class StockCheckpoints(Saves):
             yield
 
     def _parts_of_megatron(self, fragmented: bool) -> tuple[list[Any], Any]:
-        """The chunks, and the optimizer unless its state is in fragments beside Megatron-LM's files."""
+        """Returns the chunks, and the optimizer unless its state is saved in fragments next to Megatron-LM's files."""
         chunks: list[Any] = self._parts.chunks
         return ([chunk.module for chunk in chunks], None) if fragmented else (chunks, self._parts.optimizer.core)
 
     def _verify(self, directory: Path) -> dict | None:
-        """Compares the files of a checkpoint with its manifest, and returns it; one of Megatron-LM's own has none.
+        """Compares the files of a checkpoint with its manifest, and returns it; Megatron-LM's checkpoints have none.
 
         Raises:
             CheckpointError: on all workers: a file is missing or damaged.
@@ -237,9 +237,9 @@ class StockCheckpoints(Saves):
 
 
 def _chosen() -> tuple[str, int | None]:
-    """The directory to load from, and the iteration; None if it has no checkpoint, or a release.
+    """Returns the directory to load from, and the iteration; None if it has no checkpoint, or a release.
 
-    As in Megatron-LM, ``--pretrained-checkpoint`` counts until ``--load`` has a tracker file.
+    As in Megatron-LM, ``--pretrained-checkpoint`` is used until ``--load`` has a tracker file.
 
     Raises:
         CheckpointError: there is no checkpoint, and the run must not begin without one.
@@ -259,10 +259,10 @@ def _chosen() -> tuple[str, int | None]:
 
 
 def _iteration_in(root: Path) -> int | None:
-    """The iteration that is loaded from a directory; None if its tracker file names a release, or does not exist."""
+    """Returns the iteration to load from a directory; None if its tracker file names a release, or is missing."""
     args = get_args()
     if args.save is not None and Path(args.save) == root:
-        dense_files.restore_replaced(root)  # of a save that was killed
+        dense_files.restore_replaced(root)  # a killed save may have left a replacement incomplete
     if args.ckpt_step:
         return args.ckpt_step if dense_files.directory_of(root, args.ckpt_step).is_dir() else None
     return dense_files.latest_iteration(root)

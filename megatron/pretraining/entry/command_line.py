@@ -1,6 +1,6 @@
 """The command line of a script of Megatron-LM, with our options, files of options and presets.
 
-A preset has the least weight, then files, then the words of the command line.
+Words of the command line override files, which override presets.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from moc.files.text import short, shown
 _OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
 """Values without effect of Megatron-LM's options that name other sources of options."""
 _FROM_STAGE_1 = ("cpu_optimizer", "use_pin_memory", "zero_communication_dtype", "zero_grad_accum_dtype")
-"""Options that ask the optimizer of DeepSpeed for memory or results which megatron-core's does not have."""
+"""Options of DeepSpeed's optimizer that change memory or results, and that megatron-core's optimizer lacks."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line that was read.
+    """A parsed command line.
 
     Attributes:
         own: values of our options, by name of the flag.
         given: values that differ from the defaults, by name.
-        named: names of options in words, files and presets, also those whose values are the defaults.
-        problems: of words and files.
-        concealed: names whose values the problems conceal.
+        named: names of options in words, files and presets, including those with default values.
+        problems: problems of words and files.
+        concealed: names whose values are unknown because of the problems.
         prints: the values are printed instead of training.
         notices: sentences about translated and ignored options.
     """
@@ -54,7 +54,7 @@ _read = CommandLine()
 
 
 def read() -> CommandLine:
-    """The command line that was read last."""
+    """Returns the command line that was read last."""
     return _read
 
 
@@ -75,7 +75,7 @@ def prepared(
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Formats help texts; some of Megatron-LM's have a percent sign that argparse cannot expand."""
+    """Formats help texts; some texts of Megatron-LM have a percent sign that argparse cannot expand."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -204,19 +204,19 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
 
 
 def _options_with_values(parser: argparse.ArgumentParser) -> dict[str, bool]:
-    """Whether an option takes a value, by option."""
+    """Returns whether an option takes a value, by option."""
     return {spelling: action.nargs != 0 for spelling, action in parser._option_string_actions.items()}
 
 
 def _words_of_ds_config(
     parser: argparse.ArgumentParser, path: str, words: Sequence[str], values: Mapping[str, Any], problems: Problems
 ) -> Iterator[str]:
-    """The options that a ds_config adds to the words; options in both must agree."""
+    """Yields the options that a ds_config adds to the words; options in both must agree."""
     given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in _actions_in(parser, words)}
     added: dict[str, object] = {}
 
     def settings() -> tuple[Setting, ...]:
-        grows = "step_batch_size_schedule" in given  # to the size of the ds_config
+        grows = "step_batch_size_schedule" in given  # the batch grows to the size in the ds_config
         return tuple(one for one in settings_in(path) if not (grows and one.flag == "global_batch_size"))
 
     problems.check(lambda: added.update(agree(given, settings(), _mean_the_same)))
@@ -224,7 +224,7 @@ def _words_of_ds_config(
 
 
 def _actions_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
-    """The options that words name, in order."""
+    """Returns the options that words name, in order."""
     found = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     return (action for action in found if action is not None)
 
@@ -243,7 +243,7 @@ def _words_of_options(
     problems: Problems,
     others: bool = False,
 ) -> Iterator[str]:
-    """Options by name as words of a command line; with ``others``, also options that the parser does not have."""
+    """Yields options by name as words of a command line; with ``others``, also options that the parser lacks."""
     by_name: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         for name in {action.dest.removeprefix(PREFIX), *map(_underscored, action.option_strings)}:
@@ -283,7 +283,7 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
 
 
 def _without_spaces(values: list) -> str:
-    """A list as Megatron-LM's patterns of layers are written."""
+    """Returns a list in the notation of Megatron-LM's layer patterns."""
     return f"[{','.join(map(str, values))}]"
 
 

@@ -1,7 +1,6 @@
-"""Megatron-LM's arguments and our own flags, as the configuration that the loop reads.
+"""Converts Megatron-LM's arguments and our own flags to the configuration that the loop reads.
 
-Megatron-LM has checked its arguments, so they are taken over without another check; only the groups of our own flags
-are checked.
+Only the groups of our own flags are checked, since Megatron-LM has already checked its arguments.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from megatron.pretraining.model.initial import EXACT
 from moc.runtime.agreement import first_line
 
 OWN_PROGRAM = "moc_own_program"
-"""Name, in the arguments, of whether this project's program is running, and no script of a user."""
+"""Name of the argument that is true if this project's program is running, and not a user's script."""
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
-"""Defaults for a user's script, where they differ from our program's: the same bits as Megatron-LM's loop."""
+"""Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
 _RENAMED = {
     "fp8_format": ("moc_fp8", "fp8"),
     "exp_avg_dtype": ("moc_exp_avg_dtype", "exp_avg_dtype"),
     "exp_avg_sq_dtype": ("moc_exp_avg_sq_dtype", "exp_avg_sq_dtype"),
     "norm_epsilon": ("layernorm_epsilon",),
 }
-"""Arguments by our name of a value; the first one that is given counts."""
+"""Arguments by our name of a value; the first one that is given is used."""
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -44,7 +43,7 @@ class MegatronConfig(Config):
     """The flags in force in a run of Megatron-LM's program.
 
     Attributes:
-        arguments: Megatron-LM's, which hold everything that has no group here.
+        arguments: Megatron-LM's arguments, which hold all values that have no group here.
     """
 
     arguments: Any = dataclasses.field(default=None, repr=False, compare=False)
@@ -75,7 +74,7 @@ class MegatronConfig(Config):
         return tuple(size for _, size in steps)
 
     def replace(self, group: str, **changes: object) -> MegatronConfig:
-        """A copy with other values in one group; our own flags are checked again.
+        """Returns a copy with other values in one group; our own flags are checked again.
 
         Raises:
             AttributeError: the group has no such field.
@@ -89,7 +88,7 @@ class MegatronConfig(Config):
 
 
 def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig:
-    """The configuration of a run.
+    """Returns the configuration of a run.
 
     Args:
         arguments: Megatron-LM's, validated.
@@ -124,7 +123,7 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
 
 
 def described(arguments: Namespace) -> dict[str, Any]:
-    """Megatron-LM's arguments as values of JSON; others are left out."""
+    """Returns Megatron-LM's arguments as values of JSON; other values are left out."""
     found = {}
     for name, value in vars(arguments).items():
         plain = _plain(value)

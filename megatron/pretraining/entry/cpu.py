@@ -86,7 +86,7 @@ def leave_out_kernels(args: Any, given: Collection[str]) -> None:
     """Turns off, on a CPU, the options of kernels that only CUDA has and that Megatron-LM turns on by default.
 
     Args:
-        args: Megatron-LM's, before their check.
+        args: Megatron-LM's arguments, before their check.
         given: names of the arguments on the command line.
     """
     if not torch.cuda.is_available():
@@ -164,7 +164,7 @@ def _to_cpu(to: Callable) -> Callable:
 
 
 def _use_compiled_helpers() -> None:
-    """Does not compile the helpers of datasets if the wheel contains them: it would need a compiler."""
+    """Skips compiling the dataset helpers if the wheel contains them, since that would need a compiler."""
     utils: Any = import_module("megatron.core.datasets.utils")
     if any(Path(str(utils.__file__)).parent.glob("helpers_cpp*.so")):
         utils.compile_helpers = lambda: None
@@ -215,7 +215,7 @@ def _extend_local_attention() -> None:
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of all positions, and the causal mask of this rank's queries.
+    """Returns the keys and values of all positions, and the causal mask of this rank's queries.
 
     With context parallelism a rank has two chunks of the sequence: one from the front, and its mirror from the back.
     """

@@ -30,7 +30,7 @@ _ONLY = {
     "overlap_param_gather": (False, "--deepspeed gathers weights after the update"),
     "init_model_with_meta_device": (False, "DeepSpeed copies the weights when its optimizer is built"),
 }
-"""By argument of Megatron-LM, the value that DeepSpeed's optimizer works with, and why no other."""
+"""By argument of Megatron-LM, the only value that works with DeepSpeed's optimizer, and the reason."""
 
 
 def refuse_unsupported(config: Config, arguments: Any) -> None:
@@ -51,14 +51,14 @@ def refuse_unsupported(config: Config, arguments: Any) -> None:
 
 
 def complete(args: Any, given: Mapping[str, Any]) -> None:
-    """Sets the global batch of ``--gradient-accumulation-steps``, which holds at ZeRO stage 0, too.
+    """Sets the global batch size that ``--gradient-accumulation-steps`` implies, also at ZeRO stage 0.
 
     Args:
         args: Megatron-LM's arguments, not validated.
         given: values of the command line, by name.
 
     Raises:
-        ConfigError: the steps are no number of micro batches, or contradict the global batch.
+        ConfigError: the steps are not a valid number of micro batches, or contradict the global batch.
     """
     if not given.get("deepspeed") or args.micro_batch_size is None:
         return

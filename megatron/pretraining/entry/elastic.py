@@ -44,7 +44,7 @@ _ONLY = {
     "use_mup": (False, "optimizers of --elastic have no learning rates by width"),
     "ckpt_format": ("torch_dist", "other formats have the experts of one worker of each data-parallel group"),
 }
-"""By argument of Megatron-LM, the value that elastic training works with, and why no other."""
+"""By argument of Megatron-LM, the only value that works with elastic training, and the reason."""
 
 
 def refuse_unsupported(config: Config, arguments: Any) -> None:
@@ -86,8 +86,8 @@ def set_up(
 ) -> tuple[list[Any], Any, Any]:
     """Builds model, optimizer and schedule, in the place of Megatron-LM's ``setup_model_and_optimizer``.
 
-    Every mixture-of-experts layer has as many experts as this worker has slots; the hook of the model's builder decides
-    which ones (:meth:`megatron.pretraining.entry.program.StockProgram.build`).
+    Every mixture-of-experts layer has as many experts as this worker has slots.  The hook of the model's builder
+    assigns them (:meth:`megatron.pretraining.entry.program.StockProgram.build`).
 
     Args:
         config: the flags in force.
@@ -125,7 +125,7 @@ def build_groups(config: Config, job: Job, ranks: dict[str, Any]) -> None:
 
     Args:
         config: the flags in force.
-        job: of this worker.
+        job: job of this worker.
         ranks: functions that choose the ranks with embeddings, as Megatron-LM's parameters.
     """
     with order_of_ranks(config, job.helpers):
@@ -157,7 +157,7 @@ def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> No
 
 
 def complete(args: Any, given: Collection[str]) -> None:
-    """Sets what elastic layers replace, in place of Megatron-LM's defaults: dispatcher, and complete experts."""
+    """Sets the dispatcher and unsharded experts, which elastic layers replace, unless the arguments are given."""
     if "moe_token_dispatcher_type" not in given:
         args.moe_token_dispatcher_type = "alltoall"
     if "expert_tensor_parallel_size" not in given:
@@ -225,10 +225,10 @@ def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> 
 
 
 def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream | None]:
-    """Readers of the splits, from any position and in the topology of any generation.
+    """Returns the readers of the splits, from any position and in the topology of any generation.
 
     Raises:
-        ConfigError: the samples are not dictionaries with a ``loss_mask``, which a ghost needs.
+        ConfigError: the samples are not dictionaries with a ``loss_mask``, which dummy micro batches need.
     """
     workers, streams = get_args().num_workers, {}
     for split, (dataset,) in datasets.items():  # no virtual stages

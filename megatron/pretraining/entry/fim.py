@@ -11,8 +11,8 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset
 def seed_by_sample() -> None:
     """Seeds the random numbers of a sample by its number; further calls do nothing.
 
-    Megatron-LM draws them from one stream per dataset, so that a sample depends on the samples read before it, and a
-    resumed run would read different ones.
+    Megatron-LM draws them from one stream per dataset, so a sample depends on the samples read before it, and a
+    resumed run would read different samples.
     """
     dataset: Any = GPTFIMDataset
     real = dataset._query_document_sample_shuffle_indices

@@ -1,7 +1,7 @@
 """Megatron-LM's functions for arguments, which read our options as well and report all problems in one message.
 
-``parse_args`` receives a parser that knows our options and collects problems of words; ``validate_args`` adds what
-Megatron-LM, this project's loop and its policies refuse.
+``parse_args`` receives a parser that has our options and collects problems of words; ``validate_args`` adds the
+refusals of Megatron-LM, this project's loop and its policies.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NEVER = 10**9  # iterations
 
 
 def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """Megatron-LM's ``parse_args``, which understands our options as well."""
+    """Wraps Megatron-LM's ``parse_args`` so that it reads our options as well."""
 
     @functools.wraps(real)
     def parse(extra_args_provider=None, ignore_unknown_args=False):
@@ -67,7 +67,7 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
 
 
 def load_args_from_checkpoint(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's ``load_args_from_checkpoint``, for ``--use-checkpoint-args``; its errors are sentences."""
+    """Wraps Megatron-LM's ``load_args_from_checkpoint`` (``--use-checkpoint-args``): its errors become sentences."""
 
     @functools.wraps(real)
     def load(args, load_arg="load", *more: Any, **options: Any) -> Any:
@@ -78,9 +78,9 @@ def load_args_from_checkpoint(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's ``validate_args``, which reports everything that is wrong with the options in one message.
+    """Wraps Megatron-LM's ``validate_args`` so that it reports all problems of the options in one message.
 
-    A script that only has to be checked ends here.
+    A script that is only checked ends here.
     """
 
     @functools.wraps(real)
@@ -106,12 +106,12 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: Mapping[str, Any]) -> Problems:
-    """Completes Megatron-LM's arguments, and returns everything that is wrong with the command line that was read last.
+    """Completes Megatron-LM's arguments, and returns all problems of the last command line.
 
     Args:
         check: Megatron-LM's ``validate_args``.
         args: the parsed arguments, which change.
-        defaults: of the program, by name.
+        defaults: defaults of the program, by name.
     """
     problems, read = Problems(), command_line.read()
     problems.found += read.problems
@@ -161,7 +161,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_router(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` if a token goes to more experts than there are, which Megatron-LM notices in training."""
+    """Raises ``ConfigError`` if top-k exceeds the number of experts, which Megatron-LM only notices in training."""
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
     most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
     refuse(
@@ -173,9 +173,9 @@ def _check_router(args: argparse.Namespace) -> None:
 
 
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
-    """Sets what Megatron-LM demands and this program derives.
+    """Sets arguments that Megatron-LM requires and this program derives.
 
-    Kernels of packages that are not installed are left out.  Without ``--save-interval``, it saves where
+    Kernels of packages that are not installed are left out.  Without ``--save-interval``, the run saves where
     ``--save-retain-interval`` keeps a checkpoint, and at the end.
     """
     if args.max_position_embeddings is None:
@@ -183,7 +183,7 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
     if args.save_interval is None:
         args.save_interval = args.save_retain_interval or _NEVER
     if args.num_experts and not args.swiglu:
-        args.bias_gelu_fusion = False  # megatron-core's kernel has no weights of tokens
+        args.bias_gelu_fusion = False  # megatron-core's kernel does not support token weights
     engine = find_spec("transformer_engine") is not None
     if not engine:
         args.apply_rope_fusion = False
@@ -193,7 +193,7 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.gradient_accumulation_fusion = False
     if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
         args.masked_softmax_fusion = False
-    if not torch.cuda.is_available():  # there are no kernels, and other sums have other bits
+    if not torch.cuda.is_available():  # without kernels, the sums are computed differently
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
 
 
@@ -222,7 +222,7 @@ def _limit_connections(args: argparse.Namespace) -> None:
 
 
 def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
-    """Megatron-LM's ``set_global_variables``, which builds tokenizer and writers of logs; its errors are sentences."""
+    """Wraps Megatron-LM's ``set_global_variables`` (tokenizer and log writers): its errors become sentences."""
 
     @functools.wraps(real)
     def set_up(args, *more: Any, **options: Any) -> None:
@@ -246,7 +246,7 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _harmless_board(directory: str | None) -> Iterator[None]:
-    """Gives Megatron-LM a writer of TensorBoard's files that loses values where it cannot write, and ends nothing."""
+    """Gives Megatron-LM a TensorBoard writer that drops values if it cannot write, instead of ending the run."""
     if directory is None or find_spec("tensorboard") is None:
         yield
         return
@@ -273,12 +273,12 @@ def print_args(title: str, args: argparse.Namespace) -> None:
 
 
 def described() -> list[str]:
-    """The values that differ from the defaults, as lines of a file for ``--config``."""
+    """Returns the values that differ from the defaults, as lines of a file for ``--config``."""
     return yaml.safe_dump(plain_options(), sort_keys=False).rstrip("\n").split("\n")
 
 
 def plain_options() -> dict[str, Any]:
-    """The values that differ from the defaults on the command line that was read last, as YAML has them."""
+    """Returns the values of the last command line that differ from the defaults, as YAML values."""
     return {name: _plain(value) for name, value in sorted(command_line.read().given.items())}
 
 
@@ -294,7 +294,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def refused_by_megatron() -> Iterator[None]:
-    """In this project's program, which has no code of a user: what Megatron-LM raises is about the options.
+    """Converts Megatron-LM's errors in this project's program, which runs no user code, to errors about options.
 
     Raises:
         ConfigError: Megatron-LM raised an error.
@@ -308,7 +308,7 @@ def refused_by_megatron() -> Iterator[None]:
 
 
 def refusal_of(error: BaseException) -> ConfigError:
-    """An error of Megatron-LM about its options; of an assertion without a message, it has the condition."""
+    """Returns an error of Megatron-LM about its options; an assertion without a message is shown by its condition."""
     return ConfigError(
         f"Megatron-LM refuses the options: {_cause_of(error)}. Fix: change the options that it names",
         code="megatron-options-refused",

@@ -1,4 +1,4 @@
-"""Pre-training of GPT models with Megatron-LM's flags and ``megatron.training``, where no script of a user is at hand.
+"""Pre-trains GPT models with Megatron-LM's flags and ``megatron.training``, without a user's script.
 
 Megatron-LM's flags describe the model and the data.  Each worker reads its own samples, so tensor-parallel ranks do not
 exchange them.
@@ -34,7 +34,7 @@ from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
-"""Defaults of this program, where Megatron-LM's options have none."""
+"""Defaults of this program for Megatron-LM's options that have no default."""
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def program_of(args: Any) -> StockProgram:
-    """The program of Megatron-LM's arguments."""
+    """Returns the program of Megatron-LM's arguments."""
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     kind = ModelType.encoder_or_decoder
     return StockProgram(container, build_datasets, kind, forward_step, embedding_ranks=embedding_ranks)
 
 
 def configured() -> Any:
-    """Megatron-LM's arguments, parsed and validated; ends the process with a message if they do not work."""
+    """Parses and validates Megatron-LM's arguments; ends the process with a message if they are invalid."""
     args: Any = parse_and_validate_args(args_defaults=DEFAULTS)
     with reported(os.path.basename(sys.argv[0])):
         _refuse_other_data(args)
@@ -77,7 +77,7 @@ def _refuse_other_data(args: Any) -> None:
 
 
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, functools.partial]:
-    """One micro batch through one model chunk, as megatron-core's schedules call it."""
+    """Computes one micro batch in one model chunk, as megatron-core's schedules call it."""
     sample = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items() if torch.is_tensor(tensor)}
     group: Any = parallel_state.get_context_parallel_group()
     batch: dict[str, Any] = get_batch_on_this_cp_rank(sample, is_hybrid_cp=False, cp_group=group)
@@ -89,7 +89,7 @@ def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, fu
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sums the losses of the tokens that count; returns the sum, the number of tokens, and both for the report."""
+    """Sums the losses of unmasked tokens; returns the sum, the number of tokens, and both for the report."""
     mask = loss_mask.view(-1).float()
     total = (losses.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)
@@ -97,7 +97,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def build_datasets(counts: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """The datasets of the three splits, on each worker.
+    """Returns the datasets of the three splits, on each worker.
 
     Raises:
         ConfigError: on all workers, if a split is empty or there are too few training samples.
@@ -147,7 +147,7 @@ build_datasets.is_distributed = True
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold a copy of the embedding: tied weights and multi-token prediction need one."""
+    """Returns the ranks of a pipeline with a copy of the embedding, for tied weights and multi-token prediction."""
     args, ranks = get_args(), {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
         if not args.untie_embeddings_and_output_weights:

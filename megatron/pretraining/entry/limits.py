@@ -20,7 +20,7 @@ _AT_LEAST = {
         "start_eval_at_iter num_workers"
     ),
 }
-"""Arguments by the least value that Megatron-LM's loop works with."""
+"""Arguments by the smallest value that works in Megatron-LM's loop."""
 
 _DATA = (
     "mock_data", "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
@@ -30,7 +30,7 @@ _DATA = (
 
 
 def check_limits(arguments: Any) -> None:
-    """Raises ``ConfigError`` with all of Megatron-LM's numbers that are too small.
+    """Raises ``ConfigError`` with all numbers that are too small.
 
     Megatron-LM divides by some of them, in its checks or later in a worker.
     """

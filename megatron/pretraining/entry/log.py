@@ -22,7 +22,7 @@ from moc.state.record import StepRecord
 
 
 class _Mean(float):
-    """Micro batches of each data-parallel rank, which divide sums; a product with it is an integer."""
+    """Mean number of micro batches per data-parallel rank, to divide sums; products with it are integers."""
 
     def __rmul__(self, other: float) -> int:
         return round(other * float(self))
@@ -73,7 +73,7 @@ class StockLog(Records):
         self._reports_memory = training.training_log(
             self._losses(record),
             self._totals,
-            get_canonical_lr_for_logging(self._optimizer.param_groups),  # of the next update, as in Megatron-LM's log
+            get_canonical_lr_for_logging(self._optimizer.param_groups),  # the next update's, as in Megatron-LM's log
             record.iteration,
             record.loss_scale,
             self._reports_memory,
@@ -87,10 +87,10 @@ class StockLog(Records):
         )
 
     def _losses(self, record: StepRecord) -> dict[str, torch.Tensor]:
-        """The losses by name, on the stage that computes them."""
+        """Returns the losses by name, on the stage that computes them."""
         if self.reports is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        reported = {name: record.auxiliary[name] for name in self.reports.names or ()}  # it tracks those of routers
+        reported = {name: record.auxiliary[name] for name in self.reports.names or ()}  # router losses have a tracker
         losses = {self.reports.loss_name: record.loss, **reported}
         return {name: torch.tensor([value], device=torch.cuda.current_device()) for name, value in losses.items()}
 

@@ -45,7 +45,7 @@ _ONE_WORKER = {
 }
 """Megatron-LM's arguments of an unpartitioned model."""
 _WITHOUT_KERNELS = {
-    "transformer_impl": "local",  # layers of Transformer Engine take memory of a GPU
+    "transformer_impl": "local",  # layers of Transformer Engine allocate GPU memory
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
@@ -58,15 +58,15 @@ _WITHOUT_KERNELS = {
     "use_cpu_initialization": False,
     "init_model_with_meta_device": False,
 }
-"""Arguments of how a model computes and begins, which do not change its parameters."""
+"""Arguments of a model's computation and initialization, which do not change its parameters."""
 
 
 def operators_on_meta(config: MegatronConfig, rows: int) -> tuple[Operator, ...]:
-    """Every operator of the unpartitioned model, in the order of the forward pass.
+    """Returns every operator of the unpartitioned model, in the order of the forward pass.
 
     Args:
-        config: of any model that Megatron-LM's flags describe.
-        rows: of the embedding, padding included.
+        config: configuration of any model that Megatron-LM's flags describe.
+        rows: rows of the embedding, including padding.
 
     Raises:
         ConfigError: Megatron-LM cannot build the model without CUDA.

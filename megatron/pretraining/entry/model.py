@@ -1,4 +1,4 @@
-"""The operators of a model, as its built chunks have them: any model of Megatron-LM, and any layer of a user."""
+"""Finds the operators of a model in its built chunks, for any model of Megatron-LM and any user's layers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Tensor(NamedTuple):
     """A parameter of the unpartitioned model.
 
     Attributes:
-        name: under which an operator holds it.
-        numel: elements.
+        name: name in its operator.
+        numel: number of elements.
         sliced: whether tensor parallelism slices it; norms, routers and learned positions are replicated.
         stage: the pipeline stage that holds it.
         moments: the names of its optimizer's moments.
@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 def tensors_of(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World
 ) -> tuple[list[Tensor], dict[str, tuple[str, ...]]]:
-    """The parameters of this worker, and the moments of those whose optimizer state it owns a part of, by name."""
+    """Returns this worker's parameters; and by name, the moments of parameters whose optimizer state it partly owns."""
     pieces = parameter_pieces(chunks)
     moments = {
         piece.name: tuple(sorted(slot for slot in owned.slots if slot != MASTER))
@@ -55,10 +55,10 @@ def tensors_of(
 
 
 def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
-    """The parameters of model chunks, whose optimizer has no moments.
+    """Returns the parameters of model chunks, with no moments filled in.
 
     Args:
-        pieces: of each parameter.
+        pieces: local chunks of each parameter.
         stage: the pipeline stage that holds the chunks.
     """
     return [
@@ -71,12 +71,12 @@ def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
 def model_of_chunks(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World, described: Mapping
 ) -> Model:
-    """The model. Each worker has built a part of it; a collective call.
+    """Returns the model, assembled from the parts that the workers have built; a collective call.
 
     Args:
-        chunks: of this worker.
-        optimizer: of this worker.
-        world: its place.
+        chunks: model chunks of this worker.
+        optimizer: optimizer of this worker.
+        world: ranks of this worker.
         described: Megatron-LM's arguments, for people and converters.
     """
     told = gather(tensors_of(chunks, optimizer, world))
@@ -104,7 +104,7 @@ def model_of_chunks(
 
 
 def tokenizer_of(described: Mapping) -> dict[str, str | None]:
-    """Kind of the tokenizer in Megatron-LM's arguments, and its file with the whole path, or its name."""
+    """Returns the type of the tokenizer in Megatron-LM's arguments, and the absolute path of its file, or its name."""
     model = described.get("tokenizer_model")
     return {
         "type": described.get("tokenizer_type"),
@@ -113,7 +113,7 @@ def tokenizer_of(described: Mapping) -> dict[str, str | None]:
 
 
 def operators_of(tensors: Iterable[Tensor]) -> tuple[Operator, ...]:
-    """The operators that hold these tensors, in the order of the forward pass; pure."""
+    """Returns the operators that hold these tensors, in the order of the forward pass; pure."""
     held: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         held.setdefault(operator_of(tensor.name), []).append(tensor)
@@ -122,7 +122,7 @@ def operators_of(tensors: Iterable[Tensor]) -> tuple[Operator, ...]:
 
 
 def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """The pipeline stage of each layer; a layer without parameters is on the stage of the one before; pure."""
+    """Returns the pipeline stage of each layer; a layer without parameters is on the previous layer's stage; pure."""
     stages: dict[int, int] = {}
     for tensor in tensors:
         words = operator_of(tensor.name).split(".")

@@ -1,4 +1,4 @@
-"""The configuration that a command line describes, without workers: for planners and converters."""
+"""Reads the configuration of a command line without workers, for planners and converters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
         The configuration; its attribute ``arguments`` holds Megatron-LM's arguments.
 
     Raises:
-        ConfigError: the command line cannot work; it has all problems that can be found together.
+        ConfigError: the command line cannot work; the error lists all problems that can be found together.
     """
     import_module("moc.megatron")  # before others import megatron-core; adds our options to the parser
     entry = "megatron.pretraining.entry"
@@ -58,7 +58,7 @@ def kept_environment() -> Iterator[None]:
 
 
 def given_options() -> dict[str, Any]:
-    """The options of the last command line that differ from Megatron-LM's defaults, as a file for ``--config``."""
+    """Returns the last command line's options that differ from Megatron-LM's defaults, as a file for ``--config``."""
     return import_module("megatron.pretraining.entry.flags").plain_options()
 
 

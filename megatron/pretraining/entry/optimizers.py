@@ -1,4 +1,4 @@
-"""Refuses the optimizers of Megatron-LM that cannot work, by their arguments or after the model is built."""
+"""Refuses Megatron-LM's optimizers that cannot work, by their arguments or after the model is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_CORE = ("adam", "sgd")
 
 
 def refuse_optimizers(arguments: Any) -> None:
-    """Raises ``ConfigError`` with all that is wrong with the arguments of the optimizer; pure."""
+    """Raises ``ConfigError`` with all problems of the optimizer's arguments; pure."""
     problems = Problems()
     _check_state(arguments, problems)
     if (kind := _value(arguments, "optimizer") or _OF_CORE[0]) not in _OF_CORE:
@@ -38,7 +38,7 @@ def refuse_optimizers(arguments: Any) -> None:
 
 
 def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises ``ConfigError`` if Megatron-LM's update decides by more than the norm of all gradients.
+    """Raises ``ConfigError`` if Megatron-LM's update depends on more than the global gradient norm.
 
     A script's own configuration or model can demand this without any argument.
     """
@@ -80,7 +80,7 @@ def _check_state(arguments: Any, problems: Problems) -> None:
 
 
 def _check_layers(arguments: Any, problems: Problems) -> None:
-    """Of the layer-wise optimizer: ``dist_muon``, or another of its package with ``--use-distributed-optimizer``."""
+    """Checks the layer-wise optimizer: ``dist_muon``, or one of its package with ``--use-distributed-optimizer``."""
     in_buffers = _value(arguments, "use_layer_wise_param_layout")
     experts_apart = (_value(arguments, "expert_model_parallel_size") or 1) > 1
     problems.refuse(
@@ -95,7 +95,7 @@ def _check_layers(arguments: Any, problems: Problems) -> None:
         "recovery may apply. Fix: drop one of them",
         code="optimizer-excludes-flag",
     )
-    # Megatron-LM's writer asks the optimizer for a file of each rank, and our checkpoints have the state in fragments
+    # Megatron-LM's writer requests a file per rank from the optimizer; our checkpoints hold the state in fragments
     problems.refuse(
         _value(arguments, "ckpt_format") == "torch",
         "--ckpt-format torch cannot hold the state of the layer-wise optimizer of megatron-core "

@@ -17,7 +17,7 @@ _SOURCE = "megatron/training/arguments.py"
 
 
 def _file(source: Path) -> Path:
-    """The file for the parser in a source file; another version of it has another file."""
+    """Returns the file for the parser in a source file; another version of the source has another file."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     status = source.stat()
     identity = f"{source.resolve()} {status.st_size} {status.st_mtime_ns}"
@@ -33,7 +33,7 @@ def remember(source: str | Path, spellings: Iterable[str]) -> None:
 
 
 def remembered(places: Sequence[Path]) -> frozenset[str]:
-    """The option strings of Megatron-LM as it is found at the first of these places; empty if they are not known."""
+    """Returns the option strings of Megatron-LM at the first of these paths that has it; empty if unknown."""
     source = next((place / _SOURCE for place in places if (place / _SOURCE).is_file()), None)
     if source is not None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):

@@ -11,9 +11,9 @@ from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.presets import PRESETS
 
 OWN_GROUPS = ("snapshot", "faults", "elastic", "zero")
-"""Groups whose values are all of our flags."""
+"""Groups that consist only of our flags."""
 PREFIX = "moc_"
-"""Of our values in the parsed namespace, where Megatron-LM's scripts look for theirs."""
+"""Prefix of our values in the parsed namespace, which also holds the values of Megatron-LM's scripts."""
 _GENERAL: dict[str, dict[str, Any]] = {
     "config": {
         "action": "append",
@@ -37,21 +37,21 @@ _GENERAL: dict[str, dict[str, Any]] = {
     },
     "help-all": {"action": "store_true", "help": "Print Megatron-LM's options as well; exit."},
 }
-"""Options that are no flags of a run, as arguments of ``add_argument`` by name."""
+"""Options that are not flags of a run, as arguments of ``add_argument`` by name."""
 
 
 def own_flags() -> list[Flag]:
-    """Our flags, in the order of ``--help``."""
+    """Returns our flags, in the order of ``--help``."""
     return [flag for group in OWN_GROUPS for flag in flags_of(group_classes()[group])] + _other_flags()
 
 
 def _other_flags() -> list[Flag]:
-    """Our flags in groups with arguments of Megatron-LM."""
+    """Returns our flags in groups with arguments of Megatron-LM."""
     return [flag for group, kind in group_classes().items() if group not in OWN_GROUPS for flag in flags_of(kind)]
 
 
 def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
-    """Title, description and options of each section of the page of flags."""
+    """Yields title, description and options of each section of the page of flags."""
     box: Any = add_own_flags(argparse.ArgumentParser(add_help=False))
     by_name = {action.dest.removeprefix(PREFIX): action for action in box._actions}
     yield "Start", "", [by_name[name.replace("-", "_")] for name in _GENERAL]
@@ -64,13 +64,13 @@ def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
 
 
 def own_parser(program: str) -> argparse.ArgumentParser:
-    """A parser of this project's options, whose help mentions Megatron-LM's options."""
+    """Returns a parser of this project's options, whose help mentions Megatron-LM's options."""
     parser = argparse.ArgumentParser(program, f"{program} [options of Megatron-LM] [options below]", allow_abbrev=False)
     return add_own_flags(parser)
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our options as one more group; returns the parser, as Megatron-LM's providers of arguments do."""
+    """Adds our options as another group; returns the parser, like Megatron-LM's providers of arguments."""
     box = parser.add_argument_group("fault tolerance", "Snapshots, recovery, faults, and DeepSpeed's optimizer.")
     for name, described in _GENERAL.items():
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority

@@ -12,14 +12,14 @@ _MOST_LAYERS = 10_000
 
 
 def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
-    """The options of a preset, by Megatron-LM's names.
+    """Returns the options of a preset, by Megatron-LM's names.
 
     The pattern of layers with experts is cut or repeated if another number of layers is given.
 
     Args:
-        name: of the preset.
-        given: values of options that override the preset's, by name; None if an option is not given, and ``UNKNOWN``
-            if its value is not readable.
+        name: name of the preset.
+        given: values of options that override the preset's values, by name; None if an option is not given, and
+            ``UNKNOWN`` if its value is not readable.
     """
     options: dict[str, Any] = dict(PRESETS[name].values)
     layers, length = ({**options, **_numbers(given)}[key] for key in ("num_layers", "seq_length"))

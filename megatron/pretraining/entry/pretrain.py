@@ -1,4 +1,4 @@
-"""The function that takes the place of ``megatron.training.pretrain``."""
+"""The function that replaces ``megatron.training.pretrain``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pretrain(
 
 
 def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
-    """The configuration of Megatron-LM's parsed arguments, adapted to this loop, and the program.
+    """Returns the configuration of Megatron-LM's parsed arguments, adapted to this loop, and the program.
 
     Raises:
         ConfigError: the arguments cannot work.
@@ -97,7 +97,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _leave_to_vote(args: Any, container: Any) -> None:
-    """Turns off what Megatron-LM does about results that are not finite: the vote looks at them, on all workers."""
+    """Turns off Megatron-LM's checks for non-finite results: the commit all-reduce checks them on all workers."""
     args.rerun_mode = "disabled"
     args.check_for_nan_in_loss_and_grad = False
     args.use_gloo_process_groups = False

@@ -1,4 +1,4 @@
-"""Checkpoints of the previous release, whose program had its own flags and format of ``--save``, and of converters.
+"""Reads checkpoints of converters, and of the previous release, which had its own flags and ``--save`` format.
 
 A checkpoint is a directory ``iter_0000100`` with
 
@@ -36,7 +36,7 @@ _ROUTING = """
 
 
 def described_by_flags(shape: Mapping) -> bool:
-    """Whether the shape in a state is that of the previous release: flags, and not parameters by operator."""
+    """Returns whether a state describes the model by flags, as the previous release did, not by operators."""
     return "num_layers" in shape
 
 
@@ -44,8 +44,8 @@ def check_flags(arguments: Mapping, saved: Mapping, where: object) -> None:
     """Raises ``CheckpointError`` if the flags of a model of the previous release differ from Megatron-LM's arguments.
 
     Args:
-        arguments: Megatron-LM's, as values of JSON.
-        saved: flags by name; one that did not exist yet is left out.
+        arguments: Megatron-LM's arguments, as values of JSON.
+        saved: flags by name; a flag that did not exist yet is absent.
         where: the checkpoint or snapshot, for the message.
     """
     here, there = _plain(arguments), _plain(saved)
@@ -60,7 +60,7 @@ def check_flags(arguments: Mapping, saved: Mapping, where: object) -> None:
 
 
 def _plain(flags: Mapping) -> dict[str, Any]:
-    """Flags of a model, each in one form."""
+    """Returns the flags of a model in a canonical form."""
     plain = dict(flags)
     if not flags.get("group_query_attention", flags.get("num_query_groups") != flags.get("num_attention_heads")):
         plain["num_query_groups"] = flags.get("num_attention_heads")
@@ -78,11 +78,11 @@ def load(
 
     Args:
         parts: receive the state.
-        directory: of the checkpoint, whose files are verified.
-        manifest: of the checkpoint.
-        state: of the checkpoint, for this model.
-        arguments: Megatron-LM's, as values of JSON.
-        optimizer: loads optimizer, schedule and loss scale as well.
+        directory: directory of the checkpoint, whose files are verified.
+        manifest: manifest of the checkpoint.
+        state: training state of the checkpoint, for this model.
+        arguments: Megatron-LM's arguments, as values of JSON.
+        optimizer: whether to load optimizer, schedule and loss scale as well.
 
     Returns:
         The position of the checkpoint.
@@ -103,7 +103,7 @@ def load(
 
 
 def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[str], None]) -> None:
-    """Warns of flags that have another value, perhaps since the command line is read as another program's."""
+    """Warns of flags whose value differs, perhaps because the command line is read in another program's dialect."""
     for name in _ROUTING if saved else ():
         here, there = arguments.get(name), saved.get(name)
         if here not in (there, [there]):

@@ -1,6 +1,6 @@
-"""``--profile``: Megatron-LM's profilers, started and stopped at the iterations that it names.
+"""Starts and stops Megatron-LM's profilers (``--profile``) at the iterations that its options name.
 
-An iteration that a recovery repeats is in the profile as often as it is computed.
+An iteration that a recovery repeats appears in the profile each time that it is computed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron.pretraining.entry.stock import get_args
 
 
 class Profiling:
-    """The profiler of a worker: torch's with ``--use-pytorch-profiler``, and else CUDA's, which Nsight Systems reads.
+    """The profiler of a worker: torch's with ``--use-pytorch-profiler``, otherwise CUDA's, for Nsight Systems.
 
     Args:
-        rank: of this worker when it was started.
+        rank: rank of this worker at its start.
     """
 
     def __init__(self, rank: int):
@@ -27,7 +27,7 @@ class Profiling:
         self._active = args.profile and (not args.profile_ranks or rank in args.profile_ranks)
 
     def begin(self, iteration: int) -> None:
-        """Starts what is due before the iteration that follows this one."""
+        """Starts or steps the profiler if it is due before the iteration that follows this one."""
         args = get_args()
         if not self._active:
             return
@@ -43,7 +43,7 @@ class Profiling:
             self._ranges.__enter__()
 
     def end(self, iteration: int) -> None:
-        """Stops what is due after an iteration."""
+        """Stops the profiler if it is due after an iteration."""
         args = get_args()
         if not self._active or iteration != args.profile_step_end:
             return

@@ -1,4 +1,4 @@
-"""Megatron-LM's program, as a program of our loop: stock code builds model, optimizer and data, and our loop trains."""
+"""Adapts Megatron-LM's program to our loop: Megatron-LM builds model, optimizer and data, and our loop trains."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class StockProgram:
 
     Attributes:
         container: Megatron-LM's configuration.
-        datasets: its provider of datasets.
-        model_type: its kind of model.
+        datasets: Megatron-LM's provider of datasets.
+        model_type: Megatron-LM's model type.
         forward_step: ``(iterator, model) -> (output, loss function)``.
         model_provider: builds a model chunk, if ``container`` describes none.
-        process_non_loss_data: plots what an evaluation collects.
-        non_loss_data: collects it.
+        process_non_loss_data: plots the data that an evaluation collects.
+        non_loss_data: collects these data.
         embedding_ranks: chooses the ranks with embeddings.
         position_embedding_ranks: chooses the ranks with position embeddings.
-        profiling: of this worker, from its first iteration on.
+        profiling: profiler of this worker, from its first iteration.
     """
 
     container: Any
@@ -108,7 +108,7 @@ class StockProgram:
         update_num_microbatches(0, consistency_check=False)
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("tokenizer")
-        # the session chooses the state; a schedule in samples is one whose iterations are not counted yet
+        # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
             nodes = nodes_of(config, world.size, world.job.helpers)
@@ -140,7 +140,7 @@ class StockProgram:
         return parts
 
     def topology(self, config: Config, world: World) -> Topology:
-        """This worker's share of the global batch, whose size may change in the course of the run.
+        """Returns this worker's share of the global batch, whose size may change during the run.
 
         Also sets Megatron-LM's arguments of rank and sizes, which change with the members of the job.
         """
@@ -149,7 +149,7 @@ class StockProgram:
         return topology_of(config, world) if config.elastic.elastic else StockTopology(world)
 
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
-        """The schedule with Megatron-LM's forward step."""
+        """Returns the schedule with Megatron-LM's forward step."""
         reports = Reports(parts, topology)
         _log_of(parts).begin(reports, topology)
         return StockSchedule(
@@ -157,17 +157,17 @@ class StockProgram:
         )
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:
-        """What the schedule's loss function reports."""
+        """Returns the reports of the schedule's loss function."""
         reports = _log_of(parts).reports
         assert reports is not None  # the generation's schedule is built
         return reports
 
     def model(self, parts: WorkerParts) -> Model:
-        """The operators of the built chunks."""
+        """Returns the operators of the built chunks."""
         return model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
 
     def checkpoints(self, parts: WorkerParts, model: Model) -> Any:
-        """Checkpoints in Megatron-LM's format."""
+        """Returns the checkpoints in Megatron-LM's format."""
         return StockCheckpoints(parts, model)
 
     def evaluate(self, run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
@@ -214,7 +214,7 @@ class StockProgram:
         return not sums["stop"]
 
     def forget_iteration(self, parts: WorkerParts) -> None:
-        """Clears what an interrupted iteration or evaluation has left."""
+        """Clears the leftovers of an interrupted iteration or evaluation."""
         _forget_iteration(parts.chunks)
 
     def begin(self, run: TrainingRun) -> None:
@@ -224,7 +224,7 @@ class StockProgram:
         self.profiling.begin(run.position.iteration)
 
     def completed(self, run: TrainingRun) -> None:
-        """Does what Megatron-LM's loop does after an iteration: synchronizes, and compares the replicas' weights."""
+        """Runs the steps of Megatron-LM's loop after an iteration: synchronizes, and compares the replicas' weights."""
         args, iteration = get_args(), run.position.iteration
         if self.profiling is not None:
             self.profiling.end(iteration)
@@ -244,7 +244,7 @@ class StockProgram:
                 )
 
     def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
-        """The model chunks, the optimizer and the schedule of learning rates."""
+        """Returns the model chunks, the optimizer and the schedule of learning rates."""
         groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
         with replaced(training, OptimizerParamScheduler=RateSchedule), refused_by_megatron():
             for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
@@ -263,7 +263,7 @@ class StockProgram:
         return built
 
     def _provider(self, config: Config, plans: Plans | None) -> Callable[..., Any] | None:
-        """The model provider; it, or the builder of the model, repairs what a CPU needs and initialises weights.
+        """Returns the model provider; it, or the model's builder, adapts experts to a CPU and initialises weights.
 
         With ``--elastic``, ``plans`` determine the experts of this worker.
         """
@@ -296,9 +296,9 @@ class StockProgram:
 
 
 def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
-    """The evaluations of a run whose validation samples precede those of the one after ``iteration``.
+    """Returns the number of evaluations whose validation samples precede those of the evaluation after ``iteration``.
 
-    A ``final`` evaluation follows the one after ``iteration``.  A program that skips training begins with sample 0.
+    A ``final`` evaluation follows that evaluation.  A program that skips training begins with sample 0.
     """
     if args.skip_train:
         return 0
@@ -313,7 +313,7 @@ def _log_of(parts: WorkerParts) -> StockLog:
 
 @contextlib.contextmanager
 def _collected_garbage(wanted: bool) -> Iterator[None]:
-    """Collects garbage before an evaluation, and that of the evaluation afterwards, as Megatron-LM's loop does."""
+    """Collects garbage before and after an evaluation, as Megatron-LM's loop does."""
     if wanted:
         gc.collect()
     yield
@@ -322,15 +322,15 @@ def _collected_garbage(wanted: bool) -> Iterator[None]:
 
 
 class _Stopped(Exception):
-    """An evaluation ends on all workers, since one was asked to stop."""
+    """An evaluation ends on all workers because one was asked to stop."""
 
 
 def _stoppable(choose: Callable[..., Any], world: World, stop: StopRequests, **options: Any) -> Callable[..., Any]:
-    """A schedule of megatron-core that raises :class:`_Stopped` before it begins if a worker was asked to stop."""
+    """Returns megatron-core's schedule, which raises :class:`_Stopped` at its start if a worker was asked to stop."""
     schedule = choose(**options)
 
     def scheduled(**arguments: Any) -> Any:
-        alone = arguments.get("collect_non_loss_data")  # the last worker plots what it collects
+        alone = arguments.get("collect_non_loss_data")  # only the last worker collects data to plot
         if not alone and sum_over_workers({"stop": float(stop.pending)}, world)["stop"]:
             raise _Stopped
         return schedule(**arguments)
@@ -339,7 +339,7 @@ def _stoppable(choose: Callable[..., Any], world: World, stop: StopRequests, **o
 
 
 def _forget_iteration(chunks: Sequence[torch.nn.Module]) -> None:
-    """Clears timers, trackers and modes that an interrupted iteration or evaluation has left."""
+    """Resets timers, trackers and modes after an interrupted iteration or evaluation."""
     timers = get_timers()
     for timer in timers._timers.values():
         timer._started = False
@@ -357,7 +357,7 @@ class _Losses:
         self._sums: list[torch.Tensor] = []
 
     def of(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward step, whose reports are noted."""
+        """Returns the forward step, wrapped so that its reports are collected."""
 
         def step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             progress("evaluation")
@@ -381,7 +381,7 @@ class _Losses:
         return step
 
     def ballot(self, world: World) -> dict[str, torch.Tensor]:
-        """This worker's sum and weight; tensor-parallel replicas count once."""
+        """Returns this worker's sum and weight; tensor-parallel replicas count once."""
         counted = self._sums if world.tensor_rank == 0 else []
         total = sum(counted, torch.zeros(2, dtype=torch.float64, device=world.device))
         return {"loss": total[0], "weight": total[1]}

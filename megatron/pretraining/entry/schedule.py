@@ -25,9 +25,9 @@ _SUM, _WEIGHT = "report/sum/", "report/weight/"
 
 
 class StockTopology(Topology):
-    """A share of a global batch whose size Megatron-LM's calculator gives.
+    """A share of a global batch whose size Megatron-LM's calculator determines.
 
-    It is the size at the position whose micro batches were asked for last.
+    The size is valid for the position whose micro batches were requested last.
     """
 
     def __init__(self, world: World):
@@ -46,19 +46,19 @@ class StockTopology(Topology):
 
 
 class Reports:
-    """What Megatron-LM's loss functions report, and its trackers of further losses.
+    """Reports of Megatron-LM's loss functions, and of its trackers of further losses.
 
-    The first value of a report is the loss of the step record.  The others, and the losses of routers, are averaged by
-    the vote and are the record's auxiliary losses.  Megatron-LM's own log reads its trackers afterwards, and clears
-    them in each iteration.
+    The first value of a report is the loss of the step record.  The other values and the losses of routers are averaged
+    by the commit all-reduce and are the record's auxiliary losses.  Megatron-LM's own log reads its trackers
+    afterwards, and clears them in each iteration.
 
     Args:
-        parts: of this worker.
-        topology: its share of the global batch.
+        parts: parts of this worker.
+        topology: this worker's share of the global batch.
 
     Attributes:
-        loss_name: of the first value; empty on stages that compute no loss.
-        names: of the other values, once all workers have gathered them.
+        loss_name: name of the first value; empty on stages that compute no loss.
+        names: names of the other values, once all workers have gathered them.
     """
 
     def __init__(self, parts: WorkerParts, topology: Topology):
@@ -68,11 +68,11 @@ class Reports:
         self.names: list[str] | None = None
         self._sums: dict[str, torch.Tensor] = {}
         modules = [module for chunk in parts.chunks for module in chunk.modules()]
-        self._routed_layers = sum(isinstance(module, BaseMoELayer) for module in modules)  # of this worker, then of all
+        self._routed_layers = sum(isinstance(module, BaseMoELayer) for module in modules)  # here; later on all workers
         self._of_routers: list[str] = []
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Adds the report of a micro batch; returns the loss's sum and weight, as the vote takes them."""
+        """Adds the report of a micro batch; returns the loss's sum and weight for the commit all-reduce."""
         (self.loss_name, loss), *others = report.items()
         for name, value in others if self._counts else ():
             pair = _sum_and_weight(value)
@@ -81,7 +81,7 @@ class Reports:
         return {"loss_sum": total, "loss_tokens": weight}
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Returns this worker's contributions to the vote, and forgets them; the first call is collective."""
+        """Returns and clears this worker's contributions to the commit all-reduce; the first call is collective."""
         metrics = get_moe_metrics_tracker().metrics
         if self.names is None:  # stages without a loss do not know the names
             losses = [name for name in metrics if name.endswith("loss")]
@@ -102,12 +102,12 @@ class Reports:
         return ballot
 
     def drop(self) -> None:
-        """Forgets an iteration that is not reported."""
+        """Discards an iteration that is not reported."""
         self._sums = {}
         clear_trackers()
 
     def means(self, vote: dict[str, float]) -> dict[str, float]:
-        """The voted means by the names in reports, and of the routers' losses."""
+        """Returns means of reported values and routers' losses, by name, from the totals of the commit all-reduce."""
         reported = {name: vote[_SUM + name] / max(vote[_WEIGHT + name], 1.0) for name in self.names or ()}
         return reported | {name: vote[name] for name in self._of_routers}
 
@@ -123,7 +123,7 @@ class Reports:
 
 
 class StockSchedule(Schedule):
-    """megatron-core's schedule with Megatron-LM's forward step, and as many micro batches as the topology has."""
+    """megatron-core's schedule with Megatron-LM's forward step, and the topology's number of micro batches."""
 
     def __init__(
         self,
@@ -149,11 +149,11 @@ class StockSchedule(Schedule):
 
 
 def reporting(forward_step: Callable[..., Any], reports: Reports) -> ForwardStep:
-    """Megatron-LM's forward step, with reports that the vote can add up.
+    """Wraps Megatron-LM's forward step so that the commit all-reduce can sum its reports.
 
     Args:
-        forward_step: ``(iterator, model) -> (output, loss function)``; its report has one value, a mean, or two values,
-            a sum and its weight, for each name.
+        forward_step: ``(iterator, model) -> (output, loss function)``; its report has, for each name, one value (a
+            mean) or two values (a sum and its weight).
         reports: receives them.
     """
 
@@ -177,7 +177,7 @@ def clear_trackers() -> None:
 
 
 def _sum_and_weight(value: Any) -> torch.Tensor:
-    """A value of a report as a sum and its weight: a mean has the weight 1."""
+    """Returns a value of a report as a sum and its weight: a mean has the weight 1."""
     given = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
     flat = given.double().view(-1)
     if flat.numel() == 2:

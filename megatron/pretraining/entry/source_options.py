@@ -1,4 +1,4 @@
-"""The options that the source of a script names, without running it."""
+"""Finds the options that the source of a script names, without running it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _STANDARD = Path(os.__file__).parent
 
 
 def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
-    """Finds the strings that look like options in a script, and in modules that it imports from outside of packages.
+    """Finds strings that look like options in a script, and in modules that it imports from outside of packages.
 
     Args:
         script: path of the script.
         places: directories in which modules are looked for.
 
     Returns:
-        The strings; None if they cannot be known: a name of an option is computed, a provider of options comes from an
-        installed package, or options without a name are ignored.
+        The strings.  None if they cannot be determined: an option's name is computed, a provider of options is in an
+        installed package, or unknown options are ignored.
     """
     own = [place for place in places if "site-packages" not in place.parts and place != _STANDARD]
     waiting, seen, found = [script], set(), set()
@@ -64,7 +64,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
 
 
 def _files_of(place: Path, module: str, names: set[str]) -> list[Path]:
-    """The files of a module and of its submodules that are imported by name."""
+    """Returns the files of a module and of its submodules that are imported by name."""
     path = place.joinpath(*module.split("."))
     candidates = [path.with_suffix(".py"), path / "__init__.py", *(path / f"{name}.py" for name in names)]
     return [file for file in candidates if file.is_file()]
@@ -77,7 +77,7 @@ def _options(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_computed(node: ast.AST, foreign: set[str]) -> bool:
-    """Whether a node adds or ignores options that the source does not name."""
+    """Returns whether a node adds or ignores options that the source does not name."""
     if not isinstance(node, ast.Call):
         return False
     if any(one.arg == "ignore_unknown_args" for one in node.keywords):

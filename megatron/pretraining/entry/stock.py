@@ -20,22 +20,22 @@ _FAILURES = (
     *(AssertionError, RuntimeError, OSError, KeyError, ValueError, SystemExit),
     *(CheckpointException, CheckpointingException, pickle.UnpicklingError),
 )
-"""What Megatron-LM raises for a checkpoint that it cannot read."""
+"""Errors that Megatron-LM raises for a checkpoint that it cannot read."""
 
 
 def get_args() -> Any:
-    """Megatron-LM's arguments."""
+    """Returns Megatron-LM's arguments."""
     return training.get_args()
 
 
 def get_timers() -> Any:
-    """Megatron-LM's timers."""
+    """Returns Megatron-LM's timers."""
     return training.get_timers()
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives attributes of Megatron-LM's modules or arguments other values meanwhile."""
+    """Temporarily replaces attributes of Megatron-LM's modules or arguments, as a context manager."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -48,7 +48,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reads_checkpoint(root: str | None) -> Iterator[None]:
-    """Lets Megatron-LM read a checkpoint in a directory, and run nothing of it.
+    """Lets Megatron-LM read a checkpoint in a directory without running code from it.
 
     Raises:
         CheckpointError: Megatron-LM cannot read it.
@@ -70,8 +70,8 @@ def other_values(arguments: Any, only: Mapping[str, tuple[Any, str]]) -> Iterato
     """Yields the options that have other values than a table permits, with the reasons.
 
     Args:
-        arguments: Megatron-LM's.
-        only: by name of an argument, its permitted value, and why no other; None is always permitted.
+        arguments: Megatron-LM's arguments.
+        only: by name of an argument, its only permitted value, and the reason; None is always permitted.
     """
     for name, (permitted, reason) in only.items():
         value = getattr(arguments, name, permitted)

@@ -1,4 +1,4 @@
-"""The arguments that Megatron-LM's own loop reads: where this project reads them, or why it refuses them.
+"""Table of the arguments that Megatron-LM's own loop reads: where this project reads or why it refuses them.
 
 ``tests/unit/pretraining/test_stock_loop.py`` derives the arguments from Megatron-LM's source, so that a new release
 cannot add one that has no entry here.
@@ -81,7 +81,7 @@ BY_STOCK = frozenset(
     fault_injector_delay_start_iteration fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_seed
     """.split()
 )
-"""Arguments that functions of Megatron-LM read here, too, and details of a feature that is refused."""
+"""Arguments that Megatron-LM's functions read here as well, and details of refused features."""
 
 _GRAPHS = "captures an iteration in a CUDA graph, which a recovery by parts of an iteration cannot replay"
 _TENSORS = "writes tensors of an iteration, which a recovery computes again: its files would be written twice"
@@ -152,11 +152,11 @@ OUTSIDE = {
     "inprocess_restart": Refusal(_RECOVERS),
     "rampup_batch_size": Refusal("has no effect in megatron-core 0.19, whose option is --step-batch-size-schedule"),
 }
-"""Refused arguments that Megatron-LM's loop does not read: its other modules do, or none."""
+"""Refused arguments that Megatron-LM's loop does not read."""
 
 
 def refusals(arguments: Any) -> Iterator[str]:
-    """One sentence for each argument that selects a feature only Megatron-LM's loop has."""
+    """Yields one sentence for each argument that selects a feature only Megatron-LM's loop has."""
     for name, refusal in (REFUSED | OUTSIDE).items():
         value = getattr(arguments, name, None)
         if value not in refusal.off and value != []:
@@ -178,5 +178,5 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def known_arguments() -> frozenset[str]:
-    """All arguments with an entry."""
+    """Returns all arguments with an entry."""
     return BY_STOCK | REFUSED.keys() | {name for names in PORTED.values() for name in names.split()}

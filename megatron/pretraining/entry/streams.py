@@ -32,7 +32,7 @@ class StockStream:
     """A split, read by Megatron-LM's data loaders.
 
     Args:
-        datasets: of each virtual stage, or one; None where the data come from another tensor-parallel rank.
+        datasets: dataset of each virtual stage, or one; None where another tensor-parallel rank sends the data.
         interleaved: whether there are virtual stages.
         evaluates: the split is for evaluation, in batches of a constant size.
     """
@@ -48,13 +48,13 @@ class StockStream:
         return any(dataset is not None for dataset in self._datasets)
 
     def close(self) -> None:
-        """Ends the reader processes; at the end of this process, multiprocessing would wait for them without end."""
+        """Ends the reader processes; otherwise multiprocessing would wait for them forever when this process exits."""
         self._readers = []
 
     def iteration(self, topology: Topology, consumed_samples: int) -> Any:
-        """The micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
+        """Returns the micro batches of the iteration, or of the evaluation, that starts at ``consumed_samples``.
 
-        For training, the size of the global batch becomes that of this position.  The readers continue if the previous
+        For training, the global batch size is set to its value at this position.  The readers continue if the previous
         iteration has been read; otherwise they start at the position.  An evaluation may read more batches, for plots.
         """
         args = get_args()
@@ -91,7 +91,7 @@ class StockStream:
         return readers if self._interleaved else readers[0]
 
     def _reader_at(self, stage: int, consumed_samples: int) -> Iterator[Any] | None:
-        """A reader of a stage's dataset; evaluations begin again at its end.
+        """Returns a reader of a stage's dataset; evaluations restart at its end.
 
         Raises:
             ConfigError: the dataset has too few samples.
@@ -115,7 +115,7 @@ class StockStream:
 
 
 def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
-    """Readers of the splits."""
+    """Returns the readers of the splits."""
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
     return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
 

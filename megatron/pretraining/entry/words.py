@@ -25,7 +25,7 @@ _PRINTS = ("--help-all", "--print-config")
 def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
     """Exits with a message if a script lacks an option, or after printing the help or the configuration.
 
-    Values and combinations are checked by the workers' warm process, which knows Megatron-LM.
+    Values and combinations are checked by the workers' forkserver, which has imported Megatron-LM.
 
     Args:
         script: path of the script.
@@ -39,13 +39,13 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
         sys.exit(0)
     if any(word in _PRINTS for word in arguments):
         os.environ |= {"WORLD_SIZE": str(size)}
-        with contextlib.redirect_stdout(io.StringIO()):  # of what the script prints before
+        with contextlib.redirect_stdout(io.StringIO()):  # discards the script's own output
             code = import_module("moc.runtime.zygote").run(script, [*arguments])
         sys.exit(code)
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
     known, own = options.remembered(places), options_in(Path(script), places)
     if not known or own is None:
-        return  # the warm process refuses what the script does not have
+        return  # the forkserver refuses options that the script does not have
     spellings = {word: word for word in (*known, *parser._option_string_actions, *own)}
     translation = translated(arguments, spellings, own - known - parser._option_string_actions.keys())
     words = [word for word in translation.words if word.startswith("--") and word.partition("=")[0] not in spellings]

@@ -1,8 +1,8 @@
-"""Command lines of programs that began as copies of Megatron-LM, in the options of Megatron-LM and of this project.
+"""Translates command lines of programs derived from Megatron-LM to the options of Megatron-LM and this project.
 
-Each dialect is a table (:class:`Dialect`): of an option, whether it is ignored, translated or refused, and why.  An
-option without an entry keeps its meaning.  The words of a command line need no parser: an option has the words up to
-the next option as its values.  Nothing here imports torch, so that a launcher can translate, too.
+Each dialect is a table (:class:`Dialect`) of options that are ignored, translated or refused, with the reasons.  An
+option without an entry keeps its meaning.  The words of a command line need no parser: the values of an option are the
+words up to the next option.  Nothing here imports torch, so that a launcher can translate as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHERS = (
     flagscale.DIALECT,
 )
 DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHERS)}
-"""By the name for ``--dialect``; all of them have the entries of :data:`OLDER`, unless they have their own."""
+"""Dialects by the name for ``--dialect``; all have the entries of :data:`OLDER` unless they override them."""
 FLAG = "--dialect"
 
 
@@ -54,7 +54,7 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
     """Translates a command line; pure.
 
     Args:
-        words: of the command line; ``--dialect NAME`` among them selects a dialect, and is removed.
+        words: words of the command line; ``--dialect NAME`` among them selects a dialect, and is removed.
         known: the option strings of Megatron-LM, this project and the script.
         of_script: the option strings that only the script has, which keep their meaning.
     """
@@ -83,7 +83,7 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
 
 
 def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
-    """The dialects with most of the unknown options; Megatron-LM's own older releases if no other has any."""
+    """Returns the dialects with the most unknown options; Megatron-LM's older releases if no other dialect has any."""
     unknown = [option for option in options if option.startswith("--") and option not in known]
     counts = {one.name: sum(option in one.rules for option in unknown) for one in _OTHERS}
     marked = {one.name for one in _OTHERS if one.marks.intersection(options)}

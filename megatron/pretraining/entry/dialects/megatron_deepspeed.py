@@ -45,7 +45,7 @@ def _has_experts(line: Line) -> bool:
 def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
     experts = _experts(line)
     if len(experts) < max(len(values), 1):
-        return Outcome(("--num-experts", *values))  # whose parser refuses the value
+        return Outcome(("--num-experts", *values))  # Megatron-LM's parser refuses the value
     if not _has_experts(line):
         return Outcome(why="one expert is a dense layer")
     if len(set(experts)) > 1:
@@ -56,7 +56,7 @@ def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _of_experts(rule: Rule) -> Rule:
-    """A rule that holds for models with experts; without them, the option has no effect."""
+    """Returns a rule that ignores the option in models without experts."""
     return lambda line, values: rule(line, values) if _has_experts(line) else Outcome(why="the model has no experts")
 
 
@@ -75,7 +75,7 @@ def _evaluated_capacity(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _least_capacity(line: Line, values: Sequence[str]) -> Outcome:
-    """An expert's least number of tokens has no effect where its even share is larger."""
+    """Ignores an expert's minimum number of tokens if its even share is larger; otherwise refuses it."""
     tokens = line.count("--micro-batch-size", 1) * line.count("--seq-length") * line.count("--topk", 1)
     factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
     share = math.ceil(tokens * factor / max(_experts(line), default=1))
@@ -94,7 +94,7 @@ def _interval(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _topk(line: Line, values: Sequence[str]) -> Outcome:
-    # of one expert the probability among all scales its output, of two that among both
+    # with k = 1, the softmax over all experts scales the output; with k = 2, the softmax over the two chosen experts
     return Outcome(("--moe-router-topk", *values, *(("--moe-router-pre-softmax",) if [*values] == ["1"] else ())))
 
 
@@ -106,7 +106,7 @@ def _mlp(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _samples(line: Line, option: str) -> int:
-    """The samples of an option in tokens."""
+    """Returns the number of samples of an option that is given in tokens."""
     return math.ceil(line.count(option) / max(line.count("--seq-length", 1), 1))
 
 
@@ -119,7 +119,7 @@ def _iterations(line: Line, samples: int) -> int:
 
 
 def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
-    """Training ends with the first of both limits."""
+    """Applies the first of both limits of training."""
     if line.number("--train-tokens") is None:
         return _NO_NUMBER
     samples = _samples(line, "--train-tokens")
@@ -130,7 +130,7 @@ def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _unless_tokens(option: str, tokens: str) -> Rule:
-    """An option that another one in tokens overrides."""
+    """Returns the rule for an option that an option in tokens overrides."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         if tokens in line and line.text(tokens):
@@ -141,7 +141,7 @@ def _unless_tokens(option: str, tokens: str) -> Rule:
 
 
 def _schedule(kind: str) -> Rule:
-    """``--lr-decay-tokens`` and ``--lr-warmup-tokens``, in the unit of the run's length."""
+    """Returns the rule that converts ``--lr-decay-tokens`` or ``--lr-warmup-tokens`` to iterations or samples."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         if line.number(f"--lr-{kind}-tokens") is None:
@@ -268,7 +268,7 @@ RULES: dict[str, Rule] = {
 
 
 def _defaults(line: Line) -> Sequence[Outcome]:
-    """What Megatron-DeepSpeed does without an option, where Megatron-LM does something else."""
+    """Returns defaults of Megatron-DeepSpeed that differ from Megatron-LM's."""
     found, why = [], "the default of Megatron-DeepSpeed"
     if "--max-position-embeddings" not in line and "--seq-length" in line:
         found.append(

@@ -65,7 +65,7 @@ def refusal(
         content: keys and values.
         known: by option, whether it takes a value.
         named: the file or the words, as the subject of the sentence.
-        otherwise: the program, if no sections show which one it is.
+        otherwise: the program, if no section identifies it.
 
     Returns:
         None if the content is not a configuration of such a program.
@@ -88,12 +88,12 @@ def refusal(
 
 
 def is_key(word: str) -> bool:
-    """Whether a word of a command line is a nested key and its value."""
+    """Returns whether a word of a command line is a nested key and its value."""
     return _WORD.fullmatch(word) is not None
 
 
 def content_of(words: Sequence[str]) -> dict[str, Any]:
-    """The nested keys and values of words such as ``model.num_layers=12``; empty without such words."""
+    """Returns the nested keys and values of words such as ``model.num_layers=12``; empty without such words."""
     content: dict[str, Any] = {}
     for match in filter(None, map(_WORD.fullmatch, words)):
         *path, last = match[1].split(".")
@@ -118,7 +118,7 @@ def _leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _options_of(key: str, value: Any, known: Mapping[str, bool]) -> Iterator[str]:
-    """The options of a key; none for interpolations, and for keys that Megatron-LM does not have."""
+    """Yields the options of a key; none for interpolations, and for keys that Megatron-LM does not have."""
     if (meaning := _MEANINGS.get((key, str(value)))) is not None:
         yield meaning
     elif isinstance(value, Collection) and len(value) == len(_PAIRS.get(key, ())) > 0:

@@ -1,4 +1,4 @@
-"""Options of older releases of Megatron-LM, which its copies have, too."""
+"""Options of older releases of Megatron-LM, which programs derived from it have as well."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recompute_all(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _ramp(line: Line, values: Sequence[str]) -> Outcome:
-    """``--rampup-batch-size START STEP SAMPLES`` as ``--step-batch-size-schedule``, whose thresholds are tokens."""
+    """Converts ``--rampup-batch-size START STEP SAMPLES`` to ``--step-batch-size-schedule`` (thresholds in tokens)."""
     try:
         start, step, samples = (int(float(value)) for value in values)
         last, length = line.count("--global-batch-size"), line.count("--seq-length")
@@ -67,12 +67,12 @@ def _overlap(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _unless_empty(option: str) -> Rule:
-    """An option whose value may be missing, since the variable of a script was empty."""
+    """Returns the rule for an option whose value may be missing because a script's variable was empty."""
     return lambda line, values: Outcome((option, *values)) if any(values) else Outcome(why="it has no value")
 
 
 def _experiment(line: Line, values: Sequence[str]) -> Outcome:
-    """The name of an experiment, which W&B needs; a script's variable may be empty."""
+    """Completes the name of an experiment, which W&B needs; a script's variable may be empty."""
     if any(values):
         return Outcome(("--wandb-exp-name", *values))
     name = os.path.basename(line.text("--save").rstrip("/")) or "pretraining"

@@ -32,7 +32,7 @@ _DEFAULT = "it is the default"
 
 
 def _switched_on(name: str, off: str) -> Rule:
-    """An option of Megatron-LM that ``off`` turned off again if it came later, as on a command line after a file."""
+    """Returns the rule for an option that a later ``off`` turned off, such as on a command line after a file."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         if line.comes_later(off, name):
@@ -43,7 +43,7 @@ def _switched_on(name: str, off: str) -> Rule:
 
 
 def _switched_off(on: str) -> Rule:
-    """The opposite of ``on``, which Megatron-LM's parser does not have, since it is the default."""
+    """Returns the rule for the opposite of ``on``, which Megatron-LM's parser lacks, since it is the default."""
     key = on.removeprefix("--").replace("-", "_")
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
@@ -59,7 +59,7 @@ def _switched_off(on: str) -> Rule:
 
 
 def _switches(*options: str) -> dict[str, Rule]:
-    """Options that are off by default, with their opposites."""
+    """Returns rules for options that are off by default, and for their opposites."""
     rules: dict[str, Rule] = {}
     for name in options:
         off = f"--no-{name}"
@@ -68,7 +68,7 @@ def _switches(*options: str) -> dict[str, Rule]:
 
 
 def _numbers(*options: str) -> dict[str, Rule]:
-    """Options with a number that the word ``none`` takes back."""
+    """Returns rules for options with a number that the word ``none`` unsets."""
 
     def rule_of(name: str) -> Rule:
         def rule(line: Line, values: Sequence[str]) -> Outcome:
@@ -108,7 +108,7 @@ def _dispatcher(line: Line, values: Sequence[str]) -> Outcome:
 
 
 def _constant(option: str) -> Rule:
-    """The first or last weight decay, which Megatron-LM refuses if the weight decay is constant."""
+    """Returns the first or last weight decay, which Megatron-LM refuses if the weight decay is constant."""
 
     def rule(line: Line, values: Sequence[str]) -> Outcome:
         constant = line.text("--weight-decay-incr-style", "constant") == "constant"
@@ -120,7 +120,7 @@ def _constant(option: str) -> Rule:
 
 
 def _commit(line: Line, values: Sequence[str]) -> Outcome:
-    """The directory of a tokenizer's commit in the cache of Hugging Face's hub."""
+    """Returns the directory of a tokenizer's commit in the cache of Hugging Face's hub."""
     return Outcome(why="the directory of this commit in the hub's cache becomes --tokenizer-model")
 
 
@@ -159,7 +159,7 @@ _ON_BY_DEFAULT = {
         """.split()
     },
 }
-"""By an option that Megatron-LM does not have, since it is the default, its opposite."""
+"""Opposites of options that Megatron-LM lacks because they are the default, by option."""
 _NUMBERS = """
     ffn-hidden-size kv-channels num-query-groups max-position-embeddings num-experts moe-ffn-hidden-size
     moe-shared-expert-intermediate-size moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk
@@ -218,7 +218,7 @@ RULES: dict[str, Rule] = {
 
 
 def _defaults(line: Line) -> Sequence[Outcome]:
-    """What the previous release did without an option, where Megatron-LM does something else."""
+    """Returns defaults of the previous release that differ from Megatron-LM's."""
     found = []
     if "--eval-interval" not in line:
         found.append(Outcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
@@ -238,16 +238,16 @@ DIALECT = Dialect("moc", "the previous release of this project", RULES, _default
 
 
 def is_configuration(content: Mapping[Any, Any]) -> bool:
-    """Whether the content of a file has the form of ``--print-config``: groups of options."""
+    """Returns whether the content of a file has the form of ``--print-config``: groups of options."""
     groups = group_classes().keys() | {"fusion", "compatibility"}
     sections = [key for key, value in content.items() if isinstance(value, Mapping)]
     return bool(sections) and all(key in groups for key in sections)
 
 
 def options_of_groups(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """The options in groups of ``--print-config``, by name.
+    """Returns the options in groups of ``--print-config``, by name.
 
-    A complete file has all options of the model, also those that follow from others, so that it needs no ``--model``.
+    A complete file has all options of the model, including derived ones, so that it needs no ``--model``.
     Our own options at their defaults are left out: some of them need others.
     """
     flat: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def options_of_groups(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def words_of(name: str, value: object) -> Iterator[str] | None:
-    """The words of an option in a file that only the previous release has; None if it is of another program."""
+    """Returns the words of an option in a file, if the previous release has the option; otherwise None."""
     option = f"--{name}"
     if option not in RULES:
         return None

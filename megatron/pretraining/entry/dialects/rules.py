@@ -1,4 +1,4 @@
-"""What a dialect's table consists of: rules, which make an outcome of an option and its values."""
+"""Rules of a dialect's table, which compute the outcome of an option and its values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 _LARGEST = 1 << 62
 _NUMBER = re.compile(r"-\.?\d")
 _QUOTED = ("--split", "--moe-layer-freq")
-"""Options whose values scripts have in quotes that no shell removes."""
+"""Options whose values have quotes in scripts that no shell removes."""
 
 
 class Line:
@@ -20,11 +20,11 @@ class Line:
     def __init__(self, options: Iterable[tuple[str, Sequence[str]]]):
         self._values: dict[str, list[str]] = {}
         for option, values in options:
-            self._values.pop(option, None)  # the last one is in force
+            self._values.pop(option, None)  # the last occurrence is in force
             self._values[option] = [*values]
 
     def comes_later(self, option: str, other: str) -> bool:
-        """Whether an option comes after another one, and both are given."""
+        """Returns whether both options are given, and ``option`` is after ``other``."""
         places = [*self._values]
         return option in self._values and other in self._values and places.index(option) > places.index(other)
 
@@ -32,11 +32,11 @@ class Line:
         return option in self._values
 
     def text(self, option: str, default: str = "") -> str:
-        """The values of an option as one text; the default if it is not given, or has none."""
+        """Returns the values of an option as one text; the default if it is not given, or has none."""
         return " ".join(self._values.get(option, ())) or default
 
     def number(self, option: str, default: float | None = None) -> float | None:
-        """The value of an option as a number; the default if it is not given, or not one finite number."""
+        """Returns the value of an option as a number; the default if it is not given, or not one finite number."""
         try:
             number = float(self.text(option))
         except ValueError:
@@ -44,20 +44,20 @@ class Line:
         return number if math.isfinite(number) else default
 
     def count(self, option: str, default: int = 0) -> int:
-        """The value of an option as an integer; the default if it is not given, or not one number that can count."""
+        """Returns the value of an option as an integer; the default if it is missing, not one number, or too large."""
         number = self.number(option)
         return default if number is None or abs(number) > _LARGEST else int(number)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of an option.
+    """The outcome of an option.
 
     Attributes:
-        words: in its place.
-        why: it is ignored or has these words; part of a sentence.
-        problem: why it is refused; empty if it is not.
-        fix: what to do then.
+        words: words that replace the option.
+        why: reason for ignoring or replacing it; part of a sentence.
+        problem: reason for refusing it; empty if it is not refused.
+        fix: remedy for a refused option.
     """
 
     words: tuple[str, ...] = ()
@@ -74,13 +74,13 @@ class Dialect:
     """The options of a program.
 
     Attributes:
-        name: for ``--dialect``.
-        title: of the program.
-        rules: by option.
-        defaults: options that have another default than in Megatron-LM, and were not given.
+        name: name for ``--dialect``.
+        title: title of the program.
+        rules: rules by option.
+        defaults: returns options that are not given, and whose default differs from Megatron-LM's.
         marks: options of this release that suggest the dialect if several are equally likely.
-        needs_mark: without a mark, a dialect that has any of the options is likelier; with one, a dialect that has as
-            many and a mark.
+        needs_mark: without a mark, any other dialect with one of the options is preferred; with a mark, only a dialect
+            with as many options and a mark.
     """
 
     name: str
@@ -92,28 +92,28 @@ class Dialect:
 
 
 def ignored(why: str) -> Rule:
-    """The option has no effect here."""
+    """Returns a rule for an option without effect here."""
     return lambda line, values: Outcome(why=why)
 
 
 def refused(why: str, fix: str = "drop it") -> Rule:
-    """The option asks for something that does not exist here."""
+    """Returns a rule for an option of an unsupported feature."""
     return lambda line, values: Outcome(problem=why, fix=fix)
 
 
 def renamed(to: str, **of_values: str) -> Rule:
-    """The option has another name; ``of_values`` are new values by old ones, which are compared without case."""
+    """Returns a rule for an option with another name; ``of_values`` maps old values, in any case, to new values."""
     table = {old.lower(): new for old, new in of_values.items()}
     return lambda line, values: Outcome((to, *(table.get(value.lower(), value) for value in values)))
 
 
 def becomes(*words: str, why: str = "") -> Rule:
-    """The option is these words, whatever its values."""
+    """Returns a rule that replaces an option by these words, regardless of its values."""
     return lambda line, values: Outcome(words, why)
 
 
 def integer(rule: Rule) -> Rule:
-    """The rule for an option whose value must be an integer; no parser reads it afterwards."""
+    """Returns a rule for an option whose value must be an integer, since no parser checks it afterwards."""
 
     def checked(line: Line, values: Sequence[str]) -> Outcome:
         try:
@@ -126,9 +126,9 @@ def integer(rule: Rule) -> Rule:
 
 
 def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
-    """The rule depends on the value, which is compared without case; of others, it is ``other``, or the same words.
+    """Returns a rule that depends on the value, in any case; ``other`` is the rule for other values.
 
-    An option whose name differs needs ``other``.
+    Without ``other``, the table must have all possible values.
     """
     table: dict[str, Rule] = {value.lower(): rule for value, rule in rules.items()}
 
@@ -139,7 +139,7 @@ def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
 
 
 def same(option: str) -> Rule:
-    """The option keeps its meaning."""
+    """Returns a rule for an option that keeps its meaning."""
     return lambda line, values: Outcome((option, *values))
 
 
@@ -147,9 +147,9 @@ class Given(NamedTuple):
     """An option of a command line.
 
     Attributes:
-        option: its spelling; empty for words before the first option.
-        values: its values.
-        words: the words of both.
+        option: spelling of the option; empty for words before the first option.
+        values: values of the option.
+        words: the words of option and values.
     """
 
     option: str
@@ -158,7 +158,7 @@ class Given(NamedTuple):
 
 
 def options_of(words: Sequence[str]) -> list[Given]:
-    """The options of a command line, with their values."""
+    """Returns the options of a command line, with their values."""
     found: list[Given] = []
     for word in words:
         if word.startswith("-") and not _NUMBER.match(word):
