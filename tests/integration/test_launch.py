@@ -348,8 +348,12 @@ def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
 
 @pytest.mark.parametrize(
     "mistake, code, sentence",
-    [(dict(num_experts=3), 2, "Number of experts"), (dict(ckpt_memory_dir="/dev/null"), 1, "--ckpt-memory-dir")],
-    ids=["in the flags", "in what they find"],
+    [
+        (dict(num_experts=3), 2, "Number of experts"),
+        (dict(ckpt_memory_dir="/dev/null"), 2, "--ckpt-memory-dir"),
+        (dict(load="/nowhere", exit_on_missing_checkpoint=True), 1, "--exit-on-missing-checkpoint"),
+    ],
+    ids=["in the flags", "in a path", "found by workers"],
 )
 def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
     with Launched("EP2", flags | mistake, tmp_path / "job") as job:
