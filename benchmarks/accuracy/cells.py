@@ -1,4 +1,4 @@
-"""What is trained: the model, the grid of partial checkpoints, the faults; and the lost tokens to expect of each."""
+"""Runs of the accuracy benchmark: the model, the grid of partial checkpoints, the faults and the expected PLT."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXPERTS, SEQUENCE, BATCH = 8, 64, 8
-K_SNAPSHOT, K_PERSIST = 4, 1  # of the curves: MoC-System, Figure 14(a)
-NODES = 2  # of the curves, each with one worker
+K_SNAPSHOT, K_PERSIST = 4, 1  # K in memory and in storage of the curves: MoC-System, Figure 14(a)
+NODES = 2  # nodes of a curve run, each with one worker
 
 MODEL_FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --position-embedding-type rope "
@@ -20,25 +20,28 @@ MODEL_FLAGS = (
 ).split()
 
 TARGETS: Mapping[str, str | None] = {"baseline": None, "W": "weights", "O": "optimizer", "WO": "both", "WO-2L": "both"}
-"""By method of Figure 14(a), the ``--pec-target``; None saves everything."""
+"""``--pec-target`` by method of Figure 14(a); None saves everything."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run.  Faults of curves are equally far apart, each right after a snapshot that is in memory alone."""
+    """Size of the benchmark.
 
-    iterations: int = 256  # of a run; faults of the grid follow snapshots if ``2 * max(intervals)`` divides it
+    The faults of curves are equally spaced. Each follows a snapshot that is only in memory.
+    """
+
+    iterations: int = 256  # iterations of a run; grid faults follow snapshots if ``2 * max(intervals)`` divides it
     eval_iters: int = 30  # global batches of an evaluation
     ks: tuple[int, ...] = (1, 2, 4, 8)  # K_pec of the grid
     intervals: tuple[int, ...] = (2, 4, 8, 16)  # I_ckpt of the grid, in iterations
-    by_load: tuple[tuple[int, int], ...] = ((1, 4), (1, 16), (2, 4), (2, 16))  # K_pec, I_ckpt; load-aware selection too
-    methods: tuple[str, ...] = tuple(TARGETS)  # of the curves
-    curve_interval: int = 2  # of the curves, iterations between snapshots in storage; memory gets two meanwhile
+    by_load: tuple[tuple[int, int], ...] = ((1, 4), (1, 16), (2, 4), (2, 16))  # K_pec, I_ckpt; load-aware selection
+    methods: tuple[str, ...] = tuple(TARGETS)  # methods of the curves
+    curve_interval: int = 2  # iterations between snapshots in storage; memory gets twice as many
     curve_faults: int = 3
 
 
 QUICK = Plan(32, 5, (1, 8), (2,), ((1, 2),), ("WO", "WO-2L"), 2, 1)
-"""About a minute, to try the benchmark; so few iterations teach a model nothing."""
+"""Settings for a trial of about a minute; so few iterations teach a model nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,32 +49,32 @@ class Cell:
     """One run."""
 
     kind: str  # ``fault-free``, ``grid`` (one worker, disk tier) or ``curve`` (two nodes, memory tier and storage)
-    seed: int  # of weights and of the order of samples
-    faults: tuple[int, ...] = ()  # iterations right after which all workers are killed, ascending
+    seed: int  # seed of the weights and of the sample order
+    faults: tuple[int, ...] = ()  # iterations after which all workers are killed, ascending
     k: int = EXPERTS  # K_pec of the grid
-    interval: int = 0  # I_ckpt of storage, in iterations; 0 for no snapshots
+    interval: int = 0  # I_ckpt of storage, in iterations; 0: no snapshots
     selection: str = "sequential"  # ``sequential`` or ``load_aware``
-    method: str = ""  # of the curves, one of :data:`TARGETS`
+    method: str = ""  # method of a curve, one of :data:`TARGETS`
 
     @property
     def name(self) -> str:
-        """All but the seed."""
+        """Name of the run without its seed."""
         if self.kind == "curve":
             return self.method
         return "fault-free" if self.kind == "fault-free" else f"K={self.k} I={self.interval} {self.selection}"
 
     @property
     def workers(self) -> int:
-        """Processes that train."""
+        """Number of training processes."""
         return NODES if self.kind == "curve" else 1
 
     @property
     def traced(self) -> bool:
-        """Whether its sample has the losses of all iterations."""
+        """Whether the sample has the losses of all iterations."""
         return self.kind == "curve"
 
     def flags(self, plan: Plan, directory: Path, memory: Path) -> list[str]:
-        """Of the training program, but for the data's; ``directory`` gets log and checkpoints."""
+        """Returns the training program's flags without data flags; ``directory`` gets log and checkpoints."""
         flags = [*MODEL_FLAGS, "--seed", self.seed, "--micro-batch-size", BATCH // self.workers]
         flags += ["--train-iters", plan.iterations, "--lr-warmup-iters", plan.iterations // 12]
         flags += ["--eval-iters", plan.eval_iters, "--log-dir", directory / "log"]
@@ -89,7 +92,13 @@ class Cell:
         return [str(flag) for flag in flags]
 
     def lost_nodes(self, fault: int) -> list[int]:
-        """Whose memory a fault takes, by its number from 0: of two-level recovery one, each time another; else all."""
+        """Returns the nodes whose memory a fault destroys.
+
+        Curves lose all nodes' memory, or with two-level recovery one node's in turn. Other runs have no memory tier.
+
+        Args:
+            fault: number of the fault, from 0.
+        """
         if self.kind != "curve":
             return []
         return [fault % NODES] if self.method == "WO-2L" else list(range(NODES))
@@ -103,7 +112,7 @@ class Cell:
 
 
 def cells(plan: Plan, seed: int) -> list[Cell]:
-    """All runs of one seed: the one without a fault, the grid, the selection by load, the curves."""
+    """Returns all runs of one seed: without faults, the grid, load-aware selection, the curves."""
     middle = (plan.iterations // 2,)
     grid = [Cell("grid", seed, middle, k, interval) for k in plan.ks for interval in plan.intervals]
     by_load = [Cell("grid", seed, middle, k, interval, "load_aware") for k, interval in plan.by_load]
@@ -114,16 +123,16 @@ def cells(plan: Plan, seed: int) -> list[Cell]:
 
 
 def expected_plt(k: int, interval: int, fault: int, iterations: int, experts: int = EXPERTS) -> float:
-    """The PLT of one fault, if all experts are equally busy and are saved in turn (MoC-System, eq. 7, by hand).
+    """Returns the PLT of one fault for equally busy experts saved in turn (MoC-System, eq. 7, by hand).
 
-    At the last snapshot before the fault, K experts of a layer are in the state of that moment, K in that of the
-    snapshot before, and so on; none is older than the run's first snapshot, of iteration I_ckpt, which had all of them.
+    At the last snapshot before the fault, K experts of a layer have their current state, K the state of the previous
+    snapshot, and so on. None is older than the run's first snapshot, at iteration I_ckpt, which saved all of them.
 
     Args:
         k: K_pec.
         interval: I_ckpt, in iterations.
-        fault: iteration right after which training is killed.
-        iterations: of the whole training, which T_i of eq. 7 counts.
+        fault: iteration after which training is killed.
+        iterations: iterations of the training, which T_i of eq. 7 counts.
         experts: N.
     """
     partial_snapshots = fault // interval - 1
@@ -132,8 +141,8 @@ def expected_plt(k: int, interval: int, fault: int, iterations: int, experts: in
 
 
 def expected(cell: Cell, plan: Plan) -> float | None:
-    """The PLT to expect of a run, if all experts are equally busy; None where that does not tell it."""
-    # the ledger counts what weights have learned: with "O" all weights are saved, and only moments are stale
+    """Returns the expected PLT of a run for equally busy experts; None if eq. 7 does not give it."""
+    # The ledger counts tokens that weights have learned. With "O" all weights are saved; only moments are stale.
     if cell.kind == "fault-free" or cell.method in ("baseline", "O"):
         return 0.0
     if cell.selection != "sequential" or cell.method == "WO-2L":

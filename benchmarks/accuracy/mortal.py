@@ -1,8 +1,8 @@
-"""The training program, killed by SIGKILL right after a given iteration.
+"""Runs the training program and kills it with SIGKILL after a given iteration.
 
     DIES_AFTER=100 python -m benchmarks.accuracy.mortal FLAGS
 
-Every worker dies then; without ``DIES_AFTER`` this is ``pretrain_gpt_moe.py`` with the same flags.
+Every worker is killed. Without ``DIES_AFTER`` this is ``pretrain_gpt_moe.py`` with the same flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moc.events import EventLog
 
 
 def die_after(iteration: int) -> None:
-    """Kills this process when the event of an iteration is written, whichever worker it is."""
+    """Kills this process, in any worker, after it writes the event of an iteration."""
     write = EventLog.write
 
     def write_and_die(log: EventLog, event: str, **fields) -> None:
@@ -24,12 +24,12 @@ def die_after(iteration: int) -> None:
         if event == "iteration" and fields["iteration"] == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    events: Any = EventLog  # of which a method is replaced
+    events: Any = EventLog  # Any: a method is replaced
     events.write = write_and_die
 
 
 def main() -> int:
-    """Trains."""
+    """Runs the training program and returns its exit code."""
     if "DIES_AFTER" in os.environ:
         die_after(int(os.environ["DIES_AFTER"]))
     import pretrain_gpt_moe

@@ -1,4 +1,4 @@
-"""The picture: PLT and loss over the grid (MoC-System, Figure 5), and loss curves over faults (Figure 14(a))."""
+"""Plots PLT and loss over the grid (MoC-System, Figure 5), and loss curves with faults (Figure 14(a))."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.accuracy.report import summary, yardsticks
 from benchmarks.common import drawing
 
 _COLOURS = {"baseline": "black", "W": "tab:blue", "O": "tab:green", "WO": "tab:red", "WO-2L": "tab:orange"}
-_WINDOW = 8  # iterations that a training loss is averaged over
+_WINDOW = 8  # iterations over which a training loss is averaged
 
 
 def plot(samples: list[dict], plan: Plan, path: Path) -> None:
-    """Draws all panels, of samples as in the JSON."""
+    """Draws all panels from the samples of the JSON file."""
     rows = {(row["kind"], row["cell"]): row for row in summary(samples, plan)}
     with drawing(path, 2, 3, dpi=110, figsize=(18, 10)) as (figure, [above, below]):
         _grid(above[0], plan, rows, "plt", "(a) lost tokens, % (PLT)", 100, "%.2f")
@@ -29,7 +29,7 @@ def plot(samples: list[dict], plan: Plan, path: Path) -> None:
 def _grid(panel, plan: Plan, rows: dict, what: str, title: str, scale: float, form: str) -> None:
     values = [[rows.get(("grid", f"K={k} I={i} sequential"), {}).get(what) for i in plan.intervals] for k in plan.ks]
     numbers = [[float("nan") if v is None else v * scale for v in row] for row in values]
-    limit = 1.5 * max((abs(n) for row in numbers for n in row if n == n), default=0.0) or 1.0  # pale: it is written on
+    limit = 1.5 * max((abs(n) for row in numbers for n in row if n == n), default=0.0) or 1.0  # pale, behind text
     colours, lowest = ("coolwarm", -limit) if what == "difference" else ("Reds", 0.0)
     panel.imshow(numbers, cmap=colours, vmin=lowest, vmax=limit, aspect="auto", alpha=0.7)
     for y, row in enumerate(numbers):
@@ -55,7 +55,7 @@ def _against_plt(panel, samples: list[dict]) -> None:
 
 
 def _curves(panel, samples: list[dict]) -> None:
-    """Validation loss, means over seeds."""
+    """Draws the validation losses, averaged over seeds."""
     for method, runs in _by_method(samples).items():
         points = [dict(map(tuple, run["evaluations"])) for run in runs]
         iterations = sorted(set.intersection(*map(set, points)))
@@ -68,7 +68,7 @@ def _curves(panel, samples: list[dict]) -> None:
 
 
 def _differences(panel, samples: list[dict]) -> None:
-    """Training loss less that of the baseline of the same seed, means over seeds and iterations."""
+    """Draws the training loss minus the baseline's of the same seed, averaged over seeds and iterations."""
     methods = _by_method(samples)
     base = {run["seed"]: run["train_losses"] for run in methods.get("baseline", [])}
     for method, runs in methods.items():

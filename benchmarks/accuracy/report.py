@@ -1,4 +1,4 @@
-"""From samples to means over seeds, a table, and what the figures say beside it."""
+"""Summarizes samples as means over seeds, a table, and sentences with further figures."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ WIDTH = 110  # columns of the table
 
 
 def cell_of(sample: dict, kind: type[Cell] = Cell) -> Cell:
-    """The cell that a sample was measured with, also after a way through JSON."""
+    """Returns the cell of a sample, also of one read from JSON."""
     names = {field.name for field in fields(kind)}
     values: dict[str, Any] = {name: value for name, value in sample.items() if name in names}
     return kind(**{**values, "faults": tuple(sample["faults"])})
 
 
 def summary(samples: Iterable[dict], plan: Plan) -> list[dict]:
-    """Means over seeds, a row for each cell, in the order of :func:`cells`.
+    """Returns means over seeds, one row per cell, in the order of :func:`cells`.
 
-    Differences are from the run of the same seed that lost nothing: the one without a fault, and for curves the
-    baseline, which has as many workers; None where there is none.
+    Differences are relative to the lossless run with the same seed and number of workers: the baseline for curves,
+    otherwise the run without faults. They are None without such a run.
 
     Returns:
-        ``cell`` (its name), ``kind``, ``seeds``; means ``loss`` (nats a token) and ``plt``; ``expected_plt`` or None;
-        ``difference``: mean of the losses' differences, ``lowest`` and ``highest`` of them.
+        ``cell`` (its name), ``kind``, ``seeds``; means ``loss`` (nats per token) and ``plt``; ``expected_plt`` or None;
+        ``difference``: mean difference in loss, with ``lowest`` and ``highest``.
     """
     samples = list(samples)
     lossless = {(s["kind"], s["seed"]): s["loss"] for s in samples if s["kind"] == "fault-free"}
@@ -58,13 +58,13 @@ def _row(name: str, group: list[dict], lossless: dict[tuple[str, int], float], p
 
 
 def yardsticks(samples: list[dict]) -> dict:
-    """What differences are to be held against; None where there are too few samples for it.
+    """Returns reference values for the differences; None where samples are missing.
 
     Returns:
-        ``spread_over_seeds``: standard deviation over seeds of the loss without a fault; ``layout``: largest difference
-        in loss between the curves' baseline and the run without a fault, both lossless, with two workers and one;
-        ``full_is_exact``: whether runs that save all experts end with the very loss of the run without a fault;
-        ``correlation``: Pearson's, of PLT with the difference in loss, over all runs of the grid that lost tokens.
+        ``spread_over_seeds``: standard deviation over seeds of the loss without faults; ``layout``: largest difference
+        in loss between the curves' baseline (two workers) and the run without faults (one worker), both lossless;
+        ``full_is_exact``: runs that save all experts end with exactly the loss of the run without faults;
+        ``correlation``: Pearson correlation of PLT and the difference in loss over all lossy runs of the grid.
     """
     free = {s["seed"]: s["loss"] for s in samples if s["kind"] == "fault-free"}
     layouts = [abs(s["loss"] - free[s["seed"]]) for s in samples if s["method"] == "baseline" and s["seed"] in free]
@@ -84,13 +84,13 @@ def _correlation(pairs: list[tuple[float, float]]) -> float | None:
 
 
 def deviations(samples: Iterable[dict], plan: Plan) -> list[float]:
-    """Of each sample with lost tokens to expect, how far off they are, as a share of what was expected."""
+    """Returns the relative deviation from the expected PLT, for each sample with an expected loss of tokens."""
     pairs = [(sample["plt"], expected(cell_of(sample), plan)) for sample in samples]
     return [plt / told - 1 for plt, told in pairs if told]
 
 
 def table(rows: list[dict]):
-    """The table of all cells, for a console."""
+    """Returns the table of all cells for a console."""
     cells = []
     for row in rows:
         told = "-" if row["expected_plt"] is None else f"{row['expected_plt']:.2%}"
@@ -104,7 +104,7 @@ def table(rows: list[dict]):
 
 
 def lines(samples: list[dict], plan: Plan, entropy: float) -> list[str]:
-    """What the table does not hold."""
+    """Returns the results outside the table, as lines."""
     sticks, off = yardsticks(samples), deviations(samples, plan)
     exactly = "to the last bit" if sticks["full_is_exact"] else "NOT exactly"
     sentences = {

@@ -1,4 +1,4 @@
-"""The samples of many runs: in a JSON file, from which a benchmark that was cut off goes on."""
+"""Stores the samples of many runs in a JSON file, from which an interrupted benchmark resumes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from benchmarks.accuracy.runs import Dataset, RunFailed, prepare, run, unigram_e
 from benchmarks.common import command_line, machine_and_versions
 
 Figures = Callable[[list[dict]], Mapping[str, object]]
-"""What samples say together, by name."""
+"""Function from samples to figures by name."""
 
 
 class Results:
-    """The JSON file, if there is one, written anew after each run; ``setup`` is what all samples have in common."""
+    """Samples and an optional JSON file, which is rewritten after each run; all samples share ``setup``."""
 
     def __init__(self, setup: dict, path: Path | None, figures: Figures):
         self.setup, self._path, self._figures = json.loads(json.dumps(setup)), path, figures
         self.samples: list[dict] = []
 
     def resume(self) -> None:
-        """Takes over the samples of an earlier file.
+        """Loads the samples of an earlier file.
 
         Raises:
-            RunFailed: it has been measured in another way.
+            RunFailed: the file was measured with another setup.
         """
         if self._path is None or not self._path.exists():
             return
@@ -43,26 +43,26 @@ class Results:
         self.samples = earlier["samples"]
 
     def missing(self, wanted: Sequence[Cell]) -> list[Cell]:
-        """Those of which there is no sample."""
+        """Returns the cells without a sample."""
         there = {report.cell_of(sample, type(cell)) for cell in wanted[:1] for sample in self.samples}
         return [cell for cell in wanted if cell not in there]
 
     def add(self, sample: dict) -> None:
-        """Takes another sample."""
+        """Adds a sample and writes the file."""
         self.samples.append(json.loads(json.dumps(sample)))
         self.write()
 
     def write(self) -> None:
-        """Writes all samples, and what they say together."""
+        """Writes all samples, and the figures computed from them."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            samples = ",\n".join("  " + json.dumps(one) for one in self.samples)  # a line each
+            samples = ",\n".join("  " + json.dumps(one) for one in self.samples)  # one line per sample
             head = json.dumps(self.setup | dict(self._figures(self.samples)), indent=1).removesuffix("\n}")
             self._path.write_text(f'{head},\n "samples": [\n{samples}\n ]\n}}\n')
 
 
 def run_all(wanted: Sequence[Cell], jobs: int, plan: Plan, dataset: Dataset, scratch: Path, results: Results) -> bool:
-    """Runs cells, ``jobs`` at a time, and says how each went; whether all went well."""
+    """Runs cells, ``jobs`` at a time, and prints their results; returns whether all succeeded."""
     well = True
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(run, cell, plan, dataset, scratch): cell for cell in wanted}
@@ -79,7 +79,7 @@ def run_all(wanted: Sequence[Cell], jobs: int, plan: Plan, dataset: Dataset, scr
 
 
 def describe(text: Path, plan: Plan, dataset: Dataset) -> dict:
-    """What the figures were made with."""
+    """Returns the setup of the measurement."""
     return machine_and_versions() | {
         "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
         "unigram_entropy": unigram_entropy(dataset.prefix),
@@ -89,7 +89,7 @@ def describe(text: Path, plan: Plan, dataset: Dataset) -> dict:
 
 
 def parse(description: str | None, output: str) -> argparse.Namespace:
-    """A benchmark's flags; ``output`` says what that flag names."""
+    """Parses a benchmark's flags; ``output`` is the help text of ``--output``."""
     parser = command_line(description, output)
     parser.add_argument("--text", type=Path, required=True, help="a file of WikiText-2, as text")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
@@ -103,7 +103,7 @@ def parse(description: str | None, output: str) -> argparse.Namespace:
 def measure(
     own: argparse.Namespace, plan: Plan, of_seed: Callable[[int], Sequence[Cell]], figures: Figures
 ) -> tuple[Results, bool]:
-    """Runs all cells of all seeds, and keeps what they say; the results, and whether all runs ended well."""
+    """Runs all cells of all seeds and stores their samples; returns the results and whether all runs succeeded."""
     seeds = own.seeds[:1] if own.quick else own.seeds
     with tempfile.TemporaryDirectory(prefix="accuracy-", dir=own.directory) as scratch:
         try:

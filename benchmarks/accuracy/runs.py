@@ -1,4 +1,4 @@
-"""Runs cells: the dataset, the processes, the faults, and what the events say afterwards."""
+"""Runs cells: prepares the dataset, starts the processes, injects the faults and reads the events."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from benchmarks.live.job import ROOT, SHARED, free_ports
 from moc.files.events import read_events
 from moc.store.tiers import memory_found
 
-ARTICLE = r"^ = [^=]+ = $"  # the first line of an article of WikiText
-FEWEST_ARTICLES = 20  # else one in ten for validation says little
+ARTICLE = r"^ = [^=]+ = $"  # first line of a WikiText article
+FEWEST_ARTICLES = 20  # with fewer, the tenth for validation is too small
 VOCABULARY = 1024
-TIMEOUT = 1800  # seconds for one start of the program; a busy machine may need many
-_GRACE = 60  # seconds that workers have to end when one of them has
-_TAIL = 3000  # characters of output in an error
+TIMEOUT = 1800  # seconds for one start of the program; long, for busy machines
+_GRACE = 60  # seconds for the other workers to end after the first one
+_TAIL = 3000  # characters of output in an error message
 _KILLED = -9
 
 
 class RunFailed(RuntimeError):
-    """A program did not end as it should."""
+    """A program failed."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Text as the training program reads it."""
+    """Dataset of the training program."""
 
-    prefix: Path  # of the ``.bin`` and ``.idx`` files
-    tokenizer: Path  # the SentencePiece model
+    prefix: Path  # path prefix of the ``.bin`` and ``.idx`` files
+    tokenizer: Path  # SentencePiece model
 
     @property
     def tokenizer_flags(self) -> list[str]:
-        """Of all programs."""
+        """Tokenizer flags of all programs."""
         return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(self.tokenizer)]
 
 
 def prepare(text: Path, directory: Path) -> Dataset:
-    """Trains a tokenizer and makes a dataset, an article a document, as the quickstart does.
+    """Trains a tokenizer and builds a dataset with one document per article, as the quickstart does.
 
     Raises:
-        RunFailed: there is no such text, or too few articles in it.
+        RunFailed: the text is missing, or has too few articles.
     """
     try:
         articles = len(re.findall(ARTICLE, text.read_text(encoding="utf-8"), re.MULTILINE))
@@ -67,7 +67,7 @@ def prepare(text: Path, directory: Path) -> Dataset:
 
 
 def unigram_entropy(prefix: Path) -> float:
-    """Nats a token: the loss of a model that only knows how frequent each (16-bit) token of a dataset is."""
+    """Returns the loss, in nats per token, of a model that knows only the token frequencies (16-bit tokens)."""
     import numpy
 
     counts = numpy.bincount(numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16))
@@ -76,10 +76,10 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
-    """Trains a cell from its first start to its end, over all faults; its fields, and what :func:`told` says.
+    """Trains a cell to its end, over all faults; returns its fields and the result of :func:`told`.
 
     Raises:
-        RunFailed: a start ended otherwise than by its fault, or the last one not well.
+        RunFailed: a start ended in another way than by its fault, or the last start failed.
     """
     directory = Path(tempfile.mkdtemp(dir=scratch))
     with tempfile.TemporaryDirectory(prefix="pec_accuracy-", dir=SHARED) as memory:
@@ -96,10 +96,10 @@ def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
 
 
 def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None) -> None:
-    """Starts all workers, and waits until they are killed after an iteration, or done.
+    """Starts all workers and waits until they are killed after an iteration, or finish.
 
     Raises:
-        RunFailed: they ended in another way; with what the first that did has said last.
+        RunFailed: a worker ended in another way; contains the end of its output.
     """
     common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     common |= {"WORLD_SIZE": str(cell.workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
@@ -126,23 +126,23 @@ def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None)
 
 
 def told(events: list[dict], cell: Cell, plan: Plan) -> dict:
-    """What a run's events say.
+    """Returns the results in a run's events.
 
     Returns:
-        ``loss``: validation loss at the end, nats a token; ``plt``: lost tokens of all faults as a share of the whole
-        training's (eq. 7), where the event has the share of those so far; ``resumed``: iteration, tier and sources of
-        each recovery; if ``traced`` also ``evaluations`` ([iteration, loss]), and of each iteration ``train_losses``
-        and, if experts make up lost tokens, ``owed``, the tokens left.
+        ``loss``: final validation loss, nats per token; ``plt``: lost tokens of all faults as a share of the
+        training's tokens (eq. 7); an event has the share of the tokens so far; ``resumed``: iteration, tier and sources
+        of each recovery; if ``traced``, also ``evaluations`` ([iteration, loss]), and for each iteration
+        ``train_losses`` and, if experts compensate lost tokens, ``owed``, the remaining tokens.
 
     Raises:
-        RunFailed: a recovery or the loss at the end is missing.
+        RunFailed: a recovery or the final loss is missing.
     """
     resumed = [{name: e.get(name) for name in ("iteration", "tier", "sources")} for e in _of(events, "resume")]
     evaluations = {e["iteration"]: e["loss"] for e in _of(events, "evaluation") if e["split"] == "valid"}
     if len(resumed) != len(cell.faults) or plan.iterations not in evaluations:
         raise RunFailed(f"{cell.name}, seed {cell.seed}: {len(resumed)} recoveries, no loss at the end, or both")
     lost = _of(events, "lost")
-    share = lost[-1]["iteration"] / plan.iterations if lost else 0.0  # every iteration routes as many tokens
+    share = lost[-1]["iteration"] / plan.iterations if lost else 0.0  # every iteration routes the same number of tokens
     plt = lost[-1]["plt"] * share if lost else 0.0
     result = {"loss": evaluations[plan.iterations], "plt": plt, "resumed": resumed}
     if cell.traced:
@@ -159,7 +159,7 @@ def _of(events: list[dict], kind: str) -> list[dict]:
 
 
 def _ended(processes: list[subprocess.Popen]) -> list[int | None]:
-    """Exit codes when all have ended; None of those that had to be left."""
+    """Returns the exit codes after all processes ended; None for processes still running after the timeout."""
     deadline = time.monotonic() + TIMEOUT
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
         if any(code is not None for code in codes):

@@ -1,4 +1,4 @@
-"""How long a job stood still when its members changed, from what it told; pure functions."""
+"""Computes from its events how long a job paused for membership changes; pure functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds, medians; 0 if nothing of the kind happened.
+    """Median pauses in seconds; 0 without a membership change.
 
     Attributes:
-        still_s: from the last iteration with former members to the begin of the first with others, less half an
-            iteration, which a change costs on average since it comes at any moment of one.  It may include a wait for
-            nodes that are missing, which is rare.
-        building_s: from the start of a node until the others stop to take it in, less what they wait for more nodes.
+        still_s: from the last iteration with the former members to the start of the first with the new ones, minus half
+            an iteration: a change interrupts an iteration at its middle on average. It may include a rare wait for
+            missing nodes.
+        building_s: from the start of a node until the others stop to include it, minus their wait for more nodes.
     """
 
     still_s: float = 0.0
@@ -23,12 +23,12 @@ class Pauses:
 
 
 def pauses(events: Sequence[dict], came: Sequence[float], grow_wait_s: float, most: int) -> Pauses:
-    """What changes of members have cost a job.
+    """Returns the pauses of a job for membership changes.
 
     Args:
-        events: of the job, in order.
-        came: when nodes were started after the first ones, in Unix seconds.
-        grow_wait_s: that the job waits for more nodes unless ``most`` are there.
+        events: events of the job, in order.
+        came: start times of the nodes that joined later, in Unix seconds.
+        grow_wait_s: the job's wait for more nodes, unless it has ``most``.
         most: MAX.
     """
     still, building, before, workers = [], [], None, 0
@@ -44,7 +44,7 @@ def pauses(events: Sequence[dict], came: Sequence[float], grow_wait_s: float, mo
 
 
 def _changes(events: Sequence[dict]):
-    """Each start after which an iteration was completed, with the last one before it and the first one after it."""
+    """Yields each start after which an iteration completed, with the last iteration before and the first after it."""
     start, last, latest = None, None, None
     for event in events:
         if event["type"] == "start":

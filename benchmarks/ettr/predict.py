@@ -1,8 +1,8 @@
-"""What a run's events say of its ETTR, and what the simulator says of it; pure functions.
+"""Measures the ETTR of a run from its events, and predicts it with the simulator; pure functions.
 
-ETTR is the time of useful work by the wall clock's: iterations that count, each for as long as it takes where nothing
-is saved and nothing fails.  A run is cut into parts, which make two halves by turns, since what a machine does besides
-changes from minute to minute: one half tells the simulator how long things take, the other is what it has to predict.
+ETTR is useful time divided by wall-clock time. Useful time is the number of counted iterations times the duration of an
+iteration without saving and faults. A run is cut into parts, which alternate between two halves, because the load of a
+machine changes from minute to minute. One half calibrates the simulator, which then predicts the other half.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from moc.simulate.profile import Profile
 from moc.simulate.program_recovery import RecoveryCosts, program_way
 from moc.simulate.recoveries import faults, stretches
 
-PARTS = 8  # of a run
-WARM_UP = 5  # iterations that allocate and connect
-AT_ONCE = 2  # workers that a fault kills, in the mean
-_NEARLY_ALL = 0.999  # of an iteration, however long its time was before it was cut short
-RUNS = 100  # of the model clock, where faults come by chance
+PARTS = 8  # parts of a run
+WARM_UP = 5  # first iterations, which allocate and connect
+AT_ONCE = 2  # mean number of workers that a fault kills
+_NEARLY_ALL = 0.999  # upper limit of the completed share of an interrupted iteration
+RUNS = 100  # simulations with random faults
 
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the simulator is told of it."""
+    """Policy as the simulator receives it."""
 
-    interval: int = 1  # iterations from one snapshot to the next
-    window: int = 1  # W of a sparse policy; else 1
-    blocking: bool = False  # training waits until a snapshot can be used
-    exact: bool = True  # what comes back is what was there
+    interval: int = 1  # iterations between snapshots
+    window: int = 1  # W of a sparse policy; otherwise 1
+    blocking: bool = False  # training waits until a snapshot is usable
+    exact: bool = True  # the restored state is exact
 
 
 @dataclass(frozen=True)
 class Hit:
     """A fault."""
 
-    iterations: int  # that counted when it came
-    since_s: float  # seconds since the last of them
-    after_s: float | None  # since the fault before, where nothing that counts was done between them
-    lost: int  # workers that it killed
+    iterations: int  # counted iterations before the fault
+    since_s: float  # seconds since the last counted iteration
+    after_s: float | None  # seconds since the previous fault if no counted iteration completed in between
+    lost: int  # workers killed
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run, from the end of one iteration to the end of another one."""
+    """Part of a run between the ends of two iterations."""
 
-    events: Sequence[dict]  # of it
-    seconds: float  # that it took
-    iterations: int  # that count, each once
-    hits: tuple[Hit, ...]  # the faults
+    events: Sequence[dict]
+    seconds: float  # duration
+    iterations: int  # iterations, each counted once
+    hits: tuple[Hit, ...]  # faults
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class Half:
         return [hit for part in self.parts for hit in part.hits]
 
     def ettr(self, plain_s: float) -> float:
-        """As it was measured; an iteration without saving and faults takes ``plain_s``."""
+        """Returns the measured ETTR; an iteration without saving and faults takes ``plain_s``."""
         return self.iterations * plain_s / self.seconds
 
 
 def halves(events: Sequence[dict], every: int = 1, parts: int = PARTS) -> tuple[Half, Half]:
-    """The two halves of a run, without its first iterations.
+    """Returns the two halves of a run without its first iterations.
 
     Args:
-        events: of the run.
-        every: iterations from one snapshot to the next; parts begin with one.
-        parts: of both together, of about as many iterations each.
+        events: events of the run.
+        every: iterations between snapshots; a part starts at a snapshot.
+        parts: parts of both halves together, of about the same number of iterations.
 
     Raises:
-        ValueError: there are not enough iterations between recoveries to cut at.
+        ValueError: too few iterations between recoveries to cut the run.
     """
     events = sorted(events, key=lambda event: event["time"])
     recovering = {id(event) for stretch in stretches(events) for event in stretch[:-1]}
@@ -112,7 +112,7 @@ def halves(events: Sequence[dict], every: int = 1, parts: int = PARTS) -> tuple[
 
 
 def _that_count(events: Sequence[dict]) -> Iterator[dict]:
-    """Iterations that were complete for the first time."""
+    """Yields iterations when they complete for the first time."""
     newest = 0
     for event in events:
         if event["type"] == "iteration" and event["iteration"] > newest:
@@ -132,13 +132,13 @@ def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last:
 
 
 def predicted(way: Way, half: Half, profile: Profile, parts: RecoveryCosts, plain_s: float) -> float:
-    """ETTR of a half, by what was measured of another one and the places of its faults.
+    """Returns the predicted ETTR of a half, from measurements of the other half and the positions of its faults.
 
     Args:
         way: the policy.
-        half: of which length and faults are known.
-        profile: of the other half of the run.
-        parts: of a recovery, as the other halves of the policy's runs tell.
+        half: half with known duration and faults.
+        profile: profile of the other half.
+        parts: recovery costs from the other halves of the policy's runs.
         plain_s: seconds of an iteration without saving and faults.
     """
     each_s, useful_s = profile.mean_iteration_s, 0.0
@@ -150,12 +150,12 @@ def predicted(way: Way, half: Half, profile: Profile, parts: RecoveryCosts, plai
 
 
 def _place_s(hit: Hit, each_s: float) -> float:
-    """Of iterations that were complete, and of the part of the next."""
+    """Returns the time of a fault: the completed iterations and a part of the next."""
     return (hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)) * each_s
 
 
 def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: RecoveryCosts, plain_s: float) -> float:
-    """The same where of the faults nothing is known but how many iterations and workers there are to each."""
+    """Returns the predicted ETTR if only the mean iterations and killed workers per fault are known."""
     chance = Faults(mtbf * profile.mean_iteration_s, together=AT_ONCE, while_training=True)
     return fmean(_simulated(way, seconds, chance, profile, parts, plain_s, seed) for seed in range(RUNS))
 
@@ -169,9 +169,10 @@ def _simulated(
 
 
 def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) -> tuple[PolicyCosts, float]:
-    """The policy on the model clock, and the seconds of its iteration without stalls.
+    """Returns the policy for the simulator, and the seconds of its iteration without stalls.
 
-    What saving takes is what iterations take more than without; where that is nothing, these are taken for as fast.
+    The cost of saving is the additional time of an iteration with saving. If there is none, iterations without saving
+    take as long as those with it.
     """
     mean_s = profile.mean_iteration_s
     iteration_s = min(plain_s, mean_s)

@@ -1,8 +1,8 @@
-"""From the events of runs to the figures of MoC-System's sections 6.2.1 to 6.2.3; pure functions.
+"""Computes the figures of MoC-System's sections 6.2.1 to 6.2.3 from events; pure functions.
 
-A snapshot begins at the end of iteration N, when the update is done.  With ``--ckpt-blocking`` training waits there.
-Else the copies run beside the forward and backward of N + 1, whose update waits for what is not copied by then; the
-writing runs beside later iterations.
+A snapshot begins at the end of iteration N, after the update. With ``--ckpt-blocking`` training waits there. Otherwise
+the copies overlap with forward and backward of N + 1, whose update waits for the remaining copies. The writes overlap
+with later iterations.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ TARGETS = {
 
 
 def measured(events: list[dict], sizes: Mapping[str, Mapping[int, list[int]]], plan: Plan) -> dict:
-    """One run of one method.
+    """Returns the measurements of one run of one method.
 
     Args:
-        events: of the run.
+        events: events of the run.
         sizes: bytes of each rank's file, by level and iteration.
-        plan: how much was measured.
+        plan: size of the measurement.
 
     Returns:
-        ``plain_s``, seconds of each iteration before the first snapshot; ``first`` and ``rounds``, of each snapshot:
-        what :func:`benchmarks.save_peers.ours.rounds` tells, and ``hash_s``, ``publish_s``, ``extra_s`` (what the
-        iteration at whose end it begins and the next one take beyond two others), ``overhead_s`` (the same of all
-        iterations up to the next snapshot), ``iterations`` (that ended before it was in storage) and ``ranks``, bytes
-        of each rank by level.
+        ``plain_s``: seconds of each iteration before the first snapshot; ``first`` and ``rounds``, for each snapshot:
+        the result of :func:`benchmarks.save_peers.ours.rounds`, ``hash_s``, ``publish_s``, ``extra_s`` (additional time
+        of the iteration at whose end it begins and of the next one), ``overhead_s`` (additional time of all iterations
+        up to the next snapshot), ``iterations`` (number that ended before it was in storage) and ``ranks``, bytes of
+        each rank by level.
 
     Raises:
-        ValueError: a snapshot was not taken, or not in storage before the next one began.
+        ValueError: a snapshot is missing, or was not in storage before the next one began.
     """
     told = ours.rounds(events, plan)
     elapsed = {e["iteration"]: e["elapsed_s"] for e in events if e["type"] == "iteration"}
@@ -78,7 +78,7 @@ def _refuse_late(persist: dict, next_snapshot: int, ends: Mapping[int, float]) -
 
 
 def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict[str, list[int]]:
-    """Bytes of each rank by level; without a memory tier, the buffer that is copied into is the file."""
+    """Returns the bytes of each rank by level; without a memory tier, the copy buffer is as large as the file."""
     found = {level: sizes.get(level, {}).get(iteration) for level in LEVELS}
     if found["storage"] is None:
         raise ValueError(f"nobody saw the manifest of iteration {iteration}: the benchmark was too slow to read it")
@@ -86,26 +86,26 @@ def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict
 
 
 def pooled_iteration_s(samples: Mapping[str, Sequence[dict]]) -> float:
-    """Median of all iterations without a snapshot, of the runs of all methods, which train alike."""
+    """Returns the median of all iterations without a snapshot, over all methods, which train identically."""
     return statistics.median(s for runs in samples.values() for run in runs for s in run["plain_s"])
 
 
 def summary(runs: Sequence[dict], iteration_s: float, blocking: bool) -> dict:
-    """Medians over all snapshots of a method, the first of each run left out.
+    """Returns medians over all snapshots of a method except the first of each run.
 
     Args:
-        runs: of :func:`measured`.
+        runs: results of :func:`measured`.
         iteration_s: seconds of an iteration without a snapshot.
         blocking: training waits until a checkpoint is in storage.
 
     Returns:
-        ``o_save_s``, seconds for which training waits, a mean over workers; ``o_save_most_s``, if the workers waited
-        one after the other and each for all others; ``extra_s`` and ``overhead_s`` of :func:`measured`;
-        ``copy_s``, ``hash_s`` and their sum ``t_snapshot_s``; ``write_s``, ``publish_s`` and their sum
-        ``t_persist_s``; ``stored_s``, from the beginning of a snapshot until it is published in storage;
-        ``interval_exact``, that in iterations, and ``interval``, I_ckpt, the next whole number: 1 where training
-        waits; ``work``, T_snapshot + T_persist in iterations, without what passes until the votes tell all workers
-        that all are that far; ``bytes`` of all ranks and ``bottleneck``, of the busiest one, by level.
+        ``o_save_s``: seconds that training waits, mean over workers; ``o_save_most_s``: the same if the workers waited
+        one after the other and each for all others; ``extra_s`` and ``overhead_s`` of :func:`measured`; ``copy_s``,
+        ``hash_s`` and their sum ``t_snapshot_s``; ``write_s``, ``publish_s`` and their sum ``t_persist_s``;
+        ``stored_s``: from the beginning of a snapshot until its commit in storage; ``interval_exact``: the same in
+        iterations; ``interval``: I_ckpt, ``interval_exact`` rounded up, or 1 if training waits; ``work``: T_snapshot +
+        T_persist in iterations, without the wait for commit all-reduces; ``bytes`` of all ranks and ``bottleneck``, of
+        the busiest rank, by level.
     """
     saves = [save for run in runs for save in run["rounds"]]
     middle = {name: statistics.median(s[name] for s in saves) for name in saves[0] if name != "ranks"}
@@ -134,12 +134,12 @@ def summary(runs: Sequence[dict], iteration_s: float, blocking: bool) -> dict:
 
 
 def against(moc: dict, baseline: dict | None, base_async: dict | None) -> dict[str, float]:
-    """A MoC-Async beside the other two, as far as they were measured.
+    """Returns the comparison of a MoC-Async with the baseline and Base-Async, if they were measured.
 
     Returns:
-        ``o_save_reduction``: by how much its O_save is below the baseline's, at 1 it is nothing;
-        ``o_save_most_reduction`` the same if workers waited one after the other; ``interval_ratio``: its I_ckpt over
-        Base-Async's, ``interval_exact_ratio`` the same before rounding up, and ``work_ratio`` of T_snapshot +
+        ``o_save_reduction``: reduction of O_save against the baseline, 1 if no O_save remains;
+        ``o_save_most_reduction``: the same if workers waited one after the other; ``interval_ratio``: I_ckpt relative
+        to Base-Async; ``interval_exact_ratio``: the same before rounding up; ``work_ratio``: ratio of T_snapshot +
         T_persist.
     """
     told = {}
@@ -153,11 +153,11 @@ def against(moc: dict, baseline: dict | None, base_async: dict | None) -> dict[s
 
 
 def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
-    """What a method takes of what the baseline takes, which saves everything (MoC-System's Figures 10 and 11).
+    """Returns the costs of a method relative to the baseline, which saves everything (MoC-System, Figures 10, 11).
 
     Returns:
-        Ratios of ``t_snapshot`` and ``t_persist``, which are means over workers, so that they say nothing of the
-        busiest one; and by level those of ``bytes`` of all ranks, and of the busiest one (``bottleneck``).
+        Ratios of ``t_snapshot`` and ``t_persist``, which are means over workers and do not describe the busiest one;
+        and by level the ratios of ``bytes`` of all ranks and of the busiest rank (``bottleneck``).
     """
     told = {name: summary[f"{name}_s"] / baseline[f"{name}_s"] for name in ("t_snapshot", "t_persist")}
     for name in ("bytes", "bottleneck"):
@@ -166,8 +166,10 @@ def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
 
 
 def followed(events: list[dict], every: int, snapshots: int) -> dict:
-    """Of a run with a snapshot each ``every`` iterations, the first left out: how many were ``due``, and ``stored`` of
-    these; ``stall_s`` for each, and ``iteration_s`` meanwhile (median).
+    """Returns the results of a run with a snapshot every ``every`` iterations, without the first snapshot.
+
+    Returns:
+        ``due`` snapshots; how many of these were ``stored``; ``stall_s`` for each; median ``iteration_s`` meanwhile.
     """
     due = [number * every for number in range(2, snapshots + 2)]
     stored = {e["iteration"] for e in events if e["type"] == "persist"}
@@ -187,14 +189,14 @@ _FORWARD_BACKWARD = ("forward-backward", "all-grads-sync")
 
 
 def forward_backward_share(output: str, elapsed_s: Iterable[float]) -> float:
-    """Which part of an iteration is forward, backward and the reduction of gradients: what can hide a snapshot.
+    """Returns the share of an iteration that can hide a snapshot: forward, backward and gradient reduction.
 
     Args:
-        output: of a run with ``--timing-log-level 1``; of each timer, the slowest rank counts.
+        output: output of a run with ``--timing-log-level 1``; for each timer, the slowest rank counts.
         elapsed_s: seconds of all its iterations.
 
     Raises:
-        ValueError: the output does not tell of every iteration.
+        ValueError: the output lacks an iteration.
     """
     elapsed_s = list(elapsed_s)
     seconds = [[float(ms) / 1000 for ms in re.findall(_TIMER.format(name=n), output, re.M)] for n in _FORWARD_BACKWARD]

@@ -1,4 +1,4 @@
-"""The ways of checkpointing that MoC-System's Figures 10 to 12 compare, on which model, in which layouts."""
+"""Defines the checkpoint methods, models and layouts that MoC-System's Figures 10 to 12 compare."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class Method:
-    """One way of checkpointing."""
+    """One checkpoint method."""
 
-    label: str  # its name in tables
+    label: str  # name in tables
     mode: str  # flags of the program
-    two_levels: bool = False  # snapshots are kept in memory, and go on to storage from there
+    two_levels: bool = False  # snapshots are kept in memory and persisted from there
     blocking: bool = False  # training waits until a checkpoint is in storage
-    k: tuple[int, int] | None = None  # experts of each layer in memory, and of these in storage; None for all
+    k: tuple[int, int] | None = None  # experts of each layer in memory and in storage; None: all
 
     def flags(self, every: int) -> str:
-        """Of the program, for a snapshot every so many iterations; of two levels, both get every snapshot."""
+        """Returns the program's flags for a snapshot every ``every`` iterations; both levels get every snapshot."""
         return f"{self.mode} --persist-interval {every}" if self.two_levels else self.mode
 
 
@@ -52,18 +52,18 @@ SETS = {
         *(f"moc-async-k1{name}" for name in ("-EE", "-EE+EN", "")),
     ),
 }
-"""Methods that are compared with each other: K on both levels (Figure 11), and schemes of sharding (Figure 10)."""
+"""Methods to compare: K on both levels (Figure 11), and sharding schemes (Figure 10)."""
 
 LAYOUTS = {
     "DP4xEP4": ["--expert-model-parallel-size", "4"],  # one expert-parallel group, as in Cases 1 and 2 of Table 2
-    "DP4xEP2": ["--expert-model-parallel-size", "2"],  # two, as in Case 3
-    # the same without ZeRO: both groups hold the same experts, and all ranks the rest, so that rules share them out
+    "DP4xEP2": ["--expert-model-parallel-size", "2"],  # two groups, as in Case 3
+    # The same without ZeRO: both groups hold the same experts, and all ranks hold the rest, so sharding rules apply.
     "DP4xEP2-replicated": ["--expert-model-parallel-size", "2"],
 }
 _ZERO = "--use-distributed-optimizer"
 
-# GPT-350M-16E (Table 1) made smaller: experts in all layers, so that they are 94 % of all parameters (there 86 %), and
-# few tokens, since a core computes slowly: so a checkpoint takes some iterations, as it does there (2.3 in Case 2).
+# GPT-350M-16E (Table 1) made smaller. Experts in all layers make up 94 % of the parameters (there 86 %). Few tokens,
+# because a core computes slowly: a checkpoint takes several iterations, as in the paper (2.3 in Case 2).
 _FULL = """--num-layers 4 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8
     --num-experts 16 --seq-length 16 --max-position-embeddings 16 --vocab-size 4095""".split()
 
@@ -72,18 +72,18 @@ _QUICK = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attentio
 
 
 def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -> list[str]:
-    """Flags of the program for a model of 143 M parameters, or of 2.2 M if ``quick``, or of another width.
+    """Returns the flags of a model with 143 M parameters, 2.2 M if ``quick``, or another width.
 
-    Experts are four times as wide as ``hidden_size``; ``layout`` is one of :data:`LAYOUTS`, where it is known.
+    Experts are four times as wide as ``hidden_size``; a ``layout`` outside :data:`LAYOUTS` adds no flags.
     """
     flags = [*COMMON, *(_QUICK if quick else _FULL), *LAYOUTS.get(layout, ())]
-    if hidden_size is not None:  # the last word counts
+    if hidden_size is not None:  # the last value of a flag applies
         flags += ["--hidden-size", str(hidden_size), "--ffn-hidden-size", str(4 * hidden_size)]
     return [flag for flag in flags if not (flag == _ZERO and layout.endswith("replicated"))]
 
 
 def operators_of(flags: list[str]) -> list[Operator]:
-    """The operators of the program's model."""
+    """Returns the operators of the program's model."""
     from megatron.pretraining.entry.offline import config_of_words
     from megatron.pretraining.planning.model import operators_of
 
@@ -94,7 +94,7 @@ def operators_of(flags: list[str]) -> list[Operator]:
 
 
 def parameters(flags: list[str]) -> dict[str, int]:
-    """How many parameters are in experts (``experts``) and how many are not (``others``)."""
+    """Returns the number of parameters in ``experts`` and in ``others``, and ``num_experts``."""
     counts, experts = {"experts": 0, "others": 0}, set()
     for operator in operators_of(flags):
         counts["others" if operator.expert is None else "experts"] += operator.parameters

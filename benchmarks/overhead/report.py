@@ -1,4 +1,4 @@
-"""The figures as a table, as sentences, and as bars like those of MoC-System's Figures 11 and 12."""
+"""Reports the figures as a table, as sentences, and as bars similar to MoC-System's Figures 11 and 12."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.overhead.figures import LEVELS, TARGETS
 from benchmarks.overhead.methods import METHODS
 
 WIDTH = 150  # columns of a table
-_SECONDS = {  # columns: what of a summary, and digits
+_SECONDS = {  # columns: key of a summary, and digits
     "O_save": ("o_save_s", 4),
     "1st + 2nd iteration": ("extra_s", 2),
     "all iterations": ("overhead_s", 2),
@@ -21,7 +21,7 @@ _SECONDS = {  # columns: what of a summary, and digits
 
 
 def table(layout: str, told: dict):
-    """A table of one layout, for a console: seconds and MB."""
+    """Returns a table of one layout for a console: seconds and MB."""
     title = f"{layout}: medians for each snapshot, in seconds and MB; an iteration takes {told['iteration_s']:.2f} s"
     columns = ["method", *_SECONDS, "I_ckpt", *(f"MB in {level}: all / busiest rank" for level in LEVELS)]
     rows = []
@@ -33,7 +33,7 @@ def table(layout: str, told: dict):
 
 
 def lines(told: dict) -> list[str]:
-    """What a table does not hold: the targets, the same measured otherwise, and what did not work."""
+    """Returns the results outside the table: targets, alternative measures, and failures."""
     forward_backward = told["forward_backward_s"]
     said = [f"forward and backward {forward_backward:.2f} s, update {told['iteration_s'] - forward_backward:.2f} s"]
     for name, ratios in told["ratios"].items():
@@ -78,7 +78,7 @@ def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
 
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
-    """An iteration with a snapshot for each method, one panel for each layout."""
+    """Draws an iteration with a snapshot for each method, one panel per layout."""
     with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             _bars(panel, told)
@@ -88,7 +88,7 @@ def plot(layouts: dict[str, dict], path: Path) -> None:
 
 
 def plot_durations(layouts: dict[str, dict], path: Path) -> None:
-    """T_snapshot and T_persist of each method beside forward and backward, which can hide the first (Figure 11)."""
+    """Draws T_snapshot and T_persist of each method, and forward and backward, which can hide the first (Figure 11)."""
     with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             count, labels = len(told["methods"]), [METHODS[name].label for name in told["methods"]]
@@ -106,10 +106,10 @@ def plot_durations(layouts: dict[str, dict], path: Path) -> None:
 
 
 def segments(told: dict) -> dict[str, list[float]]:
-    """Seconds of the parts of an iteration with a snapshot, by part, in the order of methods.
+    """Returns the seconds of the parts of an iteration with a snapshot, by part, in the order of methods.
 
-    ``beside`` is that part of forward and backward beside which the snapshot is taken; ``slower`` what the two
-    iterations in which it is taken lose beyond waiting, since other threads of the workers want the same cores.
+    ``beside`` is the part of forward and backward that overlaps with the snapshot. ``slower`` is the additional time of
+    the two iterations around the snapshot, without waiting: other threads of the workers compete for the cores.
     """
     forward_backward, methods = told["forward_backward_s"], told["methods"]
     hidden = {name: min(s["t_snapshot_s"], forward_backward) for name, s in methods.items()}
@@ -143,4 +143,4 @@ def _bars(panel, told: dict) -> None:
     for place, end, s in zip(places, left, told["methods"].values(), strict=True):
         panel.annotate(f" O_save {s['o_save_s']:.3f}, I_ckpt {s['interval']}", (end, place), va="center", fontsize=8)
     panel.set_yticks(places, [METHODS[name].label for name in names])
-    panel.set_xlim(0, 1.3 * max(left))  # room for what is written behind the bars
+    panel.set_xlim(0, 1.3 * max(left))  # room for the labels after the bars

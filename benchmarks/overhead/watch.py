@@ -1,4 +1,4 @@
-"""How much each rank saved: read from manifests while a run goes on, since later ones take their place."""
+"""Reads the bytes that each rank saved from manifests during a run, because later manifests replace them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PERIOD_S = 0.2
 
 
 class Watch:
-    """Looks for new manifests in a run's ``--ckpt-dir`` and ``--ckpt-memory-dir``, in a thread, as a context manager.
+    """Background thread, as a context manager, that reads new manifests in ``--ckpt-dir`` and ``--ckpt-memory-dir``.
 
-    ``sizes`` are by level (``memory``, ``storage``) and iteration the bytes of each rank's file, in order of ranks.
+    ``sizes`` has the bytes of each rank's file by level (``memory``, ``storage``) and iteration, in order of ranks.
     """
 
     def __init__(self, storage: Path, memory: Path):
@@ -36,14 +36,14 @@ class Watch:
         self.look()
 
     def look(self) -> None:
-        """Reads what is new."""
+        """Reads new manifests."""
         if "memory" not in self._stores:
-            with contextlib.suppress(CheckpointError):  # until the run has begun
+            with contextlib.suppress(CheckpointError):  # the run has not started yet
                 self._stores["memory"] = Store(memory_found(self._memory, str(self._storage)))
         for level, store in self._stores.items():
             for iteration in store.iterations():
                 if iteration not in self.sizes[level]:
-                    with contextlib.suppress(CheckpointError):  # it was removed a moment ago
+                    with contextlib.suppress(CheckpointError):  # the snapshot was just removed
                         files = store.manifest(iteration).files
                         self.sizes[level][iteration] = [files[name].bytes for name in sorted(files)]
 

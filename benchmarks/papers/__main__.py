@@ -1,4 +1,4 @@
-"""``python -m benchmarks.papers NAME``."""
+"""Entry point of ``python -m benchmarks.papers NAME``."""
 
 import sys
 

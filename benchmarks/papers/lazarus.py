@@ -1,4 +1,4 @@
-"""Lazarus' Figures 4 and 8: whether every expert survives, by where its replicas are."""
+"""Reproduces Lazarus' Figures 4 and 8: the probability that every expert survives, by placement of replicas."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moc.elastic.survival import survival
 
 _NODES, _SLOTS, _LAYERS, _LEAST = 10, 6, 12, 2  # section 6.1
 _EXPERTS_S, _EXPERTS_L = 8, 16  # GPT-S and GPT-L, Table 1
-_STEP_200 = 20  # of the recording, which has every tenth step from the first one on
+_STEP_200 = 20  # index in the recording, which has every tenth step from the first
 
 _PLAN_A = ((0, 2, 3, 3), (0, 1, 3, 3), (1, 3, 3, 3), (1, 2, 3, 3), (2, 3, 3, 3))
-"""Experts by node in Figure 4's plan A: what the choices that survive, which the text lists, leave open is D."""
+"""Experts by node in Figure 4's plan A; D fills the slots left open by the surviving choices in the text."""
 
 Placement = Callable[[Sequence[int], int, int], numpy.ndarray]
-"""From replicas, nodes and slots to a table of experts, [nodes, slots]."""
+"""Function from replicas, nodes and slots to a table of experts, [nodes, slots]."""
 
 
 def figure_4() -> Reproduction:
-    """Lazarus' Figure 4: four experts on five nodes of four slots."""
+    """Reproduces Lazarus' Figure 4: four experts on five nodes with four slots."""
     replicas = (2, 3, 3, 12)
     rows = (
         Row("plan A, 3 lost", 50, 100 * survival(holders(numpy.array(_PLAN_A), 4), 3), "percent"),
@@ -40,10 +40,10 @@ def figure_4() -> Reproduction:
 
 
 def figure_8(loads: Loads) -> Reproduction:
-    """Lazarus' Figure 8, as section 6.3 has it in numbers, on recorded loads of experts.
+    """Reproduces the numbers of section 6.3 for Lazarus' Figure 8 on recorded expert loads.
 
     Raises:
-        ValueError: the recording is shorter, or has fewer layers or experts.
+        ValueError: the recording is too short, or has too few layers or experts.
     """
     if len(loads) <= _STEP_200 or len(loads[0]) < _LAYERS or len(loads[0][0]) < _EXPERTS_L:
         raise ValueError(f"it needs more than {_STEP_200} iterations of {_LAYERS} layers with {_EXPERTS_L} experts")
@@ -78,7 +78,7 @@ def _row(label: str, paper: float, held: numpy.ndarray, lost: int, bound: str = 
 
 
 def _hottest(layers: Sequence[Sequence[int]], experts: int) -> list[list[int]]:
-    """Loads of so many hottest experts of each layer, in the order of the experts."""
+    """Returns the loads of each layer's ``experts`` hottest experts, in the order of the experts."""
     found = []
     for row in layers[:_LAYERS]:
         kept = sorted(ascending(row)[-experts:])
@@ -95,13 +95,13 @@ def _table(loads: Sequence[int], placement: Placement) -> numpy.ndarray:
 
 
 def aligned(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
-    """Maximum rank overlap as in the paper, where it has as many nodes as it needs."""
+    """Returns the paper's maximum rank overlap placement, if there are as many nodes as it needs."""
     order = numpy.array(ascending(replicas))
     return order[overlapped([replicas[expert] for expert in order], nodes, slots)]
 
 
 def _with_least_transfer(before: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> numpy.ndarray:
-    """One node after the other takes the part of a layer's plan that it has most of (section 4.3)."""
+    """Lets one node after the other take the part of a layer's plan that it already holds most of (section 4.3)."""
     found = []
     for old, new in zip(before, layers, strict=True):
         parts = [set(row) for row in _table(new, aligned).tolist()]

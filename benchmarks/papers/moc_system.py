@@ -1,4 +1,4 @@
-"""MoC-System's Figure 13: what hides behind an iteration, by GPUs, hardware, sequence length and model size."""
+"""Reproduces MoC-System's Figure 13: saving hidden by an iteration, over GPUs, hardware, sequences and model sizes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
 
 _LAYERS, _HIDDEN = 24, 2048
-_SEQUENCES, _LENGTH = 2, 2048  # of a GPU; not stated
-_SAVED = 8  # MoC-Async saves one in so many experts
-_NVLINK = 900 / 400  # H100 by A800
+_SEQUENCES, _LENGTH = 2, 2048  # per GPU; not stated in the paper
+_SAVED = 8  # MoC-Async saves one of this number of experts
+_NVLINK = 900 / 400  # H100 relative to A800
 _FOLLOWS, _CERTAIN = "following from the fit", "that could not fail"
-_COUNTED = 64  # GPUs for which bytes are counted; with more, those of each are the same
+_COUNTED = 64  # GPUs for which bytes are counted; with more, the bytes per GPU stay the same
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A point of the figure."""
+    """Point of the figure."""
 
     platform: str = "a800-moc"  # ``a800-moc`` or ``h100-moc``
-    gpus: int = 256  # as many as experts in each layer
-    hidden: int = _HIDDEN  # width of the model
-    length: int = _LENGTH  # tokens of a sequence
+    gpus: int = 256  # also the number of experts in each layer
+    hidden: int = _HIDDEN  # hidden size of the model
+    length: int = _LENGTH  # sequence length, tokens
 
 
 def figure_13() -> Reproduction:
-    """MoC-System's Figure 13, as section 6.2.4 has it in words."""
+    """Reproduces MoC-System's Figure 13 as section 6.2.4 describes it."""
     a800, h100 = "A800", "H100"
     rows = [
         *(_exposed(a800, Simulated(gpus=gpus), "Base-Async", "least", _FOLLOWS) for gpus in (64, 256, 512)),
@@ -75,7 +75,7 @@ def _exposed(title: str, point: Simulated, method: str, bound: str, excluded: st
 
 
 def _gain(point: Simulated) -> float:
-    """An iteration of Base-Async by one of MoC-Async (equation 10)."""
+    """Returns Base-Async's iteration time divided by MoC-Async's (equation 10)."""
     base, moc = (max(_forward_backward_s(point), _snapshot_s(point, m)) for m in ("Base-Async", "MoC-Async"))
     return base / moc
 
@@ -86,7 +86,7 @@ def _snapshot_s(point: Simulated, method: str) -> float:
 
 @cache
 def _busiest(hidden: int, method: str) -> int:
-    """Bytes of the rank that saves most."""
+    """Returns the bytes of the rank that saves most."""
     layout, operators = Layout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
     if method == "Base-Async":
         items, scheme = contents(operators, layout, StateBytes()), SCHEMES["baseline"]
@@ -108,7 +108,7 @@ def _forward_backward_s(point: Simulated) -> float:
 
 @cache
 def _link() -> float:
-    """Bytes per second of the ring with which Base-Async is just hidden with 1024 A800."""
+    """Returns the bandwidth of the ring that just hides Base-Async with 1024 A800, in bytes per second."""
     largest = Simulated(gpus=1024)
     computing_s, once_s = _with_link(largest, math.inf), _with_link(largest, 1e9)
     return 1e9 * (once_s - computing_s) / (_snapshot_s(largest, "Base-Async") - computing_s)
@@ -123,7 +123,10 @@ def _with_link(point: Simulated, link: float) -> float:
 
 
 def _ring(point: Simulated, link: float) -> Cluster:
-    """A message goes over a quarter of a ring of p in the mean, both ways, so each of its links carries m p / 8."""
+    """Returns the cluster as a ring of p GPUs.
+
+    A message crosses p / 4 links on average, in both directions, so each link carries m p / 8.
+    """
     cluster = CLUSTERS[point.platform]
     return dataclasses.replace(cluster, gpus=point.gpus, inter_bandwidth=cluster.gpus_per_node * 8 * link / point.gpus)
 

@@ -1,4 +1,4 @@
-"""MoEtion's Figures 4, 7, 9, 10 and 11: sizes of checkpoints, time that a fault wastes, tokens at risk."""
+"""Reproduces MoEtion's Figures 4, 7, 9, 10, 11: checkpoint sizes, time wasted by a fault, tokens at risk."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from moc.policy.selection import (
 from moc.sharding import StateBytes
 
 _STATE = StateBytes(weights=2, master=0, moments=8)  # section 2.3
-_SNAPSHOT_GBS = 1820 / 74.9  # Gemini's with 32 experts, Figure 9
+_SNAPSHOT_GBS = 1820 / 74.9  # Gemini with 32 experts, Figure 9
 _BLOB_GBS = 40 / 8  # section 7.1
-_EP = 8  # of experts in turn: neighbours are on different ranks
-_SHARES = (1 / 16, 1 / 8, 1 / 4, 0.4)  # of experts in a snapshot
-_TYPICAL = 0.25  # S of E, at least (section 4.1)
-_RECURRING = 0.62  # experts of a snapshot that the one before has, too: Algorithm 1 on recorded loads, at _TYPICAL
-_FIRST = 10  # iterations that are left out, since nothing was saved before them
+_EP = 8  # for experts in turn: neighbours are on different ranks
+_SHARES = (1 / 16, 1 / 8, 1 / 4, 0.4)  # shares of experts in a snapshot
+_TYPICAL = 0.25  # lower limit of S relative to E (section 4.1)
+_RECURRING = 0.62  # share of a snapshot's experts also in the previous one: Algorithm 1, recorded loads, _TYPICAL
+_FIRST = 10  # skipped iterations, because nothing was saved before them
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of section 7.1, in 10^9 parameters."""
+    """Model of section 7.1, in 10^9 parameters."""
 
-    dense: float  # parameters of the model whose feed-forward parts became experts
+    dense: float  # parameters of the dense model whose feed-forward parts became experts
     parameters: float
     experts: int
-    selective_s: float  # a selective checkpoint without the techniques of section 5, Figure 10
-    all_s: float  # with all of them
+    selective_s: float  # seconds of a selective checkpoint without the techniques of section 5, Figure 10
+    all_s: float  # seconds with all techniques
 
     @property
     def gb(self) -> float:
-        """GB of a full checkpoint."""
+        """Size of a full checkpoint, in GB."""
         return self.with_experts(self.experts)
 
     @property
     def in_experts(self) -> float:
-        """Parameters in experts: what the other experts add to the dense model, and as much again for the first."""
+        """Parameters in experts: the other experts' addition to the dense model, and the same amount for the first."""
         return (self.parameters - self.dense) * self.experts / (self.experts - 1)
 
     def with_experts(self, number: int) -> float:
-        """GB of a checkpoint with so many experts of each layer (eq. 5)."""
+        """Returns the GB of a checkpoint with ``number`` experts of each layer (eq. 5)."""
         dense, in_experts = (round(1e9 * count) for count in (self.parameters - self.in_experts, self.in_experts))
         return pec_size(dense, in_experts, number, self.experts, _STATE) / 1e9
 
@@ -68,7 +68,7 @@ _LARGE = Model(3.8, 46.7, 8, 12.6, 3.9)
 
 
 def figure_4() -> Reproduction:
-    """MoEtion's Figure 4, as section 7.2 has it in numbers, and the example of section 4.1."""
+    """Reproduces the numbers of section 7.2 for MoEtion's Figure 4, and the example of section 4.1."""
     share, chosen, fewest = 0.85, 2, 4  # fewest: 25 % of 16 experts
     by_sizes = 100 * (1 - _MEDIUM.with_experts(fewest) / _MEDIUM.gb)
     rows = (
@@ -96,9 +96,9 @@ def figure_4() -> Reproduction:
 
 
 def figure_7() -> Reproduction:
-    """MoEtion's Figure 7, as section 7.2 has it in numbers."""
+    """Reproduces the numbers of section 7.2 for MoEtion's Figure 7."""
     blob_s, full_s = _SMALL.gb / _BLOB_GBS, _LARGE.gb / _SNAPSHOT_GBS
-    often = {"CheckFreq": 100 / 2, "Gemini": 100 / 6}  # iterations from one checkpoint to the next, Figure 6
+    often = {"CheckFreq": 100 / 2, "Gemini": 100 / 6}  # iterations between checkpoints, Figure 6
     printed = 331.9
     small_s = (printed - 2 * blob_s) / (often["CheckFreq"] / 2)
     large_s = 109 / _SNAPSHOT_GBS
@@ -143,10 +143,10 @@ def _wasted(save_s: float, retrieve_s: float, every: float, iteration_s: float) 
 
 
 def figure_9() -> Reproduction:
-    """MoEtion's Figure 9, as section 7.4 has it in numbers."""
+    """Reproduces the numbers of section 7.4 for MoEtion's Figure 9."""
     experts, popular = 32, 32 * 6 / 64
     full_gb, full_s = 1820.0, 74.9
-    feed_forward = 2 / 3  # of a GPT block's weights: 8 of 12 hidden^2
+    feed_forward = 2 / 3  # share of a GPT block's weights: 8 of 12 hidden^2
     share = (1 - feed_forward + popular * feed_forward) / (1 - feed_forward + experts * feed_forward)
     rows = (
         Row("MoEtion, 32 experts, GB", 195, share * full_gb, "factor"),
@@ -161,7 +161,7 @@ def figure_9() -> Reproduction:
 
 
 def figure_10() -> Reproduction:
-    """MoEtion's Figure 10, as section 7.5 has it in numbers: what each technique leaves of the one before."""
+    """Reproduces the numbers of section 7.5 for MoEtion's Figure 10: the remaining share after each technique."""
     stages, micro_batches, large_s = 8, 16 // 8, 109 / _SNAPSHOT_GBS
     alone, bubbles, placement, everything = _LARGE.selective_s, 10.9, 7.0, _LARGE.all_s
     waits_s = bubble_share(stages, micro_batches) * large_s
@@ -192,14 +192,14 @@ def figure_10() -> Reproduction:
 
 
 Loads = Sequence[Sequence[Sequence[int]]]
-"""By iteration, layer and expert: tokens."""
+"""Tokens by iteration, layer and expert."""
 
 
 def read_loads(path: Path) -> Loads:
-    """Recorded loads from an ``.npz`` file with ``tokens[iterations, layers, experts]``.
+    """Reads recorded loads from an ``.npz`` file with ``tokens[iterations, layers, experts]``.
 
     Raises:
-        ValueError: there is no such file, or something else is in it.
+        ValueError: the file is missing or malformed.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -215,7 +215,7 @@ def read_loads(path: Path) -> Loads:
 
 
 def figure_11(loads: Loads) -> Reproduction:
-    """MoEtion's Figure 11, as section 7.5 has it in numbers, on recorded loads of experts."""
+    """Reproduces the numbers of section 7.5 for MoEtion's Figure 11 on recorded expert loads."""
     layers, width = len(loads[0]), len(loads[0][0])
     rows, highest = [], 0.0
     for number in dict.fromkeys(max(1, round(share * width)) for share in _SHARES):
@@ -247,17 +247,17 @@ def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _popular(loads: Loads) -> float:
-    """Experts of a layer that get 80 % of its tokens, on average."""
+    """Returns the mean number of experts that receive 80 % of a layer's tokens."""
     tokens = np.sort(np.array(loads), axis=2)[:, :, ::-1]
     return float(((tokens.cumsum(axis=2) < 0.8 * tokens.sum(axis=2, keepdims=True)).sum(axis=2) + 1).mean())
 
 
 Choose = Callable[[int, int, Counts, Counts], Experts]
-"""From snapshot, experts of each layer, tokens and iterations since experts were last saved, to experts."""
+"""Function from snapshot, experts of each layer, and tokens and iterations since an expert's last save, to experts."""
 
 
 def at_risk(loads: Loads, number: int, choose: Choose) -> list[float]:
-    """Tokens at risk after each snapshot, in an iteration's tokens of a layer, from the :data:`_FIRST` one on."""
+    """Returns tokens at risk after each snapshot from :data:`_FIRST` on, relative to a layer's tokens per iteration."""
     unsaved, ages = ({layer: [0] * len(row) for layer, row in enumerate(loads[0])} for _ in range(2))
     found = []
     for snapshot, rows in enumerate(loads):

@@ -1,4 +1,4 @@
-"""MoEvement's Tables 3 and 7 and Figures 1 and 11: ETTR with failures, from what was measured without them."""
+"""Reproduces MoEvement's Tables 3 and 7 and Figures 1 and 11: predicts ETTR from measurements without failures."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
 
 @dataclass(frozen=True)
 class Law:
-    """When failures come."""
+    """Distribution of failure times."""
 
-    told: str  # as a sentence has it
-    faults: Callable[[float], Faults]  # by MTBF
-    left: Callable[[float], float]  # share of time that recoveries of so many MTBFs leave; an oracle reckons with it
+    told: str  # description for a sentence
+    faults: Callable[[float], Faults]  # faults by MTBF
+    left: Callable[[float], float]  # share of time left by recoveries of ``share`` MTBFs; used by an oracle
 
 
-# A recovery that a failure hits starts over, so that one of R takes MTBF (e^(R / MTBF) - 1) in the mean.
+# A failure during a recovery restarts it, so a recovery of R takes MTBF (e^(R / MTBF) - 1) on average.
 AT_RANDOM = Law("at random, during recoveries too", Faults, lambda share: math.exp(-share))
 ONE_IN_EACH = Law("one in each MTBF", partial(Faults, evenly=True), lambda share: max(0.0, 1 - share))
 WHILE_TRAINING = Law(
@@ -42,25 +42,28 @@ WHILE_TRAINING = Law(
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the rows of a table share: ``mtbf_s`` is by the named MTBF the one of which recovery times tell."""
+    """Conditions common to the rows of a table.
 
-    cluster: Cluster  # where they were measured
-    law: Law  # when failures come
-    slowdown: Mapping[str, float] = field(default_factory=dict)  # of replay by system, where it is not the cluster's
+    ``mtbf_s`` maps a named MTBF to the MTBF implied by the recovery times.
+    """
+
+    cluster: Cluster  # cluster of the measurements
+    law: Law  # distribution of failure times
+    slowdown: Mapping[str, float] = field(default_factory=dict)  # replay slowdown by system, if not the cluster's
     mtbf_s: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def common(self) -> Conditions:
-        """The same under the law that is common to all tables, at the MTBF that the rows name."""
+        """Same conditions under the law common to all tables, at the MTBF named by the rows."""
         return dataclasses.replace(self, law=AT_RANDOM, mtbf_s={})
 
     def is_common(self, mtbf_s: float) -> bool:
-        """Whether that changes nothing for a row."""
+        """Returns whether a row's conditions already are the common ones."""
         return self.law is AT_RANDOM and mtbf_s not in self.mtbf_s
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """Every constant that is no input, and what it was fitted to."""
+        """All constants that are not inputs, with the figures that they were fitted to."""
         cluster = self.cluster
         slower = {_SYSTEMS[name]: times for name, times in self.slowdown.items()}
         slower = slower or {"a rollback": cluster.replay_slowdown}
@@ -78,7 +81,7 @@ class Conditions:
 
 
 def table_3() -> Reproduction:
-    """MoEvement's Table 3."""
+    """Reproduces MoEvement's Table 3."""
     failures = _failures_at_ten_minutes()
     real = {10 * papers.MINUTE: 12 * papers.HOUR / failures}
     where = Conditions(CLUSTERS["a100-moevement-fitted"], AT_RANDOM, mtbf_s=real)
@@ -94,13 +97,13 @@ def table_3() -> Reproduction:
 
 
 def _failures_at_ten_minutes() -> float:
-    """In 12 hours; a recovery at 20 minutes is a 36th of the total."""
+    """Returns the failures in 12 hours; at 20 minutes, a recovery is 1/36 of the total."""
     totals = (pair for pairs in papers.TABLE_3_RECOVERY.values() for pair in pairs)
     return fmean(36 * ten / twenty for twenty, ten in totals)
 
 
 def table_7() -> Reproduction:
-    """MoEvement's Table 7."""
+    """Reproduces MoEvement's Table 7."""
     slowdown = {name: _slowdown(name) for name in ("checkfreq", "full")}
     where = Conditions(CLUSTERS["h100-moevement-fitted"], ONE_IN_EACH, slowdown)
     notes = (
@@ -115,7 +118,7 @@ def table_7() -> Reproduction:
 
 
 def _slowdown(name: str) -> float:
-    """A recovery in Table 7 by half of the interval, in the mean over its configurations at 1 hour."""
+    """Returns a recovery's time in Table 7 relative to half an interval, averaged over configurations, at 1 hour."""
 
     def interval(row: papers.Trained) -> int:
         return row.checkfreq_interval if name == "checkfreq" else row.gemini_intervals[papers.HOUR]
@@ -150,7 +153,7 @@ def _table(
 
 
 def _simulated(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> tuple[dict[str, float], int]:
-    """ETTR by system, and the interval that Gemini's oracle takes."""
+    """Returns ETTR by system, and the interval of Gemini's oracle."""
     savings = _systems(model, where, mtbf_s, window)
     faults = where.law.faults(where.mtbf_s.get(mtbf_s, mtbf_s))
     return {name: _ettr(model, saving, faults) for name, saving in savings.items()}, savings["full"].interval
@@ -178,7 +181,7 @@ def _everybody(name: str, model: papers.Trained, where: Conditions, stall_s: flo
 
 
 def _oracle(saving: PolicyCosts, model: papers.Trained, where: Conditions, mtbf_s: float) -> PolicyCosts:
-    """Gemini's: of all intervals the one that is best for the failures that come (section 5.2)."""
+    """Returns Gemini's costs with the best interval for the actual failures (section 5.2)."""
     mtbf_s = where.mtbf_s.get(mtbf_s, mtbf_s)
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / model.iteration_s
     candidates = (at_interval(saving, interval, model.iteration_s) for interval in range(1, math.ceil(4 * young) + 1))
@@ -196,7 +199,7 @@ def _localized(cluster: Cluster, model: papers.Trained, window: int) -> PolicyCo
 
 
 def _window(model: papers.Trained, cluster: Cluster) -> int:
-    """By Algorithm 1, of operators that are as large as the mean; enough of them that their number does not matter."""
+    """Returns the window of Algorithm 1 for equally large operators, enough that their number does not matter."""
     count = 1000
     each = 1e9 * model.parameters / cluster.gpus / count
     sizes = [OperatorBytes(each * model.full_bytes, each * model.compute_bytes)] * count
@@ -209,7 +212,7 @@ def _ettr(model: papers.Trained, saving: PolicyCosts, faults: Faults, runs: int 
 
 
 def figure_11() -> Reproduction:
-    """MoEvement's Figure 11."""
+    """Reproduces MoEvement's Figure 11."""
     cluster = CLUSTERS["a100-moevement-fitted"]
     where = Conditions(cluster, WHILE_TRAINING)  # Appendix C has a formula
     rows = []
@@ -236,7 +239,7 @@ def figure_11() -> Reproduction:
 
 
 def _under_both(model: papers.Trained, where: Conditions, name: str, mtbf_s: float, window: int) -> tuple[float, float]:
-    """ETTR of a system under the law that was chosen, and under the common one."""
+    """Returns the ETTR of a system under the chosen law and under the common law."""
 
     def ettr(where: Conditions) -> float:
         return _ettr(model, _systems(model, where, mtbf_s, window)[name], where.law.faults(mtbf_s))
@@ -247,7 +250,7 @@ def _under_both(model: papers.Trained, where: Conditions, name: str, mtbf_s: flo
 
 def _scaled(scaled: papers.Scaled, cluster: Cluster) -> papers.Trained:
     small, active = papers.TABLE_3[-1], 3.7
-    stage_s = small.iteration_s / (small.micro_batches + small.stages - 1)  # max t_s, of a micro batch
+    stage_s = small.iteration_s / (small.micro_batches + small.stages - 1)  # max t_s of a micro batch
     stage_s *= scaled.active / scaled.stages / (active / small.stages)
     iteration_s = (small.micro_batches + scaled.stages - 1) * stage_s
     state = 12e9 * scaled.parameters * scaled.pipelines / scaled.gpus
@@ -263,7 +266,7 @@ def _scaled(scaled: papers.Scaled, cluster: Cluster) -> papers.Trained:
 
 
 def figure_1() -> Reproduction:
-    """MoEvement's Figure 1."""
+    """Reproduces MoEvement's Figure 1."""
     where, model = Conditions(CLUSTERS["a100-moevement-fitted"], AT_RANDOM), papers.TABLE_3[-1]
     slower = 1 + model.gemini_stall_s / model.iteration_s
     rows = [Row("a checkpoint in every iteration, times slower", papers.FIGURE_1_SLOWDOWN, slower, "factor")]

@@ -1,4 +1,4 @@
-"""Figures of the papers that are set beside ours: inputs that they state, and results."""
+"""Figures printed in the papers: stated inputs, and results to compare with."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ MINUTE, HOUR = 60.0, 3600.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of MoEvement's Table 3 or 7: what is known without failures, and ETTR with them."""
+    """Row of MoEvement's Table 3 or 7: measurements without failures, and ETTR with failures."""
 
-    name: str  # of the model or the number formats
-    parameters: float  # of the model, in 10^9
-    iteration_s: float  # without checkpoints; an overhead in seconds by the same in percent
+    name: str  # model or number formats
+    parameters: float  # parameters of the model, in 10^9
+    iteration_s: float  # seconds without checkpoints; overhead in seconds divided by overhead in percent
     stages: int  # S
-    pipelines: int  # that share the batch of 512 in micro batches of 32
+    pipelines: int  # data-parallel pipelines, which share the batch of 512 in micro batches of 32
     checkfreq_interval: int  # iterations
     checkfreq_overhead_s: float  # per iteration
-    gemini_stall_s: float  # of one checkpoint; an overhead per iteration times its interval
+    gemini_stall_s: float  # stall per checkpoint: overhead per iteration times interval
     sparse_overhead_s: float  # per iteration
     window: int  # W_sparse
-    ettr: Mapping[str, tuple[float, ...]]  # by system, in the order of the MTBFs
-    gemini_intervals: Mapping[float, int]  # the oracle's by MTBF in seconds, where they are stated
+    ettr: Mapping[str, tuple[float, ...]]  # ETTR by system, in the order of the MTBFs
+    gemini_intervals: Mapping[float, int]  # the oracle's intervals by MTBF in seconds, where stated
     full_bytes: float = 12  # master weights and moments, per parameter
     compute_bytes: float = 2  # compute weights, per parameter
-    recovery_s: Mapping[str, float] = field(default_factory=dict)  # at the longest MTBF, if replay is calibrated by it
+    recovery_s: Mapping[str, float] = field(default_factory=dict)  # at the longest MTBF, if used to calibrate replay
 
     @property
     def micro_batches(self) -> int:
-        """M, of a pipeline."""
+        """M, micro batches of a pipeline."""
         return 512 // 32 // self.pipelines
 
 
-# Gemini's stall by CheckFreq's where Table 3 states both intervals: 0.02 x 46 / (0.03 x 57), 0.07 x 92 / (0.08 x 124)
+# Gemini's stall relative to CheckFreq's where Table 3 states both intervals: 0.02 x 46 / (0.03 x 57), 0.07 x 92 / (0.08
+# x 124)
 GEMINI_BY_CHECKFREQ = 0.6
 
 TABLE_3_MTBF = (2 * HOUR, HOUR, 30 * MINUTE, 20 * MINUTE, 10 * MINUTE)
@@ -44,7 +45,7 @@ TABLE_3_RECOVERY = {
     "moc": ((61, 98), (76, 132), (90, 146), (104, 176)),
     "sparse": ((74, 117), (105, 161), (140, 207), (167, 241)),
 }
-"""Total seconds of recovery at 20 and at 10 minutes, by model: systems that checkpoint alike at both."""
+"""Total recovery seconds at 20 and at 10 minutes, by model, for systems with the same checkpoints at both."""
 
 TABLE_3 = (
     Trained(
@@ -134,10 +135,10 @@ def _low_precision(
     recovery: tuple[float, float],
     ettr: tuple[tuple[float, ...], ...],
 ) -> Trained:
-    """A row of Table 7: DeepSeek-MoE, PP 8, DP 2, EP 8.
+    """Returns a row of Table 7: DeepSeek-MoE, PP 8, DP 2, EP 8.
 
-    CheckFreq's overheads are missing.  They are its cap of 3 %, and more where its checkpoint would then stall for less
-    than Gemini's, since both copy the same bytes from the same GPUs to host memory.
+    CheckFreq's overheads are missing. They are its cap of 3 %, or more if its checkpoint would then stall for less time
+    than Gemini's: both copy the same bytes from the same GPUs to host memory.
     """
     overhead_s, *intervals = gemini
     stall_s = overhead_s * intervals[0]
@@ -161,7 +162,7 @@ def _low_precision(
 
 
 DAMAGED = {("FP16, FP16, FP16+FP16", "full", 10 * MINUTE)}
-"""0.885, against 0.886 at 30 minutes, and the prose's "from 0.718 to 0.816"; by its own columns it is 0.81."""
+"""Printed as 0.885, against 0.886 at 30 minutes and the prose's "from 0.718 to 0.816"; its own columns give 0.81."""
 
 TABLE_7 = (
     _low_precision(
@@ -219,7 +220,7 @@ TABLE_7 = (
 
 @dataclass(frozen=True)
 class Scaled:
-    """A model of MoEvement's Figure 11: sizes in 10^9 parameters; the active ones are DeepSeek's where it says any."""
+    """Model of MoEvement's Figure 11, in 10^9 parameters; active parameters are DeepSeek's where stated."""
 
     name: str
     parameters: float
@@ -236,9 +237,9 @@ FIGURE_11 = (
     Scaled("671B", 671, 37.0, 16384, 64, 32),
 )
 FIGURE_11_ETTR = {("671B", "sparse"): 0.86, ("671B", "full"): 0.55}
-"""At an MTBF of 10 minutes."""
+"""ETTR at an MTBF of 10 minutes."""
 
 FIGURE_1 = {2 * HOUR: 0.93, 30 * MINUTE: 0.79, 10 * MINUTE: 0.47}
 """Gemini's highest ETTR by MTBF, for DeepSeek-MoE on 96 A100 GPUs."""
 FIGURE_1_SLOWDOWN = 2.5
-"""Of a checkpoint in every iteration."""
+"""Slowdown with a checkpoint in every iteration."""

@@ -1,4 +1,4 @@
-"""Prints tables and figures of papers beside ours, and how far they are apart: ``python -m benchmarks.papers NAME``."""
+"""Prints reproduced tables and figures with the papers' values and the errors: ``python -m benchmarks.papers NAME``."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moetion-fig10": moetion.figure_10,
     "lazarus-fig4": lazarus.figure_4,
 }
-"""By the name that the command takes."""
+"""Reproductions by command-line name."""
 
 OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {
     "moetion-fig11": moetion.figure_11,
     "lazarus-fig8": lazarus.figure_8,
 }
-"""Those that need recorded loads of experts."""
+"""Reproductions that need recorded expert loads."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures beside ours.")
     names = [*REPRODUCTIONS, *OF_LOADS]
     parser.add_argument("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""A table or figure of a paper beside ours."""
+"""Compares a table or figure of a paper with our results."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from dataclasses import dataclass
 from statistics import fmean
 
 COMMON_LAW = "at random at the MTBF that is named, during recoveries too"
-"""Under which the figures of all tables stand beside those under the law that fits each paper best."""
+"""Failure law under which all tables are also computed, in addition to the law that fits each paper best."""
 
 _HOLDS = {"least": operator.ge, "most": operator.le, "above": operator.gt}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure.
+    """Figure of a table.
 
     Attributes:
-        bound: ``least``, ``most`` or ``above`` where the paper says no more than that; such a row holds or does not,
-            and has no error.
+        bound: ``least``, ``most`` or ``above`` if the paper states only a bound; such a row holds or fails, and has no
+            error.
     """
 
-    label: str  # what it is of
+    label: str  # description
     paper: float  # as printed
     ours: float  # computed
-    kind: str = "ettr"  # ``ettr`` and ``percent`` differ by points; of a ``factor`` the larger by the smaller counts
+    kind: str = "ettr"  # ``ettr`` and ``percent``: difference in points; ``factor``: larger divided by smaller
     bound: str = ""
-    excluded: str = ""  # why it counts nowhere: damaged in print, a constant was fitted to it, or it could not fail
-    common: float | None = None  # ours under the common law of failures; None where none come into it
+    excluded: str = ""  # reason not to count it: damaged in print, used for a fit, or unable to fail
+    common: float | None = None  # ours under the common law of failures; None without failures
 
     @property
     def error(self) -> float:
-        """In points, or as a factor from 1 on."""
+        """Error in points, or as a factor of at least 1."""
         return self._error(self.ours)
 
     @property
     def holds(self) -> bool:
-        """Whether ours is on the bound's side of the paper's figure."""
+        """Whether our value is on the bound's side of the paper's."""
         return self._holds(self.ours)
 
     def errors(self, common: bool = False) -> list[float]:
-        """The absolute error of ours, or of what the common law makes of it, where the row counts and is no bound."""
+        """Returns the absolute error of our value, or of the common law's; empty for a bound or an excluded row."""
         return [abs(self._error(ours)) for ours in self._counted(common) if not self.bound]
 
     def bounds(self, common: bool = False) -> list[bool]:
-        """Whether it holds, where the row counts and is a bound."""
+        """Returns whether the bound holds; empty if the row is excluded or no bound."""
         return [self._holds(ours) for ours in self._counted(common) if self.bound]
 
     def _counted(self, common: bool) -> list[float]:
@@ -56,7 +56,7 @@ class Row:
         return _HOLDS[self.bound](ours, self.paper)
 
     def cells(self, common: bool) -> list[str]:
-        """A line of the table, with or without columns for the common law."""
+        """Returns a line of the table, with or without columns for the common law."""
         figure = "{:.3f}" if self.kind == "ettr" else "{:.4g}"
         label = f"{self.label}, {'' if self.bound == 'above' else 'at '}{self.bound}" if self.bound else self.label
         cells = [label, figure.format(self.paper), figure.format(self.ours), self._told(self.ours)]
@@ -79,23 +79,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table or figure."""
+    """Reproduced table or figure."""
 
-    title: str  # whose
-    rows: tuple[Row, ...]  # figure by figure
-    notes: tuple[str, ...]  # inputs, and what of the printed figures is not used
-    law: str = "none come into it"  # when failures come, as it was chosen for this paper
-    fitted: tuple[str, ...] = ()  # constants fitted to figures of the paper, or chosen where it says nothing
+    title: str  # paper and figure
+    rows: tuple[Row, ...]  # one row per figure
+    notes: tuple[str, ...]  # inputs, and printed figures that are not used
+    law: str = "none come into it"  # distribution of failures chosen for this paper
+    fitted: tuple[str, ...] = ()  # constants fitted to the paper's figures, or chosen if it states none
     order_right: tuple[int, int] | None = None  # cells with the systems in the paper's order, and all cells
     common_order: tuple[int, int] | None = None  # the same under the common law
 
     @property
     def has_common(self) -> bool:
-        """Whether failures come into it, so that the common law says something."""
+        """Whether the result depends on failures, so that the common law applies."""
         return any(row.common is not None for row in self.rows)
 
     def summary(self) -> tuple[str, ...]:
-        """The headlines: failure law, errors of the rows that could fail, and every fitted constant."""
+        """Returns the headlines: failure law, errors of the rows that could fail, and every fitted constant."""
         lines = [f"Failures: {self.law}.", self._headline(common=False, order=self.order_right)]
         if self.has_common:
             lines.append(f"Under the common law ({COMMON_LAW}):")

@@ -1,4 +1,4 @@
-"""Figures of sizes and lost tokens: MoC-System's 10 and 15."""
+"""Reproduces MoC-System's Figures 10 and 15: checkpoint sizes and lost tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moc.state.operators import Operator
 
 _CASES = {1: Layout(world=8, ep=8), 2: Layout(world=16, ep=16), 3: Layout(world=16, ep=8)}
 _EXPERTS = 16
-_FAULTS = 40  # of Figure 15(b)
-_ABOVE = 4 / 3  # by how much a constant K = 1 would pass the limit with them
+_FAULTS = 40  # faults in Figure 15(b)
+_ABOVE = 4 / 3  # PLT after these faults with a constant K = 1, relative to the limit
 
 
 def figure_10() -> Reproduction:
-    """MoC-System's Figure 10, as section 6.2.1 has it in numbers."""
+    """Reproduces the numbers of section 6.2.1 for MoC-System's Figure 10."""
     operators = operators_of(config_of("gpt-350m-16e", []), "gpt-350m-16e")
     everything, one = (_busiest(operators, _CASES[1], k, keep_master=True)["total"] for k in (None, 1))
     rows = [Row("total size with K = 1, of the full one", 42.3, 100 * one / everything, "percent")]
@@ -54,7 +54,7 @@ def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_mast
 
 
 def figure_15() -> Reproduction:
-    """MoC-System's Figure 15(b)."""
+    """Reproduces MoC-System's Figure 15(b)."""
     plt, ks = _faults(_FAULTS, _ABOVE)
     path = [k for k, _ in itertools.groupby(ks)]
     others = [_faults(count, above) for count in (10, 20, 40, 80, 160) for above in (1.1, _ABOVE, 2, 3)]
@@ -75,7 +75,10 @@ def figure_15() -> Reproduction:
 
 
 def _faults(count: int, above: float) -> tuple[float, list[int]]:
-    """PLT after faults of which so many would take a constant K = 1 to so many times the limit, and K after each."""
+    """Returns PLT after ``count`` faults, and K at the start and after each fault.
+
+    With a constant K = 1, the faults would bring PLT to ``above`` times the limit.
+    """
     fault = above * PLT_LIMIT / count / _age(1)
     dynamic, plt, ks = DynamicK(1, _EXPERTS), 0.0, [1]
     for _ in range(count):

@@ -1,6 +1,7 @@
-"""From what jobs tell, and leave, to the figures that are compared, and to tables of these.
+"""Computes the compared figures from the events and final states of jobs, and formats them as tables.
 
-Both sides write the same events: ``iteration`` (number, ``elapsed_s``), ``resume`` when training goes on after a loss.
+Both systems write the same events: ``iteration`` (number, ``elapsed_s``), and ``resume`` when training continues after
+a failure.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 State = Mapping[tuple[str, str], numpy.ndarray]
-"""By parameter, and by what of it (a slot, or a piece of one): the values."""
+"""Values by parameter, and by optimizer-state key or chunk."""
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 _ERROR = re.compile(r"\w+Error: .*")
 
 
 def iteration_seconds(events: Sequence[dict], warm_up: int) -> list[float]:
-    """Seconds of each iteration after the first ones of a job."""
+    """Returns the seconds of each iteration after the first ones of a job."""
     return [e["elapsed_s"] for e in events if e["type"] == "iteration" and e["iteration"] > warm_up]
 
 
 def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
-    """What followed a kill, whose moment is in Unix seconds.
+    """Returns the steps of a recovery; ``killed`` is the time of the kill in Unix seconds.
 
     Returns:
-        ``first_new_s``, seconds from the kill to the end of the first iteration that had not been complete before;
-        ``again``, iterations that were computed again, by whom most of it fell to; and after how many seconds the
-        last worker told of each step on the way.  None if the job has not come so far.
+        ``first_new_s``: seconds from the kill to the end of the first iteration that had not completed before;
+        ``again``: iterations computed again, maximum over workers; and for each step of the recovery the seconds
+        until the last worker reported it. None if the job did not reach a new iteration.
     """
     if (found := first_new(events, killed)) is None:
         return None
@@ -51,11 +52,11 @@ def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
 
 
 def snapshot_bytes(events: Sequence[dict], window: int, last: bool = False) -> list[int]:
-    """Bytes of each of ``window`` snapshots in a row, over all workers.
+    """Returns the bytes of each of ``window`` consecutive snapshots, over all workers.
 
-    Ours tell of each snapshot, the public ones of each worker's ``share`` in those that they still hold.  The first
-    snapshots of a job and ours of everything at its end are not typical, so as many in a row are taken from the
-    middle, or the last ones before that end.
+    Our events report each snapshot; the public ones report each worker's ``share`` in the snapshots that it still
+    holds. A job's first snapshots and our full one at its end are not typical. So the snapshots are taken from the
+    middle, or with ``last`` from before that end.
     """
     by_iteration = defaultdict(int)
     for event in events:
@@ -67,14 +68,14 @@ def snapshot_bytes(events: Sequence[dict], window: int, last: bool = False) -> l
 
 
 def differences(ended: State, expected: State) -> dict[str, float]:
-    """How far a run's end is from that of one without a fault.
+    """Returns the difference between the final state of a run and of a run without faults.
 
     Returns:
-        ``parameters`` and how many of them are ``identical``, masters and moments to the last bit; ``largest``, the
-        largest difference of any value; ``largest_master`` that of the master weights alone.
+        ``parameters``, and the number of these that are ``identical``: masters and moments are bit-identical;
+        ``largest``: largest difference of any value; ``largest_master``: largest difference of master weights.
 
     Raises:
-        ValueError: they do not hold the same.
+        ValueError: the states have different contents.
     """
     if ended.keys() != expected.keys():
         raise ValueError(f"the ends of two runs do not hold the same: {sorted(ended.keys() ^ expected.keys())[:3]}")
@@ -90,14 +91,15 @@ def differences(ended: State, expected: State) -> dict[str, float]:
 
 
 def overheads(seconds: Mapping[str, Sequence[Sequence[float]]], base: str) -> dict[str, dict]:
-    """By case, the median iteration, and how much longer it is than without snapshots, which is the case ``base``.
+    """Returns by case the median iteration, and its overhead relative to the case ``base``, without snapshots.
 
     Args:
-        seconds: by case, for each round the seconds of its iterations.
+        seconds: seconds of the iterations by case and round.
+        base: case without snapshots.
 
     Returns:
-        ``iteration_s`` is the median of the rounds' medians, ``overhead`` the median over rounds of the ratio to the
-        base's median in the same round, less 1.
+        ``iteration_s``: median of the rounds' medians; ``overhead``: median over rounds of the ratio to the base's
+        median in the same round, minus 1.
     """
     medians = {case: [median(one) for one in rounds] for case, rounds in seconds.items()}
     return {
@@ -110,17 +112,17 @@ def overheads(seconds: Mapping[str, Sequence[Sequence[float]]], base: str) -> di
 
 
 def reason(words: str) -> str:
-    """The first error of a worker among a job's last words, after what the job did not do."""
+    """Returns the job's failure, followed by the first error of a worker in its last output."""
     first, *others = words.splitlines()
     found = next((match[0] for line in others if (match := _ERROR.search(line))), None)
     return first if found is None else f"{first.partition('; ')[0]}: {found}"
 
 
 def our_end(snapshots: Path, iteration: int) -> State:
-    """From the last snapshot, which is of everything; pieces of parameters as workers hold them.
+    """Returns the state in the last snapshot, which is complete; parameters are in the workers' chunks.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the snapshot is missing.
     """
     reader = reader_of(Store(LocalPlace(snapshots)), iteration)
     pieces = ((source.entry, source.values()) for source in reader.sources())
@@ -128,7 +130,7 @@ def our_end(snapshots: Path, iteration: int) -> State:
 
 
 def public_end(directory: Path) -> State:
-    """From what the workers wrote (``worker.py``): their flat parts put together, and cut into parameters."""
+    """Returns the state written by the workers (``worker.py``): joins their flat parts and splits them by parameter."""
     workers = []
     for path in directory.glob("rank_*.npz"):
         with numpy.load(path) as file:
@@ -147,7 +149,7 @@ def public_end(directory: Path) -> State:
 
 
 def tables(told: Mapping) -> str:
-    """Two tables in Markdown, of the benchmark's JSON: what saving costs, and what follows a kill."""
+    """Formats the benchmark's JSON as two Markdown tables: cost of saving, and recovery after a kill."""
     lines = ["| | an iteration, ms | more than without | MB of a snapshot | MB of a window |", "|---|---|---|---|---|"]
     for cases in told["iterations"].values():
         lines += [_cost(name, of, told["snapshot_bytes"].get(name)) for name, of in cases.items()]

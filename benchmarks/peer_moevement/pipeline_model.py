@@ -1,8 +1,8 @@
-"""The model of the comparison as a DeepSpeed pipeline, and its samples.  Needs torch and the peer's DeepSpeed alone.
+"""The model of the comparison as a DeepSpeed pipeline, and its samples; needs only torch and the peer's DeepSpeed.
 
-The same shapes as :data:`benchmarks.peer_moevement.cases.MODEL` gives megatron-core: embeddings of tokens and
-positions, blocks of causal attention and a top-1 layer of experts, both after a norm and without biases, a last norm,
-and an output of its own.  So both have the same number of parameters.  No token is dropped, nothing is random.
+It has the shapes of megatron-core's model with :data:`benchmarks.peer_moevement.cases.SHAPE`, and the same number of
+parameters: token and position embeddings, blocks of causal attention and a top-1 MoE layer, both after a norm and
+without biases, a last norm, and an untied output. No token is dropped, nothing is random.
 """
 
 # DeepSpeed need not be installed where types are checked.
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Embedding(nn.Module):
-    """Tokens, int64 (batch, sequence), to (batch, sequence, hidden)."""
+    """Embedding of tokens, int64 (batch, sequence), to (batch, sequence, hidden)."""
 
     def __init__(self, vocabulary: int, sequence: int, hidden: int):
         super().__init__()
@@ -31,7 +31,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts, (batch, sequence, hidden) to the same."""
+    """Attention and experts; maps (batch, sequence, hidden) to the same shape."""
 
     def __init__(self, hidden: int, heads: int, feed_forward: int, experts: int):
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the logits, (batch, sequence, hidden) to (batch, sequence, vocabulary)."""
+    """Last norm and logits; maps (batch, sequence, hidden) to (batch, sequence, vocabulary)."""
 
     def __init__(self, hidden: int, vocabulary: int):
         super().__init__()
@@ -66,12 +66,12 @@ class Head(nn.Module):
 
 
 def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy."""
+    """Returns the mean cross entropy."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def pipeline(shape: dict, stages: int) -> PipelineModule:
-    """The model of a :data:`benchmarks.peer_moevement.cases.SHAPE`, of which each process builds its stage."""
+    """Returns the model of a :data:`benchmarks.peer_moevement.cases.SHAPE`; each process builds its stage."""
     block = (shape["hidden"], shape["heads"], shape["feed_forward"], shape["experts"])
     layers = [
         LayerSpec(Embedding, shape["vocabulary"], shape["sequence"], shape["hidden"]),
@@ -82,12 +82,12 @@ def pipeline(shape: dict, stages: int) -> PipelineModule:
 
 
 class Samples:
-    """Micro batches for the iteration that is computed, also where it is computed again: others in every iteration.
+    """Micro batches of the current iteration, different in every iteration and the same when it is computed again.
 
     Args:
-        shape: as :func:`pipeline` takes it.
-        data_rank: whose samples these are.
-        position: tells how many iterations come before the one that begins to draw.
+        shape: shape as for :func:`pipeline`.
+        data_rank: data-parallel rank of the samples.
+        position: returns the number of iterations before the one that starts to draw.
     """
 
     def __init__(self, shape: dict, data_rank: int, position: Callable[[], int]):
@@ -105,6 +105,6 @@ class Samples:
             self._before = self._position()
         self._drawn += 1
         chance = torch.Generator().manual_seed((self._before * self._micro_batches + number) * 1000 + self._data_rank)
-        # squared, so that some tokens are more frequent than others, and there is something to learn
+        # Squared, so that token frequencies differ and the model can learn.
         tokens = (torch.rand(self._size, generator=chance) ** 2 * self._vocabulary).long()
         return tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""Runs the peer's own supervisor over workers (``worker.py``), which get all flags that are not its own."""
+"""Runs the peer's own supervisor with workers (``worker.py``), to which it passes all unknown flags."""
 
 # DeepSpeed need not be installed where types are checked.
 # pyright: reportMissingImports=false
@@ -12,7 +12,7 @@ PATIENCE_S = 600.0
 
 
 def main() -> int:
-    """The exit code of the supervisor: 0 where all workers came to their end, 2 where a second one was lost."""
+    """Returns the supervisor's exit status: 0 if all workers finished, 2 if a second worker was lost."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--checkout", type=Path, required=True, help="where deepspeed must come from")

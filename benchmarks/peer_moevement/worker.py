@@ -1,8 +1,8 @@
-"""One worker of the peer: trains, and takes part in its recovery as its own examples do.
+"""Runs one worker of the peer, which trains and takes part in recovery as in the peer's examples.
 
-Runs in the peer's Python, under its supervisor (``supervise.py``), with the peer's checkout on the path and nothing of
-this repository's packages.  What happens goes to ``events.jsonl``, one JSON object a line, as ours do; at the end each
-worker writes what it holds of masters and moments.
+It runs in the peer's Python, under its supervisor (``supervise.py``), with the peer's checkout on the path and without
+this repository's packages. Events go to ``events.jsonl``, one JSON object per line, in our format. At the end each
+worker writes its masters and moments.
 """
 
 # DeepSpeed need not be installed where types are checked, and is loosely typed.
@@ -26,20 +26,20 @@ POLL_S = 0.002
 
 
 class Events:
-    """Appends to the file that all workers share; a line is one write."""
+    """Appender to the workers' common event file; each line is one write."""
 
     def __init__(self, directory: Path, rank: int):
         directory.mkdir(parents=True, exist_ok=True)
         self._file, self._rank = open(directory / "events.jsonl", "ab", buffering=0), rank
 
     def write(self, kind: str, **fields) -> None:
-        """One event of this worker."""
+        """Writes one event of this worker."""
         told = {"type": kind, "time": time.time(), "rank": self._rank, **fields}
         self._file.write(json.dumps(told).encode() + b"\n")
 
 
 def engine_config(own: argparse.Namespace, shape: dict, data_parallel: int) -> dict:
-    """What ``deepspeed.initialize`` is told."""
+    """Returns the configuration for ``deepspeed.initialize``."""
     told = {
         "train_micro_batch_size_per_gpu": shape["micro_batch"],
         "gradient_accumulation_steps": shape["micro_batches"],
@@ -57,11 +57,11 @@ def engine_config(own: argparse.Namespace, shape: dict, data_parallel: int) -> d
 
 
 def run_on_cpu() -> None:
-    """Changes the imported DeepSpeed in this process, before an engine is built.
+    """Patches the imported DeepSpeed in this process, before an engine is built.
 
-    * its shared-memory operator, which only inference uses, is not compiled;
-    * fp16 is allowed: it is slow on most CPUs, and right;
-    * what ``all_gather_into_tensor`` writes to may be a view of a parameter, which gloo refuses.
+    * Its shared-memory operator, which only inference uses, is not compiled.
+    * fp16 is allowed: it is slow on most CPUs, but correct.
+    * The output of ``all_gather_into_tensor`` may be a view of a parameter, which gloo refuses.
     """
     import deepspeed  # noqa: F401  (its modules must be there)
     from deepspeed.accelerator import get_accelerator
@@ -126,13 +126,13 @@ class Worker:
         self._probe.signal_done()
 
     def _position(self) -> int:
-        """Iterations that come before the one that is computed."""
+        """Returns the number of iterations before the current one."""
         if self._coordinator is not None and self._coordinator.is_recovering():
             return max(0, self._coordinator._replay_iteration_cursor - 1)
         return self._engine.global_steps
 
     def _fault(self) -> tuple | None:
-        """News of a lost worker; at the iteration at which one is to be lost, waits for them."""
+        """Returns the supervisor's notice of a lost worker; at the iteration of the planned fault, waits for it."""
         if self._own.stop_at is None or self._spare or self._engine.global_steps != self._own.stop_at:
             return self._probe.check_for_fault()
         while self._coordinator._replication_futures:  # as the peer's example does before its fault
@@ -163,7 +163,7 @@ class Worker:
     def _take_over(self) -> None:
         from deepspeed.moevement.recovery_helpers import run_as_spare
 
-        self._probe.check_for_fault()  # it is the one for which this worker was started
+        self._probe.check_for_fault()  # reads the fault for which this worker was started
         if not run_as_spare(self._engine, self._coordinator, peer_pull_source_rank=self._own.victim ^ 1):
             raise RuntimeError("the peer of the lost worker has nothing for it")
         self._events.write("pulled")
@@ -176,11 +176,11 @@ class Worker:
         self._events.write("replay begins")
         again = run_until_recovered(self._engine, self._coordinator, self._samples, 64)
         if self._own.repair:
-            self._engine.reset_activation_shape()  # all tell each other anew what they send
+            self._engine.reset_activation_shape()  # all workers send their tensor descriptions again
         self._events.write("resume", replayed=again, iteration=self._engine.global_steps)
 
     def _tell_bytes(self) -> None:
-        """Bytes of this worker's snapshots of the last whole windows, and of its logs."""
+        """Writes the bytes of this worker's snapshots of the last complete windows, and of its logs."""
         if self._coordinator is None:
             return
         engine, by_iteration = self._coordinator.snapshot_engine, {}
@@ -193,9 +193,9 @@ class Worker:
         self._events.write("logs", bytes=logger.total_memory_bytes(), iterations=len(iterations))
 
     def _save_end(self) -> None:
-        """Masters and moments as this worker holds them: flat, its part of each group of parameters.
+        """Writes the masters and moments of this worker: flat, its part of each parameter group.
 
-        Read from the optimizer itself: the views by parameter that DeepSpeed offers are gone after a recovery.
+        They are read from the optimizer itself: DeepSpeed's views by parameter are gone after a recovery.
         """
         optimizer, names = self._engine.optimizer, {id(p): n for n, p in self._engine.module.named_parameters()}
         state = {"stage": self._engine.stage_id, "data_rank": self._engine.grid.get_data_parallel_rank()}
@@ -209,7 +209,7 @@ class Worker:
 
 
 def main() -> None:
-    """Trains."""
+    """Runs the worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help="JSON: the sizes of model and batches")
     parser.add_argument("--precision", required=True, help="JSON: what the engine is told of it")

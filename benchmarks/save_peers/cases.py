@@ -1,4 +1,4 @@
-"""What is compared, on which model, in which layouts."""
+"""Cases, models and layouts of the comparison of save methods."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from benchmarks.live.job import ZERO2
 
 @dataclass(frozen=True)
 class Case:
-    """One way of saving."""
+    """One save method."""
 
-    label: str  # its name in tables
+    label: str  # name in tables
     program: str  # module below ``benchmarks.save_peers``; ``ours`` is the training program itself
-    mode: str  # what the module is told; for ours, the flags
+    mode: str  # mode of the module; flags for ours
     blocking: bool  # training waits until the checkpoint is complete
-    engine: tuple[str, ...] = ()  # flags of our program that choose another engine
-    keeps: str = "disk"  # where the checkpoint is in the end
-    notes: str = ""  # what a reader of the figures must know
+    engine: tuple[str, ...] = ()  # flags of our program for another engine
+    keeps: str = "disk"  # final place of the checkpoint
+    notes: str = ""  # notes for readers of the figures
 
 
 OURS, DEEPSPEED = "ours", "deepspeed_engine"
@@ -88,12 +88,12 @@ _QUICK = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attentio
 
 
 def model_flags(quick: bool) -> list[str]:
-    """Flags of the program for a model of 151 M parameters, or of 0.2 M."""
+    """Returns the program's flags for a model of 151 M parameters, or 0.2 M if ``quick``."""
     return [*COMMON, *(_QUICK if quick else _FULL)]
 
 
 def left_out(case: Case, layout: str, deepspeed_version: str | None) -> str | None:
-    """Why a case cannot be run in a layout; None if it can."""
+    """Returns the reason why a case cannot run in a layout; None if it can."""
     if case.engine and not layout.startswith("DP"):
         return "ZeRO-2 has no pipeline"
     if case.program != DEEPSPEED:

@@ -1,12 +1,12 @@
-"""A peer: DeepSpeed's ``save_checkpoint``, blocking by either of its engines, and by its decoupled writer.
+"""Measures a peer: DeepSpeed's ``save_checkpoint``, blocking with either of its engines, and its decoupled writer.
 
-DeepSpeed's own MoE layers, data, expert and ZeRO-2 parallelism, in bf16 with fp32 masters and moments, since it does
-not save the experts of a megatron-core model.  The model has the matrices and norms of the other peers' model, so as
-many parameters, but no position embedding.  There is no PP2 x EP2: DeepSpeed's pipeline module takes the layers of
-data-parallel workers for copies, and saves those of one, so that experts would be lost.
+It uses DeepSpeed's own MoE layers because DeepSpeed does not save the experts of a megatron-core model: data, expert
+and ZeRO-2 parallelism, bf16 with fp32 masters and moments. The model has the matrices and norms of the other peers'
+model, with the same number of parameters, but no position embedding. There is no PP2 x EP2: DeepSpeed's pipeline module
+assumes that layers of data-parallel workers are identical, and saves one worker's. Experts would be lost.
 
-Runs on the CPU with two repairs: the kernel that it would compile for inference is left out, and views that carry a
-gradient function, which its decoupled writer cannot send to its process, are detached.
+Two repairs let it run on the CPU. The inference kernel is not compiled. Views with a gradient function, which the
+decoupled writer cannot send to its process, are detached.
 """
 
 # DeepSpeed need not be installed where types are checked, and is loosely typed.
@@ -30,8 +30,8 @@ MODES = ("blocking", "fast", "decoupled")
 class EngineSaver(Saver):
     """Saves with ``engine.save_checkpoint``.
 
-    The decoupled writer shares memory with training, so the engine waits for it inside of the next iteration, before
-    it updates the weights: that wait is put into the clock.
+    The decoupled writer shares memory with training, so the engine waits for it in the next iteration, before it
+    updates the weights. The clock includes that wait.
     """
 
     def __init__(self, engine, clock: Clock):
@@ -40,12 +40,12 @@ class EngineSaver(Saver):
         engine._commit_decoupled_checkpoint = self._timed_commit
 
     def begin(self, directory: Path) -> None:
-        """Saves, or hands the state to the process that writes."""
+        """Saves, or sends the state to the writer process."""
         self._engine.save_checkpoint(str(directory), tag="step")
         self._complete = time.perf_counter()
 
     def finish(self) -> float:
-        """The engine has waited already."""
+        """Returns the time of completion; the engine has already waited."""
         return self._complete
 
     def _timed_commit(self) -> None:
@@ -57,7 +57,7 @@ class EngineSaver(Saver):
 
 
 def shape(flags: list[str]) -> argparse.Namespace:
-    """What the trainer's flags say about the model."""
+    """Returns the sizes of the model in the trainer's flags."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     model = "num-layers hidden-size ffn-hidden-size num-attention-heads num-experts vocab-size"
     for name in f"{model} seq-length micro-batch-size expert-model-parallel-size".split():
@@ -66,7 +66,7 @@ def shape(flags: list[str]) -> argparse.Namespace:
 
 
 def build_model(sizes: argparse.Namespace):
-    """A GPT of DeepSpeed's MoE layers, top-1."""
+    """Returns a GPT of DeepSpeed's MoE layers, top-1."""
     import torch
     import torch.nn.functional as F
     from deepspeed.moe.layer import MoE
@@ -125,7 +125,7 @@ def build_model(sizes: argparse.Namespace):
 
 
 def build_engine(model, sizes: argparse.Namespace, mode: str):
-    """DeepSpeed's engine: ZeRO-2, bf16, torch's AdamW."""
+    """Returns DeepSpeed's engine: ZeRO-2, bf16, torch's AdamW."""
     import deepspeed
     import torch
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -147,8 +147,8 @@ def build_engine(model, sizes: argparse.Namespace, mode: str):
 
 
 def repair() -> None:
-    """Lets DeepSpeed save on the CPU, and without its launcher; see the head of this file."""
-    os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # machines, and this one's number: its launcher says so
+    """Lets DeepSpeed save on the CPU and without its launcher; see the module docstring."""
+    os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # number of machines, index; normally from its launcher
     import deepspeed.runtime.zero.stage_1_and_2 as zero
 
     backend: Any = sys.modules["deepspeed.comm.torch"]
@@ -159,7 +159,7 @@ def repair() -> None:
 
 
 def count_parameters(model, expert_parallel: int) -> int:
-    """Parameters of the whole model; a worker holds its share of the experts and all the rest."""
+    """Returns the model's number of parameters; a worker holds its share of the experts and all others."""
     shares = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
         shares["deepspeed_experts" in name] += parameter.numel()

@@ -1,4 +1,4 @@
-"""Runs sets of workers, each in a directory of its own."""
+"""Runs groups of workers, each in its own directory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from benchmarks.save_peers.cases import WORKERS
 from moc.files.events import read_events
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-OUTPUT = "output"  # file with what a set of workers printed
-TIMEOUT = 600  # seconds for one set of workers
-_TAIL = 4000  # characters of output in an error
+OUTPUT = "output"  # file with the output of the workers
+TIMEOUT = 600  # seconds for one group of workers
+_TAIL = 4000  # characters of output in an error message
 
 
 class RunFailed(RuntimeError):
-    """A set of workers did not end as it should."""
+    """A group of workers failed."""
 
 
 @contextmanager
 def directory_in(scratch: str) -> Iterator[Path]:
-    """A directory that is gone from the disk, and not only by name, before the next run begins."""
+    """Provides a temporary directory whose blocks are freed on disk, not only unlinked, before the next run starts."""
     path = Path(tempfile.mkdtemp(dir=scratch))
     try:
         yield path
@@ -37,14 +37,14 @@ def directory_in(scratch: str) -> Iterator[Path]:
 
 
 def train(flags: list[str], directory: Path, log: Path) -> list[dict]:
-    """Runs the program that users run; its events."""
+    """Runs the users' program; returns its events."""
     launch([sys.executable, *TORCHRUN, PROGRAM, *flags], directory)
     return read_events(log)
 
 
 def launch(command: list[str], directory: Path) -> None:
-    """Runs a set of workers to its end; raises :class:`RunFailed` with what they said last."""
-    # one thread a worker, as in the trainer; DeepSpeed reads the others
+    """Runs a group of workers to its end; raises :class:`RunFailed` with the end of their output."""
+    # One thread per worker, as in the trainer; DeepSpeed reads DS_ACCELERATOR and TORCH_EXTENSIONS_DIR.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     environment |= {"TORCH_EXTENSIONS_DIR": str(directory / "extensions")}
     with open(directory / OUTPUT, "w+", encoding="utf-8", errors="replace") as output:

@@ -1,6 +1,6 @@
-"""What the machine can do, and what ours makes of it: 4 workers at once copy, write and read shares of the same bytes.
+"""Measures the machine's limits and ours: 4 workers at once copy, write and read shares of the same bytes.
 
-A disk's speed changes from minute to minute, so ours takes turns with plain copying, writing and reading.
+A disk's speed changes from minute to minute, so our code alternates with plain copying, writing and reading.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moc.store.regions import Entry, FileLayout, RegionReader  # noqa: E402
 from moc.store.storage import LocalPlace  # noqa: E402
 from moc.store.store import Store, directory_of, file_of  # noqa: E402
 
-BLOCK = 8 << 20  # bytes given to one call
-PIECES = 60  # fragments of a share
+BLOCK = 8 << 20  # bytes per call
+PIECES = 60  # tensor chunks of a share
 
 
 def main() -> int:
-    """Measures, and writes bytes per second of the whole job."""
+    """Measures the rates, and writes them in bytes per second over all workers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, required=True, help="of all workers together")
     parser.add_argument("--repeats", type=int, default=5)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 class Ours:
-    """One worker's share of a snapshot, of the bytes in ``source``, through the classes that training uses."""
+    """One worker's share of a snapshot of ``source``, saved and loaded by the classes that training uses."""
 
     def __init__(self, directory: Path, source: torch.Tensor, target: torch.Tensor):
         self._rank, self._store = dist.get_rank(), Store(LocalPlace(directory))
@@ -79,7 +79,7 @@ class Ours:
         whole = Region((0,), (elements,))
         entries = [Entry(name, "master", (elements,), whole, torch.float32) for name in names]
         self._share = Share(FileLayout(entries), sources, {})
-        self._fragments: list[Any] = [  # what is asked of fragments, without a model
+        self._fragments: list[Any] = [  # interface of chunks, without a model
             SimpleNamespace(name=e.name, slot=e.slot, region=e.region, global_shape=e.global_shape, view=target)
             for e, target in zip(entries, self._targets, strict=True)
         ]
@@ -88,7 +88,7 @@ class Ours:
 
     @property
     def path(self) -> Path:
-        """The file of the last snapshot."""
+        """File of the last snapshot."""
         return Path(self._store.place.path(f"{directory_of(self._snapshot.iteration)}/{file_of(self._rank)}"))
 
     def capture(self, iteration: int) -> None:
@@ -97,20 +97,20 @@ class Ours:
         self._snapshot.capture.wait()
 
     def persist(self) -> None:
-        """Writes it, once it is hashed."""
+        """Writes the snapshot, after it is hashed."""
         self._saver.persist(self._snapshot)
         written = self._snapshot.persisted
-        assert written is not None  # persist() has begun it
+        assert written is not None  # persist() has started the write
         written.result()
 
     def load(self) -> None:
-        """Reads it, compares hashes, and fills the state."""
+        """Reads the snapshot, compares hashes, and fills the state."""
         reader = RegionReader([self.path], verify=True)
         for fragment in reading_ahead(self._fragments, reader):
             fragment.view.copy_(values_for(fragment, reader))
 
     def remove(self) -> None:
-        """Removes it."""
+        """Removes the snapshot."""
         dist.barrier()
         if self._rank == 0:
             self._store.remove(self._snapshot.iteration)
@@ -118,7 +118,7 @@ class Ours:
 
 
 def rate(size: int, work: Callable[[], object]) -> float:
-    """Bytes per second, from when all workers are ready until the last is done."""
+    """Returns the bytes per second from the first worker's start to the last worker's end, after a barrier."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -128,7 +128,7 @@ def rate(size: int, work: Callable[[], object]) -> float:
 
 def write(path: Path, source: torch.Tensor) -> None:
     """Writes as ``dd bs=8M conv=fsync`` does."""
-    values: Any = source.numpy()  # a buffer to Python, if not to typeshed
+    values: Any = source.numpy()  # numpy arrays are buffers, but typeshed does not know it
     view = memoryview(values)
     with open(path, "wb", buffering=0) as file:
         start = 0
@@ -138,7 +138,7 @@ def write(path: Path, source: torch.Tensor) -> None:
 
 
 def read(path: Path, target: torch.Tensor) -> None:
-    """Reads a file from its beginning to its end."""
+    """Reads a file from beginning to end."""
     values: Any = target.numpy()
     view = memoryview(values)
     with open(path, "rb", buffering=0) as file:

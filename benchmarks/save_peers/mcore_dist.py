@@ -1,7 +1,7 @@
-"""A peer: megatron-core's ``dist_checkpointing`` of weights and optimizer, blocking and asynchronous.
+"""Measures a peer: megatron-core's ``dist_checkpointing`` of weights and optimizer, blocking and asynchronous.
 
-Set up as Megatron-LM is for speed: saving spread over data-parallel workers, the plan kept from save to save, the
-optimizer's state in the layout that needs no exchange (``dp_reshardable``).
+It has Megatron-LM's fast settings: saving spread over data-parallel workers, a cached plan, and the optimizer's layout
+without communication (``dp_reshardable``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODES = ("sync", "async")
 
 
 class DistSaver:
-    """Saves with ``dist_checkpointing.save``; asynchronously by a forked process, as ``AsyncCallsQueue`` does."""
+    """Saves with ``dist_checkpointing.save``; asynchronously with a forked process, as ``AsyncCallsQueue`` does."""
 
     def __init__(self, chunks, optimizer, mode: str):
         from megatron.core import parallel_state
@@ -33,7 +33,7 @@ class DistSaver:
         self._queue, self._first, self._complete = AsyncCallsQueue(), True, 0.0
 
     def begin(self, directory: Path) -> None:
-        """Saves, or plans the save and forks the process that writes."""
+        """Saves, or plans the save and forks the writer process."""
         from megatron.core import dist_checkpointing
 
         asynchronous = self._mode == "async"
@@ -53,13 +53,13 @@ class DistSaver:
             self._complete = time.perf_counter()
 
     def finish(self) -> float:
-        """Waits for the processes that write."""
+        """Waits for the writer processes; returns the time of completion."""
         if self._queue.maybe_finalize_async_calls(blocking=True):
             self._complete = time.perf_counter()
         return self._complete
 
     def copied_bytes(self) -> int:
-        """The tensors are in host memory: nothing is staged."""
+        """Returns 0: the tensors are in host memory, so nothing is staged."""
         return 0
 
     def _state(self) -> dict:

@@ -1,4 +1,4 @@
-"""Ours, through the program that users run: its flags, and what its events say."""
+"""Measures our saving through the users' program: its flags and its events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from benchmarks.save_peers.rounds import WARM_UP, Plan
 
 
 def saving_flags(mode: str, plan: Plan, log: Path, memory: str) -> list[str]:
-    """Flags of a run with a first save, ``plan.saves`` more, and the iterations that follow the last one."""
+    """Returns flags of a run with a first save, ``plan.saves`` more, and the iterations after the last one."""
     return _flags(mode, plan, log, memory, _iterations(plan))
 
 
 def loading_flags(mode: str, plan: Plan, log: Path, memory: str) -> list[str]:
-    """Flags of a run that goes on from the last save of such a run, and trains one more iteration."""
-    # the learning rate's schedule follows from the number of iterations
+    """Returns flags of a run that resumes from the last save of such a run and trains one more iteration."""
+    # The learning-rate schedule depends on the number of iterations, which differs from the first run.
     return [*_flags(mode, plan, log, memory, _iterations(plan) + 1), "--use-checkpoint-opt-param-scheduler"]
 
 
@@ -27,7 +27,7 @@ def _flags(mode: str, plan: Plan, log: Path, memory: str, iterations: int) -> li
 
 
 def plain_flags(plan: Plan, log: Path) -> list[str]:
-    """Flags of a run that saves nothing."""
+    """Returns flags of a run without saves."""
     return ["--train-iters", str(WARM_UP + plan.plain), "--log-dir", str(log)]
 
 
@@ -36,15 +36,15 @@ def _iterations(plan: Plan) -> int:
 
 
 def plain_seconds(events: list[dict]) -> list[float]:
-    """Seconds of each iteration but the first ones."""
+    """Returns the seconds of each iteration after the first ones."""
     return [e["elapsed_s"] for e in events if e["type"] == "iteration" and e["iteration"] > WARM_UP]
 
 
 def rounds(events: list[dict], plan: Plan) -> dict:
-    """What a peer's program tells, and ``capture_s`` and ``persist_s``.
+    """Returns the same figures as a peer's program, and ``capture_s`` and ``persist_s``.
 
-    A save begins within the iteration that it is named after, when the update is done; a round is that iteration and
-    those up to the next save.
+    A save begins within the iteration of its name, after the update. A round is that iteration and the following ones
+    up to the next save.
     """
     ends = {e["iteration"]: e["time"] for e in events if e["type"] == "iteration"}
     saved = [number * plan.every for number in range(1, plan.saves + 2)]
@@ -52,12 +52,12 @@ def rounds(events: list[dict], plan: Plan) -> dict:
         _save(events, iteration) | {"round_s": ends[iteration + plan.every - 1] - ends[iteration - 1]}
         for iteration in saved
     ]
-    # a snapshot is copied once, into the buffer that is hashed and written
+    # A snapshot is copied once, into the buffer that is hashed and written.
     return {"first": told[0], "rounds": told[1:], "copied_bytes": told[-1]["bytes"]}
 
 
 def _save(events: list[dict], iteration: int) -> dict:
-    """A snapshot's events in the peers' words; seconds of copying, writing and standing still are means of workers."""
+    """Returns a snapshot's figures under the peers' names; seconds of copies, writes and stalls are worker means."""
     kinds = ("iteration", "snapshot", "stall", "persist")
     of_it = {kind: [e for e in events if e["type"] == kind and e.get("iteration") == iteration] for kind in kinds}
     if not of_it["snapshot"]:
@@ -76,7 +76,7 @@ def _save(events: list[dict], iteration: int) -> dict:
 
 
 def load_seconds(events: list[dict]) -> float:
-    """Seconds in which a run loaded, from the manifest to the state that is whole on all workers."""
+    """Returns the seconds of a load, from the manifest to the complete state on all workers."""
     resumed = [e["seconds"] for e in events if e["type"] == "resume"]
     if not resumed:
         raise ValueError("events.jsonl tells of no resume: look at the run's output")

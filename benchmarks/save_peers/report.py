@@ -1,4 +1,4 @@
-"""From measurements to medians, a table and a plot."""
+"""Reports measurements as medians, a table and a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks import common
 from benchmarks.save_peers.cases import CASES, OURS
 
 WIDTH = 120  # columns of a table
-TARGETS = {  # ours against peers and the machine
+TARGETS = {  # ours relative to peers and to the machine
     "stall_ratio": ("async stall / best peer's blocking stall", "<=", 0.05),
     "capture_ratio": ("capture / memcpy", ">=", 0.8),
     "persist_ratio": ("persisting / sequential writing", ">=", 0.8),
@@ -18,18 +18,17 @@ TARGETS = {  # ours against peers and the machine
 
 
 def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
-    """Medians of a case.
+    """Returns the medians of a case.
 
     Args:
-        measured: what :func:`benchmarks.save_peers.rounds.measure` told, with ``copied_bytes`` in memory of a save,
-            if these are known.
+        measured: result of :func:`benchmarks.save_peers.rounds.measure`, with ``copied_bytes``, copied in memory by a
+            save, if known.
         every: iterations of a round.
         plain_s: seconds of iterations without saves.
 
     Returns:
-        ``overhead_s``: what a save adds to the time of training, a round less its iterations without a save;
-        ``durable_s``: until the bytes are on disk; ``copies``: bytes copied for each byte saved, or None; the others
-        as measured.
+        ``overhead_s``: training time added by a save, a round minus its iterations without a save; ``durable_s``: until
+        the bytes are on disk; ``copies``: bytes copied for each byte saved, or None; the others as measured.
     """
     rounds, plain = measured["rounds"], statistics.median(plain_s)
     middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
@@ -45,7 +44,7 @@ def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
 
 
 def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
-    """Ours against the best peer and against what ``limits.py`` told of the machine, as far as both were measured."""
+    """Returns our results relative to the best peer and to the machine (``limits.py``), if both were measured."""
     result, ours = {}, cases.get("ours-disk")
     blocking = [s["stall_s"] for name, s in cases.items() if CASES[name].blocking and CASES[name].program != OURS]
     if ours and blocking:
@@ -57,7 +56,7 @@ def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
 
 
 def beside(cases: dict[str, dict], peer: str = "deepspeed-blocking") -> dict[str, dict[str, float]]:
-    """By case, as multiples of a peer's: the stall of a save, its bytes, and bytes on disk for each second it took."""
+    """Returns by case, relative to a peer: stall of a save, bytes, and bytes per second until they are on disk."""
     if peer not in cases:
         return {}
 
@@ -71,7 +70,7 @@ def beside(cases: dict[str, dict], peer: str = "deepspeed-blocking") -> dict[str
 
 
 def table(layout: str, told: dict):
-    """A table of one layout, for a console."""
+    """Returns a table of one layout for a console."""
     columns = ["way of saving", "stall, s", "first stall, s", "overhead, s", "iteration, s", "on disk after, s", "MB"]
     rows = []
     for name, s in told["cases"].items():
@@ -84,7 +83,7 @@ def table(layout: str, told: dict):
 
 
 def lines(told: dict) -> list[str]:
-    """What a table does not hold: the machine's limits, ours against them, and what was left out."""
+    """Returns the results outside the table: the machine's limits, ours relative to them, and omitted cases."""
     said = []
     if told["limits"]:
         names = ("memcpy", "capture", "write", "persist", "read_cold", "load", "read_warm")
@@ -101,7 +100,7 @@ def lines(told: dict) -> list[str]:
 
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
-    """Bars of stall and overhead for each way of saving; one panel for each layout."""
+    """Draws bars of stall and overhead for each save method; one panel per layout."""
     with common.drawing(path, columns=len(layouts), dpi=150, figsize=(7 * len(layouts), 4.5)) as (figure, [panels]):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             names = list(told["cases"])[::-1]

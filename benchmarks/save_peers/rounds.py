@@ -1,7 +1,7 @@
-"""Measures a way of saving beside training, in one of the workers that train; knows no model.
+"""Measures a save method during training, in one of the training workers; independent of the model.
 
-A worker runs iterations without saves, then rounds: a save, ``every`` iterations, and the wait for the save to be
-complete, as the next save would wait.  The first round pays for what is set up once, and is kept apart.
+A worker runs iterations without saves, then rounds: a save, ``every`` iterations, and the wait until the save is
+complete, as the next save would wait. The first round includes one-time setup, and is reported separately.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ import torch.distributed as dist
 
 Span = tuple[float, float]
 WARM_UP = 2  # iterations
-KEPT = 2  # complete checkpoints, as ours keeps
+KEPT = 2  # complete checkpoints to keep, as ours does
 
 
 class Saver(Protocol):
-    """One way of saving.  All methods are called on all workers alike.
+    """One save method. All workers call all methods.
 
-    Whatever keeps training waiting outside of these methods is put into the :class:`Clock` that the saver was made
-    with.
+    Any wait of training outside these methods must be recorded in the saver's :class:`Clock`.
     """
 
     def begin(self, directory: Path) -> None:
-        """Saves into an empty directory, or starts to; returns when training may go on."""
+        """Saves into an empty directory, or starts to; returns when training may continue."""
 
     def poll(self) -> None:
-        """Called after each iteration; by default there is nothing to do."""
+        """Does work after each iteration; nothing by default."""
 
     def finish(self) -> float:
-        """Waits until the checkpoint is complete; when it was, in seconds of ``time.perf_counter``."""
+        """Waits until the checkpoint is complete; returns its time of completion (``time.perf_counter``)."""
         ...
 
 
 @dataclass
 class Clock:
-    """When this worker stood still, in seconds of ``time.perf_counter``, which all processes of a machine share."""
+    """Stalls of this worker, in seconds of ``time.perf_counter``, which is common to all processes of a machine."""
 
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
     def still(self):
-        """Training stands still meanwhile."""
+        """Records a stall for the duration of the block."""
         start = time.perf_counter()
         yield
         self.spans.append((start, time.perf_counter()))
@@ -59,16 +58,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Size of the measurement."""
 
-    directory: Path  # where to save
-    saves: int  # rounds that count
+    directory: Path  # directory for checkpoints
+    saves: int  # counted rounds
     every: int  # iterations between saves
     plain: int  # iterations without saves
 
 
 def arguments(description: str | None, modes: tuple[str, ...]) -> tuple[argparse.Namespace, list[str]]:
-    """A peer's own flags, a :class:`Plan` among them, and all others."""
+    """Parses a peer's own flags, including a :class:`Plan`; returns them and all others."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory to save in")
@@ -83,10 +82,10 @@ def measure(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Pla
     """Runs all rounds of a plan, or of flags that describe one; a collective call.
 
     Returns:
-        ``plain_s``, seconds of each iteration without saves; ``first`` and ``rounds``, of each save: ``stall_s``
-        (training stood still), ``round_s`` (the save, ``every`` iterations, and the wait until it was complete),
-        ``complete_s`` (from its beginning until the checkpoint was complete), ``unsynced_s`` (what an fsync of its
-        files then took), ``bytes`` on disk.
+        ``plain_s``: seconds of each iteration without saves; ``first`` and ``rounds``, for each save: ``stall_s``
+        (stall of training), ``round_s`` (the save, ``every`` iterations, and the wait until it was complete),
+        ``complete_s`` (from its start until the checkpoint was complete), ``unsynced_s`` (duration of an fsync of its
+        files afterwards), ``bytes`` on disk.
     """
     for _ in range(WARM_UP):
         iterate()
@@ -124,16 +123,16 @@ def _round(saver: Saver, clock: Clock, iterate: Callable[[], object], plan, numb
 
 
 def stall(workers: list[list[Span]]) -> float:
-    """Seconds that a job stood still, from the spans of its workers, which all have the same number of them.
+    """Returns the stall of a job in seconds, from its workers' spans; all workers have the same number of spans.
 
-    A span counts from when the last worker has come: until then the early ones do not wait for the save.
+    A span counts from the last worker's start: before that, the early workers do not wait for the save.
     """
     moments = zip(*workers, strict=True)
     return sum(max(end for _, end in spans) - max(start for start, _ in spans) for spans in moments)
 
 
 def timed(iterate: Callable[[], object], iterations: int = 1) -> float:
-    """Seconds per iteration, from when all workers are ready until all are done."""
+    """Returns the seconds per iteration, from when all workers are ready until all have finished."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     dist.barrier()
     synchronize()
@@ -146,7 +145,7 @@ def timed(iterate: Callable[[], object], iterations: int = 1) -> float:
 
 
 def forget(path: Path) -> None:
-    """Takes a file out of the page cache, once it is on disk."""
+    """Removes a file from the page cache, after it is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -154,14 +153,14 @@ def forget(path: Path) -> None:
 
 
 def gather(value) -> list:
-    """The value of every worker."""
+    """Returns the values of all workers."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def write_result(path: Path, result: dict) -> None:
-    """Writes the measurements, on the first worker, and leaves the job."""
+    """Writes the measurements on the first worker, and leaves the job."""
     if dist.get_rank() == 0:
         path.write_text(json.dumps(result))
     dist.barrier()
@@ -169,7 +168,7 @@ def write_result(path: Path, result: dict) -> None:
 
 
 def _settle(directory: Path, oldest: Path) -> dict:
-    """Brings a checkpoint to the disk, where nothing else is then written, and removes the oldest one."""
+    """Syncs a checkpoint to disk, without other writes at the time, and removes the oldest one."""
     if dist.get_rank() != 0:
         return {}
     files = [path for path in directory.rglob("*") if path.is_file()]

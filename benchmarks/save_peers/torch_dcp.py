@@ -1,7 +1,7 @@
-"""A peer: ``torch.distributed.checkpoint``, save and async_save.
+"""Measures a peer: ``torch.distributed.checkpoint``, save and async_save.
 
-The state is weights, masters and moments as plain tensors.  Weights that data-parallel workers hold alike have equal
-names, so that torch saves each once and spreads them over the workers; optimizer state is ZeRO-1's slices.
+The state is weights, masters and moments as plain tensors. Identical weights of data-parallel workers have the same
+name, so torch saves each once and spreads them over the workers. Optimizer state is ZeRO-1's shards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MODES = ("sync", "thread", "process")
 
 
 class DcpSaver(Saver):
-    """Saves with ``dcp.save``, or with ``dcp.async_save`` by a thread or a process of torch's.
+    """Saves with ``dcp.save``, or with ``dcp.async_save`` in a thread or process of torch.
 
-    The state is staged into memory that is kept from one save to the next, shared with the process that writes.
-    Whatever collectives a thread needs have a group of their own.
+    The state is staged into memory that is kept between saves and shared with the writer process. A thread's
+    collectives use their own group.
     """
 
     def __init__(self, state: dict, mode: str):
@@ -31,7 +31,7 @@ class DcpSaver(Saver):
         self._state, self._mode = state, mode
         self._group: Any = dist.new_group(backend="gloo")
         self._stager = None
-        if mode != "sync":  # there is no device to copy from, so nothing to pin and nothing that overlaps
+        if mode != "sync":  # without a device there is nothing to pin or overlap
             off = dict.fromkeys(("use_pinned_memory", "use_async_staging", "use_non_blocking_copy"), False)
             self._stager = DefaultStager(StagingOptions(use_shared_memory=mode == "process", **off))
         self._future: Any = None
@@ -51,13 +51,13 @@ class DcpSaver(Saver):
         self._future.add_done_callback(self._done)
 
     def finish(self) -> float:
-        """Waits for the thread or the process."""
+        """Waits for the thread or process; returns the time of completion."""
         if self._future is not None:
             self._future.result()
         return self._complete
 
     def copied_bytes(self) -> int:
-        """Bytes that a save of this worker copies in memory: torch stages whole storages."""
+        """Returns the bytes that a save of this worker copies in memory: torch stages complete storages."""
         if self._mode == "sync":
             return 0
         storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in self._state.values())}
@@ -68,14 +68,14 @@ class DcpSaver(Saver):
 
 
 def state_dict(chunks, optimizer) -> dict:
-    """Views of live memory, by names that say what they are."""
+    """Returns views of live memory by a name of optimizer-state key, parameter and offset."""
     from megatron.pretraining.engine.module_state import ModuleState
     from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
     from moc.state.detail import Detail
 
     state = MegatronState(chunks, optimizer, ModuleState(chunks))
-    # weights come from all who hold them: torch picks one of these
+    # All holders provide the weights: torch picks one of them.
     held = parameter_pieces(chunks) | buffer_pieces(chunks)
     weights = [("param", piece) for pieces in held.values() for piece in pieces]
     slices = [(f.slot, f) for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy]

@@ -1,4 +1,4 @@
-"""The trainer of this repository, whose iterations are timed, and whose model and optimizer the peers save."""
+"""Runs this repository's trainer, whose iterations are timed and whose model and optimizer the peers save."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Builds model, optimizer and data from the flags of ``pretrain_gpt_moe.py``, as it does; a collective call.
+    """Builds model, optimizer and data from flags as ``pretrain_gpt_moe.py`` does; a collective call.
 
     Returns:
         The :class:`megatron.pretraining.parts.TrainingRun`, its ``StopRequests``, and the ``Phases`` of the start.
     """
-    import_module("moc.megatron")  # before others import megatron-core
+    import_module("moc.megatron")  # before the first import of megatron-core
     from megatron.pretraining.entry import gpt
     from megatron.pretraining.entry.pretrain import prepared
     from megatron.pretraining.process.phases import Phases
@@ -32,11 +32,11 @@ def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
 
 
 def measured_peer(own, flags: Sequence[str], saver_of) -> dict:
-    """What :func:`benchmarks.save_peers.rounds.measure` tells of a peer that saves this trainer's state.
+    """Returns :func:`benchmarks.save_peers.rounds.measure`'s result for a peer that saves this trainer's state.
 
     Args:
         own: the peer's flags.
-        flags: of ``pretrain_gpt_moe.py``.
+        flags: flags of ``pretrain_gpt_moe.py``.
         saver_of: ``(model chunks, optimizer, mode) -> Saver``.
     """
     from benchmarks.save_peers.rounds import Clock, gather, measure

@@ -45,12 +45,12 @@ examples:
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
 
-_RATES = {  # by flag: field of the cluster, and description
+_RATES = {  # field of the cluster and description, by flag
     "host": ("host_bandwidth", "from a GPU to host memory"),
     "network": ("inter_bandwidth", "of a node to other nodes"),
     "storage": ("storage_bandwidth", "of the job to storage"),
 }
-_SIZES = (  # of the layout: short and long name, and description
+_SIZES = (  # short and long name of a layout's size, and description
     ("tp", "--tensor-model-parallel-size", "tensor parallelism"),
     ("pp", "--pipeline-model-parallel-size", "pipeline stages"),
     ("ep", "--expert-model-parallel-size", "expert parallelism"),
@@ -359,7 +359,7 @@ def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
 
 
 def _program(args: argparse.Namespace) -> RecoveryCosts | None:
-    """Returns measured costs of this program's recovery, with ``--ways program``; else None."""
+    """Returns measured costs of this program's recovery, with ``--ways program``; otherwise None."""
     if args.ways == "papers":
         return None
     seen = read_profile(args.profile).recoveries if args.profile else ()
