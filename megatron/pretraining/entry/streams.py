@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -24,6 +25,7 @@ from megatron.pretraining.data import index_cache
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
+from moc.runtime.children import serve_host
 
 SPLITS = ("train", "valid", "test")
 
@@ -111,7 +113,17 @@ class StockStream:
                 f"run needs {of_all} more after sample {consumed_samples}. Fix: give it more data, or train for less",
                 code="samples-too-few",
             )
-        return iter(cast(Any, build_pretraining_data_loader(dataset, consumed_samples)))
+        loader: Any = build_pretraining_data_loader(dataset, consumed_samples)
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.num_workers:
+            loader.worker_init_fn = functools.partial(_begin_reader, os.getpid(), loader.worker_init_fn)
+        return iter(loader)
+
+
+def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int) -> None:
+    """Makes a reader process die with its worker, without the worker's GPU, and initializes it as its loader does."""
+    serve_host(parent)
+    if begin is not None:
+        begin(number)
 
 
 def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
