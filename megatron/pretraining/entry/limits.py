@@ -16,7 +16,7 @@ _AT_LEAST = {
         "check_weight_hash_across_dp_replicas_interval distributed_timeout_minutes"
     ),
     0: (
-        "lr min_lr weight_decay clip_grad exit_interval exit_duration_in_mins manual_gc_interval train_sync_interval "
+        "lr min_lr weight_decay exit_interval exit_duration_in_mins manual_gc_interval train_sync_interval "
         "start_eval_at_iter num_workers"
     ),
 }
