@@ -222,6 +222,9 @@ EVENTS = {
             "went_on": "by stage, the iteration from which it continued an interrupted replay",
             "folded": "operators brought up to date by the gradients that memory had",
             "stale": "experts whose state is of another iteration, older or newer",
+            "verified": "operators whose digests equal those of the original iteration",
+            "unverified": "operators without a known digest",
+            "wrong": "operators with another digest, after a replay that is not deterministic",
         },
     ),
     "replay": EventType(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron.pretraining.config import Config, ConfigError, num_microbatches, train_iterations
+from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
@@ -59,6 +60,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         upstream_logging=snapshot.upstream_logging,
         begin_at=config.checkpoint.ckpt_step,
         stops=config.checkpoint.save_failure == "stop",
+        digest_interval=snapshot.digest_interval,
+        deterministic=is_exact(config, engine.world.device.type == "cuda") is not False,
     )
 
 

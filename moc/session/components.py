@@ -11,6 +11,7 @@ from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.results import check_generation
 from moc.runtime.world import World
 from moc.session.carriers import Carriers
+from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
 from moc.session.hashers import Hasher
@@ -42,6 +43,7 @@ class Components:
         carriers: carries experts from older snapshots in memory, if any may be older than the rest.
         folds: applies the gradients of chains in the background; None if the policy does not.
         hasher: hashes snapshots in memory.
+        digests: digests of the state.
     """
 
     world: World
@@ -58,6 +60,7 @@ class Components:
     carriers: Carriers
     folds: Folds | None
     hasher: Hasher
+    digests: Digests
 
 
 def build(
@@ -70,11 +73,12 @@ def build(
     counts: bool,
     again: bool,
     kept: KeptBuffers,
+    known: KnownDigests,
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
     Without ``counts``, there is no token ledger.  ``again`` means that this worker was in an earlier generation, whose
-    buffers are in ``kept``.
+    buffers are in ``kept``.  ``known`` has the digests that this worker knows.
 
     Raises:
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is insufficient.
@@ -117,7 +121,8 @@ def build(
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
     saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds, hasher
-    return Components(world, tiers, policy, peers, *saving)
+    digests = Digests(engine, settings.digest_interval, known)
+    return Components(world, tiers, policy, peers, *saving, digests)
 
 
 def close(parts: Components, patience_s: float) -> None:

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.policy.errors import refusal_of
@@ -127,9 +128,19 @@ class Session(VoteParticipant):
             log.message(remark)
         kept = self.remains.buffers
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
-        parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None, kept=kept)
+        again, known = mine is not None, self.remains.digests
+        parts = build(engine, settings, policy, tiers, log, counts=counts, again=again, kept=kept, known=known)
         undo.callback(close, parts, _patience_s(parts))
-        start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
+        start = resume(
+            engine,
+            parts,
+            self.remains,
+            self._elsewhere,
+            log,
+            settings.begin_at,
+            tidies=not beside,
+            deterministic=settings.deterministic,
+        )
         storage = storage_of(settings, parts, start, log, beside)
         sizes = SnapshotSizes(parts)
         try:
@@ -150,7 +161,7 @@ class Session(VoteParticipant):
         snapshots.take_again()
         self._running = parts, snapshots
 
-    def ballot(self) -> dict[str, float]:
+    def ballot(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:
             return {}
@@ -185,6 +196,7 @@ class Session(VoteParticipant):
         if self._running is None:
             return self.position
         parts, _ = self._running
+        parts.digests.completed(self.position.iteration)
         parts.tiers.renew_lease()
         if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
@@ -212,14 +224,18 @@ class Session(VoteParticipant):
         """Context, between two iterations, for moves of state between workers; a collective call.
 
         Snapshots in progress are copied before.  The next ones contain the state that each worker holds afterwards.
+
+        Raises:
+            CheckpointError: on all workers: the move has changed the state.
         """
         if self._running is None:
             yield
             return
         parts, snapshots = self._running
         snapshots.wait_for_copies()
-        yield
-        parts.contents.renew(holdings_of(self._engine, parts.policy))
+        with parts.digests.moving(self.position.iteration):
+            yield
+            parts.contents.renew(holdings_of(self._engine, parts.policy))
 
     def finish(self) -> None:
         """Waits until every snapshot is committed in each of its tiers."""
@@ -240,6 +256,7 @@ class Session(VoteParticipant):
         if self._running is not None:
             parts, snapshots = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
+            parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
             self.remains.begun, self.remains.workers = snapshots.begun, self._engine.world.size
         self._end()

@@ -59,6 +59,12 @@ class _EveryPolicy(FlagGroup):
         limits=">= 1",
     )
     ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")
+    digest_interval: int = flag(
+        1,
+        "Iterations between digests of the training state, by which every recovery verifies the state that it has "
+        "restored; 0 for none. A digest reads the state once.",
+        limits=">= 0",
+    )
     ckpt_sharding: str = flag(
         "EE+AN",
         "Which of the ranks that hold the same state saves it: a scheme, or two rules EXPERTS,OTHERS "

@@ -17,6 +17,7 @@ from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
 from moc.session.components import Components
+from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
 from moc.session.resume.reading import Damage, Key, SnapshotReader
@@ -31,7 +32,7 @@ from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest
+from moc.store.manifest import Manifest, StateDigests
 from moc.store.store import directory_of
 
 
@@ -57,12 +58,22 @@ class SnapshotLoader:
 
     Args:
         only: iteration of the snapshot to start from; None for the newest.
+        deterministic: a replay must have the digests of the original iterations.
     """
 
-    def __init__(self, engine: Engine, parts: Components, remains: LocalRemains, log: Listener, only: int | None):
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Components,
+        remains: LocalRemains,
+        log: Listener,
+        only: int | None,
+        deterministic: bool,
+    ):
         self._engine, self._world, self._state, self._log = engine, engine.world, engine.state, log
         self._only, self._remains = only, remains
         self._policy, self._tokens, self._tiers = parts.policy, parts.tokens, parts.tiers
+        self._digests, self._deterministic = parts.digests, deterministic
         self._storage, self._memory = parts.tiers.storage, parts.tiers.memory
         self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
         self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
@@ -187,9 +198,8 @@ class SnapshotLoader:
                 continue
             self._leave(plan, mine)
             with self._repair.of(self._torn(plan, held, left)):
-                saved, bad = self._follow(plan, left)
-            if not bad:
-                assert saved is not None  # set if nothing is damaged
+                saved, bad, changed = self._follow(plan, left)
+            if saved is not None:
                 settled_on_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
                     mine.live = LiveState(position_of(saved), saved)
@@ -198,7 +208,7 @@ class SnapshotLoader:
             for damage in bad.values():
                 self._note(damage.text)
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
-            left = left.only(plan.keep)
+            left = left.only(plan.keep - changed)
         if self._unseen:
             return self.load(self._in_storage(patient=True) + held, oldest, left, mine)
         if oldest is None and (found or self._damage):
@@ -287,13 +297,18 @@ class SnapshotLoader:
             and not any(one.has(iteration, tier, begun.operators) for one in held)
         }
 
-    def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
-        """Executes a plan; returns the non-tensor state, or the damage by checkpoint."""
+    def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage], frozenset[int]]:
+        """Executes a plan.
+
+        Returns:
+            The non-tensor state, None if the plan has failed; then the damage by checkpoint, and the ranks whose kept
+            state is not that of the iteration.
+        """
         begun, amount, manifests = time.perf_counter(), 0, {}
         if plan.way is not None or plan.stages:
             manifests, bad = self._rebuilder.rebuild(plan)
             if bad:
-                return None, bad
+                return None, bad, frozenset()
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
@@ -305,8 +320,50 @@ class SnapshotLoader:
             saved = self._join(plan, left)
         else:
             saved = self._restore_from(plan.way, manifests, left)
-        self._report(plan, amount, begun)
-        return saved, {}
+        result = self._digests.verify(
+            plan.iteration,
+            self._world.rank in plan.keep,
+            *self._saved_digests(plan, manifests),
+            plan.way.stale if plan.way else (),
+        )
+        if result is not None and result.wrong and (self._deterministic or not plan.again):
+            return None, *self._blame(plan, result)
+        self._report(plan, amount, begun, result)
+        return saved, {}, frozenset()
+
+    def _saved_digests(
+        self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]
+    ) -> tuple[Mapping[str, StateDigests], int]:
+        """Returns the digests of the plan's iteration in the snapshot that this worker has read, and its writers."""
+        held = None if plan.way is None else plan.way.at(plan.way.iteration)
+        manifest = None if held is None or held.iteration != plan.iteration else manifests.get(held.key)
+        return ({}, 0) if manifest is None else (manifest.digests, manifest.writers)
+
+    def _blame(self, plan: RecoveryPlan, result: Verification) -> tuple[dict[Key, Damage], frozenset[int]]:
+        """Reports wrong state; returns the damage of the snapshot that it is from, and the ranks that changed it."""
+        what = f"the state of iteration {result.iteration} has other digests than the run computed: "
+        what += named(result.wrong)
+        kept = result.ranks & plan.keep
+        if not kept and (plan.way is None or plan.way.base.tier == LIVE):
+            kept = plan.keep | plan.complete
+        if kept:
+            workers = ", ".join(map(str, sorted(kept)))
+            self._log.message(
+                warning(
+                    f"{what}. Workers {workers} do not use the state that they have kept. Fix: test the memory of "
+                    "their nodes",
+                    code="state-digest-differs",
+                )
+            )
+            return {}, kept
+        assert plan.way is not None  # otherwise some worker has kept its state
+        held = plan.way.at(plan.way.iteration)
+        error = CheckpointError(
+            f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
+            code="state-digest-differs",
+        )
+        operators = None if self._policy.exact else frozenset(result.wrong)
+        return {held.key: Damage(with_code(error), operators)}, frozenset()
 
     def _complete(self, saved: Mapping) -> None:
         """Completes the iteration that others have completed, from this worker's reduced gradients."""
@@ -383,7 +440,7 @@ class SnapshotLoader:
             f"experts have lost {tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
         )
 
-    def _report(self, plan: RecoveryPlan, amount: int, begun: float) -> None:
+    def _report(self, plan: RecoveryPlan, amount: int, begun: float, result: Verification | None) -> None:
         seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
         folds = plan.way.folds if plan.way else {}
         self._log.events.write(
@@ -398,6 +455,9 @@ class SnapshotLoader:
             went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
             folded=len(folds),
             stale=len(plan.way.stale) if plan.way else 0,
+            verified=0 if result is None else result.verified,
+            unverified=[] if result is None else list(result.unverified),
+            wrong=[] if result is None else list(result.wrong),
         )
         keeping = len(plan.keep)
         keep = "1 worker keeps its" if keeping == 1 else f"{keeping} workers keep their"
@@ -408,7 +468,8 @@ class SnapshotLoader:
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
             kept += f"stage {stage} {continued}replayed {what} by itself; "
         folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""
-        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s")
+        checked = "" if result is None else f"; {result}"
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s{checked}")
 
 
 def _record(saved: Mapping) -> StepRecord | None:

@@ -30,6 +30,7 @@ def resume(
     only: int | None,
     *,
     tidies: bool,
+    deterministic: bool,
 ) -> ResumePoint:
     """Fills the state, and removes the snapshots that the run will take again; a collective call.
 
@@ -41,12 +42,13 @@ def resume(
         log: receives messages and events.
         only: iteration of the snapshot to start from; None for the newest.
         tidies: clean up storage now, instead of in the background.
+        deterministic: a replay must have the digests of the original iterations.
 
     Raises:
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
-    loader = SnapshotLoader(engine, parts, remains, log, only)
+    loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
     if parts.peers is not None:
