@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class Tensor(NamedTuple):
         sliced: whether tensor parallelism slices it; norms, routers and learned positions are replicated.
         stage: the pipeline stage that holds it.
         moments: the names of its optimizer's moments.
+        per_row: elements of each row, if the layout determines the number of rows; otherwise 0.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Tensor(NamedTuple):
     sliced: bool
     stage: int
     moments: tuple[str, ...]
+    per_row: int = 0
 
 
 def tensors_of(
@@ -62,14 +65,25 @@ def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
         stage: the pipeline stage that holds the chunks.
     """
     return [
-        Tensor(piece.name, math.prod(piece.global_shape), getattr(parameter, "tensor_model_parallel", False), stage, ())
+        Tensor(
+            piece.name,
+            math.prod(piece.global_shape),
+            getattr(parameter, "tensor_model_parallel", False),
+            stage,
+            (),
+            math.prod(piece.global_shape[1:]) if piece.padded else 0,
+        )
         for parameter, described in pieces.items()
         for piece in described
     ]
 
 
 def model_of_chunks(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World, described: Mapping
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    world: World,
+    described: Mapping,
+    masks_padding: bool = False,
 ) -> Model:
     """Returns the model, assembled from the parts that the workers have built; a collective call.
 
@@ -78,6 +92,7 @@ def model_of_chunks(
         optimizer: optimizer of this worker.
         world: ranks of this worker.
         described: Megatron-LM's arguments, for people and converters.
+        masks_padding: a checkpoint may have more or fewer rows of padding.
     """
     told = gather(tensors_of(chunks, optimizer, world))
     moments = {name: slots for _, of_rank in told for name, slots in of_rank.items()}
@@ -88,10 +103,16 @@ def model_of_chunks(
     }
     operators = operators_of(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
+    per_row: Counter[str] = Counter()
+    for tensor in tensors.values():
+        per_row[operator_of(tensor.name)] += tensor.per_row
 
-    def check(saved: Mapping, where: object) -> None:
+    def check(state: Mapping, where: object) -> None:
+        saved, rows = state["shape"], vocabulary_rows(state)
         if described_by_flags(saved):
             check_flags(described, saved, where)
+        elif masks_padding and rows and _vocabulary(state.get("model") or {}) == _vocabulary(described):
+            check_shape(with_rows(shape, per_row, rows - described["padded_vocab_size"]), saved, where)
         else:
             check_shape(shape, saved, where)
 
@@ -132,6 +153,21 @@ def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     for layer in range(1 + max(stages, default=-1)):
         found.append(stages.get(layer, found[-1] if found else 0))
     return tuple(found)
+
+
+def vocabulary_rows(state: Mapping) -> int | None:
+    """Returns the rows of the embedding in a checkpoint, with padding; None if its state does not have them."""
+    rows = (state.get("model") or {}).get("padded_vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
+def _vocabulary(model: Mapping) -> tuple[object, object]:
+    return model.get("tokenizer_type"), model.get("vocab_size")
+
+
+def with_rows(shape: Mapping[str, int], per_row: Mapping[str, int], more: int) -> dict[str, int]:
+    """Returns the shape of a model with ``more`` rows of padding; ``per_row`` has the elements of a row by operator."""
+    return {name: count + more * per_row.get(name, 0) for name, count in shape.items()}
 
 
 def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
