@@ -12,6 +12,7 @@ Other flags are passed to the program.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=60, help="default: 60")
     own, flags = parser.parse_known_args()
     flags = [*KIND, *SIZES, "--log-interval", "1", *flags]
+    import_module("moc.megatron")  # before the first import of megatron-core
     from megatron.pretraining.engine.routing import LoadCounter
     from megatron.pretraining.entry import log
 

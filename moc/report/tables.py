@@ -199,7 +199,7 @@ def _worst_layers(run: Report) -> str | None:
 
 
 def _violations(run: Report) -> str | None:
-    layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])
+    layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])[:8]
     return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
 
 
@@ -285,7 +285,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
     },
     "experts": {
         "maximum violation: first, last, mean": _trend("max_violation", "{:.3g}".format),
-        "in each layer at the end": _violations,
+        "highest layers at the end": _violations,
         "dropped tokens: mean, most": _highest("dropped_share", _percent),
         "HHI: first, last, mean": _trend("hhi", "{:.4f}".format),
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),

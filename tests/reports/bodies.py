@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron.pretraining.entry import gpt
+from megatron.pretraining.entry import gpt, log
 from megatron.pretraining.model.corrections import widen_counters
 from tests.integration.bodies import train
 
@@ -37,6 +37,25 @@ def counting_train(flags: dict) -> list:
     TopKRouter.forward, _finalize.get_updated_expert_bias = counted, updated
     assert train(flags)["code"] == 0
     return steps
+
+
+def counting_loads(flags: dict) -> list:
+    """Trains; returns the exact counts of each layer, and its maximum violation in the last report."""
+    exact, reported, route, fields = {}, {}, TopKRouter.forward, log.fields_of
+
+    def counted(router, *inputs, **options):
+        output = route(router, *inputs, **options)
+        if torch.is_grad_enabled():
+            exact[router.layer_number] = exact.get(router.layer_number, 0) + output[1].sum(dim=0)
+        return output
+
+    def noted(load):
+        reported.update(load.violations)
+        return fields(load)
+
+    TopKRouter.forward, log.fields_of = counted, noted
+    assert train(flags)["code"] == 0
+    return [[row.tolist() for _, row in sorted(exact.items())], [value for _, value in sorted(reported.items())]]
 
 
 def train_with_samples(flags: dict) -> dict:

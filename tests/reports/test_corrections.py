@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megatron.pretraining.convert import program
-from tests.integration.entry_jobs import EP2, OWN_PROGRAM, USER_SCRIPT, run
+from tests.integration.entry_jobs import EP2, MOE, OWN_PROGRAM, USER_SCRIPT, run
 from tests.integration.test_hugging_face import needs_transformers
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, Trained, train
 from tests.shared import ALL, once
@@ -189,3 +189,29 @@ def test_a_sign_is_exact_where_fp32_rounds():
     assert sum(counts) > 2**24
     [[exact, rounded]] = run_world(1, "tests.reports.bodies:signs_of_steps", counts=counts)
     assert exact == [-1] + [1] * 63 != rounded
+
+
+def test_the_load_of_experts_is_reported(tmp_path):
+    flags = f"{MOE} --pipeline-model-parallel-size {{}} --log-interval 2 --train-iters 4 --eval-iters 0"
+    flags += " --moe-expert-capacity-factor 0.5 --tensorboard-dir board"
+    one, two = (run(tmp_path / str(size), OWN_PROGRAM, size, flags.format(size)) for size in (1, 2))
+    for event, other in zip(one.of("iteration"), two.of("iteration"), strict=True):
+        assert ("max_violation" in event) == (event["iteration"] % 2 == 0)
+        if "max_violation" not in event:
+            continue
+        violations, dropped = event["max_violation_by_layer"], event["dropped_share_by_layer"]
+        assert violations.keys() == dropped.keys() == {"0", "1"}
+        assert event["max_violation"] == max(violations.values()) >= 0
+        assert min(dropped.values()) >= 0.5  # an expert receives at most half of the mean
+        assert violations == pytest.approx(other["max_violation_by_layer"], abs=0.05)
+        assert event["dropped_share"] == pytest.approx(other["dropped_share"], abs=0.02)
+    assert two.output.count("maximum violation of experts") == 2
+    boards = b"".join(path.read_bytes() for path in (tmp_path / "2/board").iterdir())
+    assert b"max_violation/layer_1" in boards and b"dropped_share/layer_0" in boards
+
+
+def test_the_load_is_that_of_exact_counts():
+    flags = dict(mock_data=True, train_iters=2, log_interval=2, global_batch_size=4)
+    counts, reported = run_world(1, "tests.reports.bodies:counting_loads", flags=FLAGS | flags)[0]
+    assert [sum(row) for row in counts] == [2 * 4 * 16 * 2] * 2
+    assert reported == pytest.approx([max(row) * len(row) / sum(row) - 1 for row in counts])

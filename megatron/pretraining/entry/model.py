@@ -108,13 +108,11 @@ def model_of_chunks(
         per_row[operator_of(tensor.name)] += tensor.per_row
 
     def check(state: Mapping, where: object) -> None:
-        saved, rows = state["shape"], vocabulary_rows(state)
+        saved, more = state["shape"], more_padding(described, state.get("model") or {}) if masks_padding else 0
         if described_by_flags(saved):
             check_flags(described, saved, where)
-        elif masks_padding and rows and _vocabulary(state.get("model") or {}) == _vocabulary(described):
-            check_shape(with_rows(shape, per_row, rows - described["padded_vocab_size"]), saved, where)
         else:
-            check_shape(shape, saved, where)
+            check_shape(with_rows(shape, per_row, more), saved, where)
 
     return Model(
         operators=operators,
@@ -155,14 +153,16 @@ def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def vocabulary_rows(state: Mapping) -> int | None:
-    """Returns the rows of the embedding in a checkpoint, with padding; None if its state does not have them."""
-    rows = (state.get("model") or {}).get("padded_vocab_size")
-    return rows if isinstance(rows, int) else None
+def more_padding(here: Mapping, saved: Mapping) -> int:
+    """Returns the rows of padding that a saved model has in excess; 0 for another vocabulary.
 
-
-def _vocabulary(model: Mapping) -> tuple[object, object]:
-    return model.get("tokenizer_type"), model.get("vocab_size")
+    Args:
+        here: arguments of this model, as values of JSON.
+        saved: arguments of the saved model.
+    """
+    rows, stored = here.get("padded_vocab_size"), saved.get("padded_vocab_size")
+    same = all(here.get(name) == saved.get(name) for name in ("tokenizer_type", "vocab_size"))
+    return stored - rows if same and isinstance(rows, int) and isinstance(stored, int) else 0
 
 
 def with_rows(shape: Mapping[str, int], per_row: Mapping[str, int], more: int) -> dict[str, int]:

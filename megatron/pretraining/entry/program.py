@@ -326,7 +326,7 @@ def vocabulary_of(args: Any) -> Vocabulary:
     """Returns the rows of the embedding; a given ``--padded-vocab-size`` is the size of the vocabulary."""
     rows = args.padded_vocab_size or 0
     is_given = "padded_vocab_size" in command_line.read().named
-    return Vocabulary(rows if is_given else get_tokenizer().vocab_size, rows)
+    return Vocabulary(rows if is_given or not rows else get_tokenizer().vocab_size, rows)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:

@@ -1,16 +1,4 @@
-"""Corrects results of megatron-core that depend on the precision or on the layout.
-
-=====================  =================================================  ==============================================
-name                   defect in megatron-core 0.19                       correction
-=====================  =================================================  ==============================================
-``expert-counters``    token counts of routers have the dtype of the      counts for biases are fp64, others fp32
-                       model: 16-bit counts round and overflow
-``global-aux-loss``    gradients of ``global_aux_loss`` are divided by    the coefficient is multiplied by that number
-                       the number of data-parallel replicas
-``vocabulary-padding`` rows that pad the vocabulary for tensor            logits of these rows are the smallest number
-                       parallelism are part of the softmax
-=====================  =================================================  ==============================================
-"""
+"""Corrects results of megatron-core that depend on precision or layout: see ``docs/reference/corrections.md``."""
 
 from __future__ import annotations
 
@@ -114,7 +102,7 @@ def widen_counters(routers: Iterable[TopKRouter]) -> None:
 
 
 def scale_global_loss(routers: Iterable[TopKRouter], replicas: int) -> None:
-    """Multiplies the coefficient of ``global_aux_loss``.
+    """Multiplies the coefficient of ``global_aux_loss``, which ``TopKRouter.get_aux_loss_coeff`` reads.
 
     Each replica has a part of the loss, and megatron-core averages their gradients instead of adding them.  It
     divides the reported loss by the coefficient, so that the report does not change.
@@ -127,10 +115,10 @@ def scale_global_loss(routers: Iterable[TopKRouter], replicas: int) -> None:
 
 
 def mask_padding(chunks: Iterable[torch.nn.Module], vocabulary: Vocabulary) -> None:
-    """Excludes the rows of padding from the softmax.
+    """Excludes the rows of padding from the softmax, by a hook of the output layer.
 
     Raises:
-        ConfigError: the last stage of the model has no output layer of megatron-core.
+        ConfigError: the last stage of the model has no ``output_layer``, as ``GPTModel`` has.
     """
     for chunk in chunks:
         model: Any = unwrap(chunk)
