@@ -43,7 +43,7 @@ class Model:
     operators: Sequence[Operator]
     stages: tuple[int, ...]
     described: Mapping[str, Any]
-    check: Callable[[dict, str], None]
+    check: Callable[[Mapping, str], None]
 
 
 class MegatronEngine:

@@ -312,21 +312,27 @@ def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
 
 
 def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -> None:
-    """Applies the corrections of ``--correct``, and warns of defects that they leave."""
+    """Applies the corrections of ``--correct``; without the flag, warns of defects that are not corrected."""
     replicas = parallel_state.get_data_parallel_world_size()
     for defect in defects_of(chunks, vocabulary_of(get_args()), replicas):
         if defect.name in config.training.corrections:
             defect.correct()
-        elif defect.effect:
-            sentence = f"{defect.effect}. Fix: pass --correct {defect.name}, or --correct all"
-            log.message(warning(sentence, code="result-depends-on-layout"))
+        elif defect.effect and "correct" not in config.given:
+            log.message(
+                warning(
+                    f"{defect.effect}. Fix: pass --correct {defect.name}, or --correct all",
+                    code="result-depends-on-layout",
+                )
+            )
 
 
 def vocabulary_of(args: Any) -> Vocabulary:
     """Returns the rows of the embedding; a given ``--padded-vocab-size`` is the size of the vocabulary."""
     rows = args.padded_vocab_size or 0
-    is_given = "padded_vocab_size" in command_line.read().named
-    return Vocabulary(rows if is_given or not rows else get_tokenizer().vocab_size, rows)
+    if not rows or "padded_vocab_size" in command_line.read().named:
+        return Vocabulary(rows, rows)
+    tokenizer: Any = get_tokenizer()
+    return Vocabulary(tokenizer.vocab_size, rows)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:
