@@ -36,7 +36,7 @@ def check_arguments(flags: Flags) -> None:
         return  # unreadable, or no valid Python program
     if not offers:
         if script_check.is_of_megatron(source):
-            script_check.check_words(script, arguments, flags.workers)
+            script_check.check_words(script, arguments, flags.workers, flags.nnodes)
         return
     with _as_main(script, arguments):
         try:

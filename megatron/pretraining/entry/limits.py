@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, refuse
 
 _AT_LEAST = {
     1: (
@@ -27,6 +28,15 @@ _DATA = (
     "per_split_data_args_path",
 )  # fmt: skip
 """Arguments that name data. This project's program needs one."""
+
+
+def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
+    """Sets a program's defaults of options that are not given; a negative number of evaluations becomes 0."""
+    for name, value in defaults.items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
+    if isinstance(arguments.eval_iters, int):
+        arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
 
 
 def check_limits(arguments: Any) -> None:
@@ -67,3 +77,15 @@ def check_length(arguments: Any) -> None:
         code="flag-missing",
     )
     problems.raise_found()
+
+
+def check_router(args: Any) -> None:
+    """Raises ``ConfigError`` if top-k exceeds the number of experts, which Megatron-LM only notices in training."""
+    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
+    most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
+    refuse(
+        most and args.moe_router_topk > most,
+        f"--moe-router-topk {args.moe_router_topk} is more than the {most} experts that a token can go to. Fix: lower "
+        "it, or raise --num-experts",
+        code="value-out-of-range",
+    )
