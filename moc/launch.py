@@ -27,7 +27,7 @@ from pathlib import Path
 import moc
 from moc.errors import UserError, with_code
 from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, hook, job_token
+from moc.runtime import children, hangs, hook, job_token, script_check
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
@@ -38,6 +38,7 @@ from moc.runtime.loading import MODULE, located
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
+from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
 
@@ -355,7 +356,11 @@ def main() -> int:
         children.belong()
     flags = parse(sys.argv[1:])
     if not is_spare:
-        check_arguments(flags)
+        try:
+            check_arguments(flags)
+        except TakenError as error:
+            print_lines(f"mocrun: error: {with_code(error)}", error=True)
+            return script_check.REFUSED
     return launch(flags, reports=not is_spare)
 
 

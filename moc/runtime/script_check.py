@@ -35,7 +35,7 @@ def is_of_megatron(source: str) -> bool:
     return os.environ.get(hook.VARIABLE) != "1" and imports.search(source) is not None
 
 
-def check_words(script: str, arguments: list[str], size: int, nodes: int) -> None:
+def check_words(script: str, arguments: list[str], size: int, nodes: int) -> str | None:
     """Exits if an option or its value is wrong, or after printing the help or the configuration; for a launcher.
 
     Args:
@@ -43,8 +43,11 @@ def check_words(script: str, arguments: list[str], size: int, nodes: int) -> Non
         arguments: its command line.
         size: number of workers of the job.
         nodes: number of nodes of the job.
+
+    Returns:
+        The directory or URL of the job's snapshots; None if there is none, or if it is not known.
     """
-    importlib.import_module(_WORDS).check_arguments(script, arguments, size, nodes)
+    return importlib.import_module(_WORDS).check_arguments(script, arguments, size, nodes)
 
 
 def refusal(script: str, arguments: list[str], size: int) -> str | None:

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from megatron.pretraining.config.convert import convert
 from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of
@@ -32,9 +33,9 @@ def all_flags() -> dict[str, Flag]:
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}
 
 
-def converted(own: Mapping[str, object]) -> dict[str, object]:
+def converted(own: Mapping[str, object]) -> dict[str, Any]:
     """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
-    problems, given = Problems(), dict[str, object]()
+    problems, given = Problems(), dict[str, Any]()
     for name, value in own.items():
         problems.check(lambda name=name, value=value: given.update({name: convert(all_flags()[name], value)}))
     problems.raise_found()

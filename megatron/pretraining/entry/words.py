@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.pretraining.config.composed import converted, group_of
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.config.groups import group_classes, snapshot_dir
 from megatron.pretraining.entry import command_line, options
 from megatron.pretraining.entry.limits import check_limits, check_router, check_run, set_defaults
 from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
@@ -36,7 +36,7 @@ _PRINTS = ("--help-all", "--print-config")
 
 def check_arguments(
     script: str, arguments: Sequence[str], size: int, nodes: int, defaults: Mapping[str, Any] | None = None
-) -> None:
+) -> str | None:
     """Exits with a message if a script refuses its options, or after printing the help or the configuration.
 
     Args:
@@ -45,11 +45,14 @@ def check_arguments(
         size: number of workers.
         nodes: number of nodes.
         defaults: the script's defaults of options, by name, if they are known.
+
+    Returns:
+        The directory or URL of the snapshots; None without snapshots, or if it is not known.
     """
     name = os.path.basename(script)
-    own = own_parser(name)
+    parser = own_parser(name)
     if any(word in ("-h", "--help") for word in arguments):
-        own.print_help()
+        parser.print_help()
         sys.exit(0)
     if any(word in _PRINTS for word in arguments):
         os.environ |= {"WORLD_SIZE": str(size)}
@@ -59,15 +62,18 @@ def check_arguments(
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
     of_megatron, of_script = options.remembered(places), options_in(Path(script), places)
     if not of_megatron or of_script is None:
-        return  # only the forkserver checks
-    ours = own._option_string_actions.keys() - {f"--{option}" for option in GENERAL}
-    parser = options.parser_of(of_megatron, of_script - ours)
+        return None  # only the forkserver checks
+    ours = parser._option_string_actions.keys()
+    parser = options.parser_of(of_megatron, of_script - (ours - {f"--{option}" for option in GENERAL}))
     known = {spelling for option in of_megatron for spelling in option.spellings}
-    command_line.prepared(add_own_flags(parser), of_script - known - own._option_string_actions.keys())
-    problems = _problems(parser.parse_args(arguments), command_line.read(), nodes, defaults or _OF_SCRIPTS)
+    command_line.prepared(add_own_flags(parser), of_script - known - ours)
+    values, read = parser.parse_args(arguments), command_line.read()
+    problems = _problems(values, read, nodes, defaults or _OF_SCRIPTS)
     if problems.found:
         print_lines(*(f"{name}: error: {with_code(one)}" for one in problems.found), error=True, flush=True)
         sys.exit(2)
+    own = converted(read.own)
+    return snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
 
 
 def _problems(values: Any, read: command_line.CommandLine, nodes: int, defaults: Mapping[str, Any]) -> Problems:
@@ -86,7 +92,7 @@ def _problems(values: Any, read: command_line.CommandLine, nodes: int, defaults:
     set_defaults(values, defaults)
     if not read.concealed:
         problems.check(check_limits, values)
-    own = dict[str, object]()
+    own = dict[str, Any]()
     problems.check(lambda: own.update(converted(read.own)))
     groups = dict[str, Any]()
     for name in OWN_GROUPS if own or not read.own else ():
