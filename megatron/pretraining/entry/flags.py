@@ -31,7 +31,7 @@ from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import MegatronConfig, config_of
-from megatron.pretraining.entry.limits import check_limits, check_router, check_run, set_defaults
+from megatron.pretraining.entry.limits import check_limits, check_router, check_run, check_schedule, set_defaults
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -134,6 +134,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(refusal_of(error))
         else:
+            problems.check(check_schedule, args)
             problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)

@@ -31,10 +31,12 @@ _DATA = (
 
 
 def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
-    """Sets a program's defaults of options that are not given; a negative number of evaluations becomes 0."""
+    """Sets a program's defaults of options that are not given, and the values that scripts turn features off by."""
     for name, value in defaults.items():
         if getattr(arguments, name, None) is None:
             setattr(arguments, name, value)
+    if not arguments.save and arguments.save_interval is not None and arguments.save_interval < 1:
+        arguments.save_interval = None  # it has no effect, and scripts turn saving off by 0
     if isinstance(arguments.eval_iters, int):
         arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
 
@@ -75,6 +77,26 @@ def check_length(arguments: Any) -> None:
         arguments.train_iters is None and arguments.train_samples is None,
         "--train-iters is missing. Fix: give it, or --train-samples",
         code="flag-missing",
+    )
+    problems.raise_found()
+
+
+def check_schedule(arguments: Any) -> None:
+    """Raises ``ConfigError`` if the learning rate cannot be scheduled, which Megatron-LM only notices in a worker."""
+    problems, unit = Problems(), "samples" if arguments.train_samples else "iters"
+    length = getattr(arguments, f"lr_decay_{unit}") or getattr(arguments, f"train_{unit}")
+    warmup = getattr(arguments, f"lr_warmup_{unit}")
+    problems.refuse(
+        length and warmup and warmup >= length,
+        f"--lr-warmup-{unit} {warmup} is not less than the {length} {unit} of --lr-decay-{unit}, which is "
+        f"--train-{unit} by default. Fix: change one of them",
+        code="flag-exceeds-another",
+    )
+    start = arguments.lr_warmup_init
+    problems.refuse(
+        arguments.lr is not None and start is not None and start > arguments.lr,
+        f"--lr-warmup-init {start} is greater than --lr {arguments.lr}. Fix: change one of them",
+        code="flag-exceeds-another",
     )
     problems.raise_found()
 
