@@ -37,6 +37,7 @@ from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.loading import MODULE, located
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
+from moc.runtime.standstill import MAX_STANDSTILL
 from moc.runtime.wire import WireError
 from moc.store.errors import TakenError
 
@@ -81,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("master-port", 29400, "its port", type=int)
     parser.add_argument("--standalone", action="store_true", help="one node, on any free port, which is the default")
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
+    text = "generations in a row that may lose a worker at one iteration before the job gives up"
+    add("max-standstill", MAX_STANDSTILL, text, type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
     add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
@@ -128,6 +131,7 @@ def parse(arguments: list[str]) -> Flags:
         own_controllers=not own.no_controller,
         alone=address is None,
         max_restarts=own.max_restarts,
+        max_standstill=own.max_standstill,
         log_dir=own.log_dir,
         silence_s=own.silence_timeout,
         hang_caps=hangs.parse_caps(own.hang_timeout),
@@ -146,7 +150,7 @@ def _mistakes(
     """Yields the mistakes of the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
-    for name, least in (("nproc_per_node", 1), ("spares", 0)):
+    for name, least in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
         if getattr(own, name) < least:
             yield _out_of_range(name, getattr(own, name), f"at least {least}")
     if own.spares >= 0 and not 0 <= own.node_rank < nodes:
