@@ -27,7 +27,7 @@ from pathlib import Path
 import moc
 from moc.errors import UserError, with_code
 from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, hook, job_token
+from moc.runtime import children, hangs, hook, job_token, script_check
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
 from moc.runtime.controller_link import GaveUpError, LostError
@@ -37,7 +37,9 @@ from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.loading import MODULE, located
 from moc.runtime.program import check_arguments
 from moc.runtime.signals import Signals, StoppedError
+from moc.runtime.standstill import MAX_STANDSTILL
 from moc.runtime.wire import WireError
+from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
 
@@ -80,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("master-port", 29400, "its port", type=int)
     parser.add_argument("--standalone", action="store_true", help="one node, on any free port, which is the default")
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
+    text = "generations in a row that may lose a worker at one iteration before the job gives up"
+    add("max-standstill", MAX_STANDSTILL, text, type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
     add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
@@ -127,6 +131,7 @@ def parse(arguments: list[str]) -> Flags:
         own_controllers=not own.no_controller,
         alone=address is None,
         max_restarts=own.max_restarts,
+        max_standstill=own.max_standstill,
         log_dir=own.log_dir,
         silence_s=own.silence_timeout,
         hang_caps=hangs.parse_caps(own.hang_timeout),
@@ -145,7 +150,7 @@ def _mistakes(
     """Yields the mistakes of the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
-    for name, least in (("nproc_per_node", 1), ("spares", 0)):
+    for name, least in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
         if getattr(own, name) < least:
             yield _out_of_range(name, getattr(own, name), f"at least {least}")
     if own.spares >= 0 and not 0 <= own.node_rank < nodes:
@@ -355,7 +360,11 @@ def main() -> int:
         children.belong()
     flags = parse(sys.argv[1:])
     if not is_spare:
-        check_arguments(flags)
+        try:
+            check_arguments(flags)
+        except TakenError as error:
+            print_lines(f"mocrun: error: {with_code(error)}", error=True)
+            return script_check.REFUSED
     return launch(flags, reports=not is_spare)
 
 

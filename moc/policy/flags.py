@@ -55,6 +55,7 @@ class JobShape:
             delayed until one.
         drops: experts drop tokens beyond their capacity, and are not padded to it.
         elastic: workers continue in the same processes, and the only tier is the disk.
+        offloads: the optimizer's state is in host memory, where other kernels update it.
     """
 
     ep: int = 1
@@ -66,6 +67,7 @@ class JobShape:
     bubble_share: float = 0.0
     drops: bool = False
     elastic: bool = False
+    offloads: bool = False
 
     @property
     def memory_remedy(self) -> str:
@@ -107,6 +109,12 @@ def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> It
         yield PolicyError(
             f"{what} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
             f"adam{instead}",
+            code="gradients-need-adam",
+        )
+    if job.offloads:
+        yield PolicyError(
+            f"{what} repeats updates by torch's Adam, and --optimizer-cpu-offload has other kernels. Fix: drop "
+            f"--optimizer-cpu-offload{instead}",
             code="gradients-need-adam",
         )
     if not job.experts_apart:

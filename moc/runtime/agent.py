@@ -55,6 +55,7 @@ class _Process(Worker):
     gives_back: str | None = None
     why_killed: str = ""
     broken: str = ""  # error code of its end, such as device-broken
+    iteration: int | None = None  # newest one that it has reported
     dies_since: float | None = None
 
 
@@ -342,6 +343,7 @@ class Agent:
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
+                worker.iteration = said["iteration"]
                 self._completed(said["iteration"])
             elif said["kind"] == "gives_back":
                 worker.gives_back = said["memory"]  # reported with the worker's exit, when it takes effect
@@ -434,4 +436,5 @@ class Agent:
 def _end_of(worker: _Process, code: int) -> dict:
     """Returns the message that reports a worker's exit."""
     told = {"why": worker.why_killed, "gives_back": worker.gives_back, "broken": worker.broken}
+    told["iteration"] = worker.iteration
     return {"kind": "ended", "worker": worker.name, "code": code} | told

@@ -32,6 +32,7 @@ from moc.runtime.message import Message
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
+from moc.runtime.standstill import MAX_STANDSTILL
 from moc.runtime.wire import WireError
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
@@ -340,13 +341,13 @@ class Controller:
     def _hear(self, peer: Peer, message: Message) -> None:
         said, membership = message.header, self._membership
         if message.kind == "ended":
-            told = said["code"], said["why"], said["gives_back"], said["broken"]
+            told = said["code"], said["why"], said["gives_back"], said["broken"], said["iteration"]
             self._obey(membership.ended(said["worker"], *told))
             self._post(peer, "noted", worker=said["worker"])
         elif message.kind == "built":
             self._obey(membership.built(said["worker"], said["stays"]))
         elif message.kind == "here":
-            self._obey(membership.here(said["worker"], said["generation"], said["parts"]))
+            self._obey(membership.here(said["worker"], said["generation"], said["parts"], said["iteration"]))
         elif message.kind == "met":
             self._obey(membership.met(said["worker"], said["generation"]))
         elif message.kind == "parted":
@@ -446,6 +447,7 @@ def parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", type=int, required=True, help="as the launchers'")
     add("--spares", type=int, default=0, help="as the launchers' (default: 0)")
     add("--max-restarts", type=int, default=1000, help="as the launchers' (default: 1000)")
+    add("--max-standstill", type=int, default=MAX_STANDSTILL, help=f"as the launchers' (default: {MAX_STANDSTILL})")
     add("--silence-timeout", type=float, default=30.0, help="as the launchers' (default: 30)")
     add("--max-wait", type=float, default=1800.0, help="as the launchers' (default: 1800)")
     add("--grow-wait", type=float, default=120.0, help="as the launchers' (default: 120)")
@@ -477,7 +479,7 @@ def main() -> int:
     log_to_stderr()
     index, candidates = own.candidate
     least, most = own.nnodes
-    membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)
+    membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least, own.max_standstill)
     election = Election(index, candidates, most + own.spares, Times(own.silence_timeout))
     controller = Controller(membership, election, own.max_wait, own.grow_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)

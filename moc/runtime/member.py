@@ -264,7 +264,7 @@ class JobMember(Job):
         reached = False
         with self._news:
             while self._store[0] < generation and self._wanted <= generation:
-                self._say("here", generation=generation, parts=self.parts)
+                self._say("here", generation=generation, parts=self.parts, iteration=PROGRESS.iteration)
                 if not reached:
                     reached = True
                     reach("meeting")

@@ -49,6 +49,7 @@ from moc.runtime.orders import (
     Worker,
 )
 from moc.runtime.seating import Seating
+from moc.runtime.standstill import MAX_STANDSTILL, Standstill
 from moc.runtime.stop_report import STOPS
 
 MAX_SUSPICIONS = 10
@@ -64,6 +65,7 @@ class Membership:
         per_node: workers per node.
         max_restarts: workers lost by signals that are replaced before the job gives up.
         least_nodes: minimum number of nodes; 0 to wait for all.
+        max_standstill: generations in a row that may lose a worker at one iteration before the job gives up.
         generation: number of the current generation.
         running: all workers of the generation have reported, and were ordered to go.
         restarts: workers lost by signals until now.
@@ -80,6 +82,7 @@ class Membership:
     per_node: int
     max_restarts: int
     least_nodes: int = 0
+    max_standstill: int = MAX_STANDSTILL
     generation: int = 0
     running: bool = False
     restarts: int = 0
@@ -98,6 +101,7 @@ class Membership:
         self.seating = Seating(self.places, self.per_node, self.crew)
         self.growth = Growth(self.seating)
         self._broken = BrokenDevices(self.per_node)
+        self._standstill = Standstill()
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -131,6 +135,7 @@ class Membership:
             "growing": self.growth.under_way,
             "refused": sorted(self.seating.refused),
             "broken": dict(self._broken.ended),
+            "standstill": [self._standstill.iteration, list(self._standstill.devices)],
             "stayed": sorted(self._stayed),
             "parts": self.seating.parts,
             "helpers": list(self.seating.helpers),
@@ -148,6 +153,8 @@ class Membership:
         self._stayed = set(state["stayed"])
         self.growth.under_way, self.growth.waited = state["growing"], state["waited"]
         self.seating.refused, self._broken.ended = set(state["refused"]), dict(state["broken"])
+        iteration, devices = state["standstill"]
+        self._standstill = Standstill(iteration, tuple((node, device) for node, device in devices))
         self.seating.parts, self.seating.helpers = state["parts"], tuple(state["helpers"])
         self.end = End(**state["end"]) if state["end"] else None
 
@@ -252,7 +259,13 @@ class Membership:
         )
 
     def ended(
-        self, name: str, code: int, why: str = "", gives_back: str | None = None, broken: str = ""
+        self,
+        name: str,
+        code: int,
+        why: str = "",
+        gives_back: str | None = None,
+        broken: str = "",
+        iteration: int | None = None,
     ) -> list[Order]:
         """Handles the exit of a worker.
 
@@ -262,6 +275,7 @@ class Membership:
             why: reason, if its node killed it.
             gives_back: path of the run's memory, if the worker has released it.
             broken: code of the error that ended it, such as device-broken.
+            iteration: newest iteration that it has reported, if any.
         """
         if name in self.guests:
             return self.growth.guest_ended(name, code)
@@ -301,7 +315,21 @@ class Membership:
             )
         if broken and self._broken.wears_out(worker):
             return self._give_up(worker, how)
+        if self._stands_still(worker, iteration):
+            return self._over(
+                128 - code,
+                f"{how}, and {len(self._standstill.devices) - 1} generations before lost a worker after iteration "
+                f"{self._standstill.iteration}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
+                "--max-standstill",
+                code="progress-missing",
+            )
         return self._next_generation(Why(broken or Cause.WORKER_LOST, how))
+
+    def _stands_still(self, worker: Worker, iteration: int | None) -> bool:
+        """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
+        if self.running or worker.born == self.generation:
+            self._standstill = self._standstill.after_loss(worker.node, self._broken.number_of(worker), iteration)
+        return self._standstill.iteration >= 0 and len(self._standstill.devices) > self.max_standstill
 
     def _ends_with(self, worker: Worker, number: int) -> int | None:
         """Returns the job's exit code if a worker killed by a signal is not replaced; otherwise None.
@@ -339,10 +367,18 @@ class Membership:
             worker.built, worker.stays = True, stays
         return []
 
-    def here(self, name: str, generation: int, parts: int = 1) -> list[Order]:
-        """Handles a worker that waits for the others in a generation; a copy of its model takes ``parts`` nodes."""
+    def here(self, name: str, generation: int, parts: int = 1, iteration: int | None = None) -> list[Order]:
+        """Handles a worker that waits for the others in a generation.
+
+        Args:
+            name: name of the worker.
+            generation: the generation.
+            parts: nodes that a copy of its model takes.
+            iteration: iteration that it has completed, or resumed from; None if none.
+        """
         if name not in self.workers or self.end:
             return []
+        self._standstill = self._standstill.after_report(iteration)
         if parts != self.seating.parts:
             self.seating.parts = parts
             if len(self.places.members) % parts:

@@ -3,7 +3,8 @@
 A program may define or import these at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
-  launcher calls it in its own process before it starts any worker, so it must not import torch.
+  launcher calls it in its own process before it starts any worker, so it must not import torch.  It may return the
+  directory of the job's snapshots, which another job must not be using.
 * ``warm_up()``: imports the modules that workers need, for a process that forks them.
 """
 
@@ -18,32 +19,44 @@ from pathlib import Path
 from moc.runtime import script_check
 from moc.runtime.flags import Flags
 from moc.runtime.loading import load, place_of
+from moc.store.fence import refuse_owned
 
 CHECK = "check_arguments"
+_EXIT_S = 5.0
+"""Time for another job in the same directory to exit; its workers may still be ending."""
 
 
 def check_arguments(flags: Flags) -> None:
-    """Calls the program's ``check_arguments()``, if it has one.
+    """Calls the program's ``check_arguments()``, if it has one, and refuses a snapshot directory in use.
 
     Raises:
         SystemExit: the program refuses its arguments, or has printed the requested output.
+        TakenError: another job is using the directory of the job's snapshots.
     """
+    directory = _checked(flags)
+    # other nodes of the same job may already train, and own the directory
+    if isinstance(directory, str) and "://" not in directory and not flags.has_other_nodes:
+        with contextlib.suppress(OSError):  # the workers report it
+            refuse_owned(Path(directory), _EXIT_S)
+
+
+def _checked(flags: Flags) -> object:
+    """Returns the result of the program's ``check_arguments()``; None without one."""
     script, *arguments = flags.command
     try:
         source = Path(script).read_text(encoding="utf-8")
         offers = offers_function(source, CHECK)
     except (OSError, ValueError, SyntaxError):
-        return  # unreadable, or no valid Python program
+        return None  # unreadable, or no valid Python program
     if not offers:
-        if script_check.is_of_megatron(source):
-            script_check.check_words(script, arguments, flags.workers)
-        return
+        is_of_megatron = script_check.is_of_megatron(source)
+        return script_check.check_words(script, arguments, flags.workers, flags.nnodes) if is_of_megatron else None
     with _as_main(script, arguments):
         try:
             check = load(script, "__check_arguments__")[CHECK]
         except ImportError:
-            return  # the workers report a missing library
-        check(arguments, flags.least_nodes, flags.nnodes, flags.nproc_per_node)
+            return None  # the workers report a missing library
+        return check(arguments, flags.least_nodes, flags.nnodes, flags.nproc_per_node)
 
 
 def is_guarded(source: str) -> bool:

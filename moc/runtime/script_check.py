@@ -1,4 +1,4 @@
-"""Checks the flags of a Megatron-LM script before workers run it: words in the launcher, values in a child process."""
+"""Checks the flags of a Megatron-LM script before workers run it: in the launcher, then in a child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moc.runtime.children import die_with_parent
 from moc.runtime.loading import load
 
 _WORDS = "megatron.pretraining.entry.words"
-"""Module that checks the words of a command line without importing the entry point."""
+"""Module that checks words, values and paths of a command line without importing the entry point."""
 REFUSED = 2
 """Exit code of a program that refuses its flags."""
 
@@ -35,12 +35,19 @@ def is_of_megatron(source: str) -> bool:
     return os.environ.get(hook.VARIABLE) != "1" and imports.search(source) is not None
 
 
-def check_words(script: str, arguments: list[str], size: int) -> None:
-    """Exits if the script lacks an option, or after printing the help or the configuration; for a launcher.
+def check_words(script: str, arguments: list[str], size: int, nodes: int) -> str | None:
+    """Exits if an option or its value is wrong, or after printing the help or the configuration; for a launcher.
 
-    It has the arguments of :func:`refusal`.
+    Args:
+        script: path of the script.
+        arguments: its command line.
+        size: number of workers of the job.
+        nodes: number of nodes of the job.
+
+    Returns:
+        The directory or URL of the job's snapshots; None if there is none, or if it is not known.
     """
-    importlib.import_module(_WORDS).check_arguments(script, arguments, size)
+    return importlib.import_module(_WORDS).check_arguments(script, arguments, size, nodes)
 
 
 def refusal(script: str, arguments: list[str], size: int) -> str | None:

@@ -61,6 +61,7 @@ def main(script: str, arguments: list[str]) -> None:
     if refusal is not None:
         os.write(tell, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
         return
+    hook.import_lazy_modules()  # a second that a refusal need not wait for
     forks = not has_touched_cuda()
     if not forks:
         print_lines(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")

@@ -49,6 +49,7 @@ def job_shape(config: FlagGroups) -> JobShape:
         num_experts=config.moe.num_experts or 0,
         drops=config.moe.drops_tokens,
         elastic=config.elastic.elastic,
+        offloads=config.regularization.optimizer_cpu_offload,
     )
 
 

@@ -24,6 +24,7 @@ FLAGS = dict(
     node_rank=0,
     endpoints=("127.0.0.1:0",),
     max_restarts=1,
+    max_standstill=3,
 )
 
 
