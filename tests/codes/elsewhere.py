@@ -28,10 +28,12 @@ TESTS = {
     "replay-failed": "unit/pretraining/convert/test_window.py",
     "replay-not-identical": "integration/test_repeats.py",
     "replicas-differ": "integration/test_alike.py",
+    "save-of-another-run": "reports/test_runs.py",
     "samples-too-few": "integration/test_data_order.py",
     "state-partly-lost": "unit/runtime/test_membership.py",
     "storage-slow": "unit/session/test_storage_health.py",
     "storage-unwritable": "integration/test_atomic_save.py",
+    "tracker-missing": "reports/test_runs.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",
 }
 """By code, the test that raises the error: by a job with faults, by a program's main, or by the function alone."""

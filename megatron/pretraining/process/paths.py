@@ -6,6 +6,7 @@ The launcher checks them before it forks workers, and changes nothing. The first
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.process.nodes import workers_of_job
 from moc.snapshot.background import within
+from moc.store.errors import NO_ROOM
 
 if TYPE_CHECKING:
     from moc.runtime.job import Job
@@ -144,4 +146,11 @@ def _problem(directory: Path) -> str | None:
     except FileExistsError:
         return f"{directory} is no directory"
     except OSError as error:
+        if error.errno in NO_ROOM and _holds_run(directory):
+            return None  # its saves are repeated, and first remove unpublished files
         return error.strerror or str(error)
+
+
+def _holds_run(directory: Path) -> bool:
+    """Returns whether a run has written checkpoints, snapshots or events into a directory."""
+    return any(re.match(r"\.?iter_|\.run\.json|events\.jsonl", name) for name in os.listdir(directory))
