@@ -58,8 +58,8 @@ class Lineage:
 
     Attributes:
         run: name of the run, which all its launches inherit; empty in checkpoints of earlier releases.
-        origin: flags by which its command begins elsewhere (:mod:`megatron.pretraining.checkpoint.lineage`); empty if
-            it continues its own directory, or begins with new weights.
+        origin: flags of a beginning in another directory (:mod:`megatron.pretraining.checkpoint.lineage`); empty if
+            its command continues its own directory, or begins with new weights.
     """
 
     run: str = ""
@@ -223,7 +223,7 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
 
 
 def give_up(root: str | Path, iteration: int, fence: Fence) -> None:
-    """Removes the staging directory of a failed save, as far as the file system permits."""
+    """Removes the staging directory of a failed save, unless the file system fails."""
     with contextlib.suppress(OSError):
         Tree(root).remove(staging_of(root, iteration, _tag(fence)).name)
 

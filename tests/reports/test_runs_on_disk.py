@@ -93,7 +93,9 @@ def test_leftovers_of_a_killed_save_fill_the_disk(snapshots, tmp_path):
 def test_disk_is_full_at_the_start_of_a_launch(snapshots, tmp_path):
     """Saves fail, and training does not; the exit code reports that the last state is not saved."""
     with mounted(tmp_path / "disk", "24m") as disk:
-        flags = f"--use-distributed-optimizer --log-dir {tmp_path}/log --save {disk}/B --load {disk}/B"
+        flags = (
+            f"--use-distributed-optimizer --log-dir {tmp_path}/log --save {disk}/B --load {disk}/B --save-interval 2"
+        )
         if snapshots:
             flags += " --ckpt-policy full --snapshot-interval 2"
         assert run(tmp_path, USER_SCRIPT, 1, f"{flags} --exit-interval 4").code == 0
@@ -126,6 +128,7 @@ def test_save_in_progress_of_a_live_launch_stays(tmp_path):
             dense_files.start(disk, 6, Fence(disk, Claim("new"), patience=0.1))
         assert staging.is_dir() and (staging / "__0_0.distcp").stat().st_size
         assert fence.lives(disk) is not None
+        del other  # its lock file is on the disk
 
 
 @pytest.mark.parametrize("leftover", [True, False])
@@ -133,12 +136,14 @@ def test_snapshots_start_on_a_full_disk(leftover, tmp_path):
     with mounted(tmp_path / "disk", "512k") as disk:
         store = Store(LocalPlace(disk / "C", claim=Claim("job", (0, 1), "0123456789abcdef")))
         saved(store, 2)
-        del store
         part = disk / "C/iter_0000004/rank_00000.safetensors" if leftover else disk / "filler"
         part.parent.mkdir(exist_ok=True)
         fill(part)
-        Store(LocalPlace(disk / "C", claim=Claim("job", (0, 2), "0123456789abcdef"))).take()
+        store = Store(LocalPlace(disk / "C", claim=Claim("job", (0, 2), "0123456789abcdef")))
+        store.take()
         assert part.exists() is not leftover and (disk / "C/iter_0000002").is_dir()
+        del store
+        fence._newest.clear()  # lock files on the disk
 
 
 def test_another_run_saves_an_iteration_meanwhile(tmp_path):

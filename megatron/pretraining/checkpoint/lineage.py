@@ -1,10 +1,12 @@
-"""Decides which checkpoint a start continues from, and whether its saves would replace those of another run.
+"""Decides which checkpoint a start continues, and refuses saves that could replace checkpoints of another run.
 
-A checkpoint in ``--save`` is the command's own if this launch has saved it, if its run is that of the snapshots, or if
-the command that saved it began at the same *origin*: the same ``--load`` elsewhere, with the same flags.  A start
-continues from its own newest checkpoint, and else as Megatron-LM does.  It is refused if its saves could replace a
-checkpoint that it does not continue.  The tracker file names the newest checkpoint, as in Megatron-LM.  If a kill kept
-the publication of a newer checkpoint of this program from the tracker file, the newer one counts.
+A checkpoint in ``--save`` is the command's own if this launch has saved it, if it belongs to the run of the snapshots,
+or if the command that saved it began at the same *origin*: the same ``--load`` elsewhere, with the same flags.  A start
+continues its own newest checkpoint.  Without one it loads the checkpoint of its flags, as Megatron-LM does.  It is
+refused if its saves could replace a checkpoint that it does not continue.
+
+The tracker file names the newest checkpoint, as in Megatron-LM.  If a kill kept it from naming a newer checkpoint of
+this program, the newer one counts.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Directory:
 
     @property
     def committed(self) -> list[Published]:
-        """Complete checkpoints, without those of a save by Megatron-LM that a kill kept from the tracker file."""
+        """Complete checkpoints, without an interrupted save of Megatron-LM, which the tracker file does not name."""
         return [one for one in self.complete if one.lineage or not self._is_newer(one)]
 
     @property
@@ -99,7 +101,7 @@ class Command:
 
     @property
     def origin(self) -> str:
-        """Flags by which the command begins elsewhere; empty if its own checkpoints follow from ``--load``."""
+        """Flags of a beginning in another directory; empty if its own checkpoints follow from ``--load``."""
         if self.is_in_place and not (self.ckpt_step or self.no_load_optim):
             return ""
         words = [f"--load {self.load.path}"] if self.load is not None else []
@@ -174,7 +176,7 @@ def choose(command: Command) -> Choice:
 
 
 def newest(command: Command) -> int | None:
-    """Returns the iteration to which a run with snapshots may return; None if there is none.
+    """Returns the iteration of the checkpoint that a run with snapshots may resume from; None if there is none.
 
     A run that saves elsewhere begins at ``--load``, and does not return there, even if it has a newer checkpoint.
 
@@ -192,7 +194,7 @@ def newest(command: Command) -> int | None:
 
 
 def _refuse_unknown(directory: Directory | None, command: Command) -> None:
-    """Refuses an invalid tracker file; and none with checkpoints of another program, any of which may be incomplete."""
+    """Refuses an invalid tracker file, and a missing one: checkpoints of another program may be incomplete."""
     if directory is None or command.ckpt_step:
         return
     if directory.problem:

@@ -64,7 +64,7 @@ class StockCheckpoints(Saves):
     def check(self, iteration: int, run: str) -> None:
         """See :class:`Saves`."""
         self.run = run or self.run
-        look = functools.partial(lineage.check_saves, self._command(), iteration)
+        look = lambda: lineage.check_saves(self._command(), iteration)  # noqa: E731
         run_on_rank0(look, "cannot look for checkpoints")
 
     def lineage(self) -> dense_files.Lineage:
