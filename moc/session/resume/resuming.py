@@ -76,7 +76,7 @@ def resume(
     if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
-    if mine is None:
+    if not left.again:
         elsewhere.check(start.position.iteration, run)
     if parts.tokens is not None and not loaded:
         parts.tokens.starts_at(start.position.iteration)
