@@ -15,7 +15,7 @@ from moc.store.errors import CheckpointError
 from tests.unit.store.test_dense_files import Killed, die_at
 
 ORIGINS = {"a": "--load {}/A", "f": "--load {}/A --finetune", "p": "--pretrained-checkpoint {}/P"}
-ORIGINS |= {"2": "--load {}/A --ckpt-step 2", "n": "--load {}/B --no-load-optim"}
+ORIGINS |= {"k": "--load {}/A --ckpt-step 2", "n": "--load {}/B --no-load-optim"}
 """By letter, the origin of a checkpoint."""
 
 # A directory is a list of checkpoints and its tracker file.  4: of this program; 4a, 4f, ...: of a run of that origin;
@@ -72,7 +72,7 @@ SCENARIOS = [
     ("B: 2 4d @4", "--load B --save B --ckpt-step 2", "B 2"),
     ("B: 2 @4", "--load B --save B --ckpt-step 4", "checkpoint-missing"),
     ("A: 2 4 @4; B: 6a @6", "--load A --save B --ckpt-step 2", "save-of-another-run"),
-    ("A: 2 4 @4; B: 42 @4", "--load A --save B --ckpt-step 2", "B 4 own"),
+    ("A: 2 4 @4; B: 4k @4", "--load A --save B --ckpt-step 2", "B 4 own"),
     ("B: 2 4 6j @6", "--load B --save B --ckpt-step 2", "B 6 own"),
     # --finetune, --no-load-optim, --pretrained-checkpoint, release
     ("A: 4 @4", "--load A --save B --finetune", "A 4 weights"),
@@ -118,7 +118,7 @@ def _make(root, words):
     """Writes a directory of checkpoints: small files, in the order that their times show."""
     root.mkdir()
     trackers = [word for word in words if word.startswith("@")]
-    for number, kind in (re.fullmatch(r"(\d)(\w?)", word).groups() for word in words if word not in trackers):
+    for number, kind in re.findall(r"(?<!\S)(\d+)([a-z]?)(?!\S)", " ".join(words)):
         directory = dense_files.directory_of(root, int(number))
         if kind in "hsd" and kind:
             directory.mkdir()
@@ -159,11 +159,18 @@ def _command(root, flags, run=""):
     for flag in ("--finetune", "--no-load-optim", "--exit-on-missing-checkpoint"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args(flags.split())
-    directories = map(lineage.Directory.at, (args.load, args.save, args.pretrained_checkpoint))
-    rest = args.ckpt_step, args.finetune, args.no_load_optim, args.exit_on_missing_checkpoint
-    return args.snapshots, lineage.Command(
-        *directories, *rest, job="launch", run=run or ("run" if args.snapshots else "")
+    command = lineage.Command(
+        load=lineage.Directory.at(args.load),
+        save=lineage.Directory.at(args.save),
+        pretrained=lineage.Directory.at(args.pretrained_checkpoint),
+        ckpt_step=args.ckpt_step,
+        finetune=args.finetune,
+        no_load_optim=args.no_load_optim,
+        exit_on_missing=args.exit_on_missing_checkpoint,
+        job="launch",
+        run=run or ("run" if args.snapshots else ""),
     )
+    return args.snapshots, command
 
 
 def _outcome(root, flags):

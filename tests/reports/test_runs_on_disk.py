@@ -56,7 +56,7 @@ def test_finetuning_and_lost_tracker_file(finetune, tmp_path):
     if finetune:
         assert run(tmp_path, USER_SCRIPT, 1, f"{command} --exit-interval 6", log="tuned").code == 0
     root = tmp_path / ("B" if finetune else "A")
-    before, newest = manifests(root), dense_files.latest_iteration(root)
+    before, newest = manifests(root), dense_files.latest_iteration(root) or 0
     (root / dense_files.TRACKER).unlink()
     again = run(tmp_path, USER_SCRIPT, 1, f"{command} --seed 99", log="again")
     assert again.code == 0 and min(again.losses) == newest + 1, again.output[-3000:]

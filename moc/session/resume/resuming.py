@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
@@ -52,9 +53,11 @@ def resume(
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
-    if only is not None and run_on_rank0(lambda: has_gone_back(parts.tiers, only), "cannot look for snapshots"):
-        log.message(f"an earlier launch has gone back to iteration {only}: the run continues from its newest snapshot")
-        only = None
+    if only is not None:
+        look = functools.partial(has_gone_back, parts.tiers, only)
+        if run_on_rank0(look, "cannot look for snapshots"):
+            log.message(f"an earlier launch went back to iteration {only}: the run continues from its newest snapshot")
+            only = None
     loader = SnapshotLoader(engine, parts, remains, log, only)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
