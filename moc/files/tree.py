@@ -37,7 +37,7 @@ _ROUNDS = 100  # of emptying a directory while other processes write into it
 _HUB = re.compile(r"(models|datasets|spaces)--.+")  # directory of a repository in the cache of the Hugging Face hub
 _OURS = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
-    r"|\.(fence|run\.json|lock)(\.[\w.-]*)?"
+    r"|\.(fence|run\.json|lock|spare)(\.[\w.-]*)?"
     r"|\.[\w.-]+\.tmp(\.given-up)?"
 )
 

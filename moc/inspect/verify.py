@@ -190,7 +190,7 @@ def tracker_problem(root: Path) -> str | None:
         return f"{dense_files.TRACKER}: does not hold an iteration"
     if tracked is None:
         written = any(format_of(dense_files.directory_of(root, iteration)) == DENSE for iteration in saved)
-        return f"{dense_files.TRACKER}: is missing, so --load finds nothing" if written else None
+        return f"{dense_files.TRACKER}: is missing, so Megatron-LM loads nothing" if written else None
     if tracked not in saved:
         return f"{dense_files.TRACKER}: names iteration {tracked}, which is not there"
     return None

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from moc.files import tree
@@ -17,6 +17,9 @@ from moc.store.errors import NO_ROOM
 from moc.store.fence import Fence
 from moc.store.slots import DIRECTORY, free_slot
 from moc.store.spare import NAME, SpareRoom
+
+_OWNERSHIP, _SPARE = 1 << 14, 1 << 15
+"""Bytes for the ownership files, and of the reserve for them."""
 
 
 class Storage(ABC):
@@ -96,10 +99,11 @@ class Storage(ABC):
         return f"{self.name}/{path}"
 
     @abstractmethod
-    def lock(self) -> None:
+    def lock(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Takes the location for its claim; without one, for the lifetime of this process.
 
         An older term of the same launch loses the location immediately, in any state; another launch keeps it.
+        ``make_room`` removes unpublished files, if the file system is too full to take it.
 
         Raises:
             TakenError: another launch, or a newer term, owns the location.
@@ -208,11 +212,23 @@ class LocalPlace(Storage):
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
-    def lock(self) -> None:
-        """See :class:`Storage`; forked children do not inherit the lock."""
+    def lock(self, make_room: Callable[[], None] = lambda: None) -> None:
+        """See :class:`Storage`; forked children do not inherit the lock.
+
+        A job keeps room for the files of its next generation or launch, since the file system may be full then.
+        """
+
+        def make_all_room() -> None:
+            self.spare.spend(_OWNERSHIP)
+            if not self._in_memory:  # there, a recovery may need parts that nothing has published
+                make_room()
+
         self._fence = self._fence or Fence(self.root, Claim.of_process(), self._patience)
-        self._fence.take()
+        self._fence.take(make_all_room)
         self.taken = True
+        if self.claim is not None and self.claim.run and not self._in_memory:
+            with contextlib.suppress(OSError):
+                self.spare.fill(_SPARE)
 
     def check_owner(self) -> None:
         """See :class:`Storage`."""
@@ -221,7 +237,7 @@ class LocalPlace(Storage):
 
     @property
     def spare(self) -> SpareRoom:
-        """Reserve of a memory location for small files when the file system is full."""
+        """Reserve for small files when the file system is full."""
         return SpareRoom(self.root / NAME)
 
     def _write_in_memory(self, path: str, parts: list, final: bool) -> None:

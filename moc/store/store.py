@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from moc.errors import cause_of
@@ -68,6 +68,11 @@ def is_by_rank(file: str) -> bool:
     return _RANK.fullmatch(file) is not None
 
 
+def _is_unpublished(names: Collection[str]) -> bool:
+    """Returns whether a checkpoint with these files was never published, or is being removed."""
+    return _REMOVED in names or not any(name.startswith(manifests.NAME) for name in names)
+
+
 class Store:
     """The checkpoints in a storage location.
 
@@ -96,7 +101,7 @@ class Store:
             return
         with self._taking:
             if not self.place.taken:
-                self.place.lock()
+                self.place.lock(self._make_room)
                 self._before = set(self._directories())
 
     def iterations(self) -> list[int]:
@@ -252,7 +257,7 @@ class Store:
         """Like :meth:`clear_unpublished`, for one iteration whose save failed."""
         directory = directory_of(iteration)
         names = self.place.names(directory)
-        if _REMOVED in names or not any(name.startswith(manifests.NAME) for name in names):
+        if _is_unpublished(names):
             self.remove(iteration)
         elif hidden := [name for name in names if name.startswith(".")]:
             self._check()
@@ -308,6 +313,12 @@ class Store:
     def _check(self) -> None:
         self.take()
         self.place.check_owner()
+
+    def _make_room(self) -> None:
+        """Removes the checkpoints that nothing has published, before the location is taken."""
+        for directory in map(directory_of, self._directories()):
+            if _is_unpublished(self.place.names(directory)):
+                self.place.remove(directory)
 
     def _reported(self, iteration: int, rank: int, names: Iterable[str]) -> RankReport:
         claim, word = self.place.claim, f".rank_{rank:05d}."

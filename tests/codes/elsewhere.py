@@ -30,11 +30,13 @@ TESTS = {
     "replay-not-identical": "integration/test_repeats.py",
     "replicas-differ": "integration/test_alike.py",
     "result-depends-on-layout": "reports/test_corrections.py",
+    "save-of-another-run": "reports/test_runs.py",
     "samples-too-few": "integration/test_data_order.py",
     "state-partly-lost": "unit/runtime/test_membership.py",
     "storage-slow": "unit/session/test_storage_health.py",
     "storage-unwritable": "integration/test_atomic_save.py",
     "vocabulary-padding-differs": "reports/test_corrections.py",
+    "tracker-missing": "reports/test_runs.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",
 }
 """By code, the test that raises the error: by a job with faults, by a program's main, or by the function alone."""
