@@ -28,12 +28,13 @@ from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import identity, index_cache
-from megatron.pretraining.data.identity import DataIdentity, PairChecker, Source
+from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
-from moc.errors import cause_of
+from moc.errors import cause_of, with_code
+from moc.runtime.agreement import first_reported
 from moc.runtime.children import serve_host
 
 SPLITS = ("train", "valid", "test")
@@ -155,7 +156,7 @@ def build_datasets(
 
     Raises:
         ConfigError: a dataset cannot be read from any position.
-        DataError: data files are damaged, or unsuitable for this run.
+        DataError: on all workers: data files of one are damaged, or unsuitable for this run.
     """
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
     distributed = getattr(provider, "is_distributed", False)
@@ -169,8 +170,8 @@ def build_datasets(
     seed_by_sample()
     index_cache.read_plainly()
     index_cache.build_by_contents()
-    if reads:
-        check_files(accepts_changes, say)
+    if problem := first_reported(_problem_of_files(accepts_changes, say) if reads else None):
+        raise DataError(problem)
     by_stage = []
     for stage in range(chunks):
         one: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
@@ -183,24 +184,24 @@ def build_datasets(
     return of_split
 
 
-def check_files(accepts_changes: bool, say: Callable[[str], None]) -> None:
-    """Checks the pairs of files that Megatron-LM's flags name; datasets of other kinds and places are left out.
-
-    Raises:
-        DataError: as :func:`build_datasets`.
-    """
+def _problem_of_files(accepts_changes: bool, say: Callable[[str], None]) -> str | None:
+    """Checks the pairs of files that Megatron-LM's flags name; datasets of other kinds and places are left out."""
     args = get_args()
     with refused_by_megatron():
         blend, by_split = get_blend_and_blend_per_split(args)
     blends = filter(None, [blend, *(by_split or ())])
     prefixes = filter(identity.is_local_pair, dict.fromkeys(prefix for of_blend, _ in blends for prefix in of_blend))
     checker = PairChecker(_tokenizer(), (args.vocab_size, args.padded_vocab_size))
-    with ThreadPoolExecutor(_READERS) as pool:
-        for problems in pool.map(checker.problems, prefixes):
-            for problem in problems:
-                if not accepts_changes:
-                    raise problem
-                say(f"WARNING: {cause_of(problem)}")
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            problems = [problem for found in pool.map(checker.problems, prefixes) for problem in found]
+    except DataError as error:
+        return with_code(error)
+    if problems and not accepts_changes:
+        return with_code(problems[0])
+    for problem in problems:
+        say(f"WARNING: {cause_of(with_code(problem))}")
+    return None
 
 
 def data_identity(datasets: Mapping[str, Sequence[Any]]) -> DataIdentity | None:
