@@ -238,7 +238,7 @@ def listed(phrases: Sequence[str]) -> str:
 
 
 def difference(first: DataIdentity, other: DataIdentity) -> str:
-    """Describes the first difference between the data of two workers, of which the digests differ; pure."""
+    """Describes the first difference between the data of two workers with different digests; pure."""
     for one, two in zip(first.sources, other.sources, strict=False):
         if one.fingerprint != two.fingerprint:
             return f"{two.prefix} of the {two.split} split is another file than {one.prefix}"

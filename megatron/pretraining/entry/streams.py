@@ -152,7 +152,7 @@ def build_datasets(
         provider: Megatron-LM's provider of datasets.
         chunks: number of model chunks.
         accepts_changes: whether data with other contents than recorded are only reported.
-        say: reports a warning.
+        say: function that prints a warning.
 
     Raises:
         ConfigError: a dataset cannot be read from any position.
