@@ -26,6 +26,8 @@ from moc.store.fence import Fence
 from moc.store.manifest import NAME as MANIFEST
 
 STATE = "training_state.json"
+DATA = "data.json"
+"""Identity of the training data, in checkpoints without ``training_state.json``."""
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
 OF_MEGATRON = "megatron-lm checkpoint 1"

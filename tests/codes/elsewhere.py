@@ -3,6 +3,9 @@
 TESTS = {
     "controller-without-majority": "unit/runtime/test_controller_link.py",
     "correction-unsupported": "unit/pretraining/test_corrections.py",
+    "data-changed": "reports/test_data_identity.py",
+    "data-differs-between-nodes": "reports/test_data_identity.py",
+    "data-of-other-tokenizer": "reports/test_data_identity.py",
     "device-broken": "unit/runtime/test_membership.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",
@@ -37,6 +40,7 @@ TESTS = {
     "storage-unwritable": "integration/test_atomic_save.py",
     "vocabulary-padding-differs": "reports/test_corrections.py",
     "tracker-missing": "reports/test_runs.py",
+    "token-id-out-of-range": "reports/test_data_identity.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",
 }
 """By code, the test that raises the error: by a job with faults, by a program's main, or by the function alone."""
