@@ -176,7 +176,7 @@ class StockCheckpoints(Saves):
             previous.check_flags(described(args), state["shape"], directory)
         else:
             self._check_layers(state["shape"], directory)
-        if not args.finetune:  # which begins another run, as a checkpoint of --pretrained-checkpoint does
+        if not args.finetune:
             contents.check_data(parts.config, parts.data, state, directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
         if args.finetune or position.iteration == 0:
