@@ -41,12 +41,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import host_group, sealed_objects
+from moc.runtime import host_group
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
 from moc.runtime.interruptible import CalledAway
 from moc.runtime.progress import PROGRESS
+from moc.runtime.sealed_objects import functions
 
 __all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 
@@ -64,7 +65,7 @@ class Groups:
         backend: default backend of a group, ``gloo`` or ``nccl``.
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
-        token: the job's secret, which authenticates pickled objects (:mod:`moc.runtime.sealed_objects`); or None.
+        token: the job's secret, which authenticates pickled objects (:func:`functions`); or None.
         collectives_only: descriptions of groups used only for collectives, in the same order on all members.  They
             connect at their first use, not at the beginning of a generation.
         unbatched: descriptions of groups whose members transfer to their neighbours outside of batches.
@@ -108,7 +109,7 @@ class Groups:
         PROGRESS.use(self._device)
         ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
         if self._token is not None:
-            ours |= sealed_objects.functions(self._token, self._where)
+            ours |= functions(self._token, self._where)
         self._replaced = {name: getattr(c10d, name) for name in ours}
         _replace(ours)
         world, host = self._groups_of_all()

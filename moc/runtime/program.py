@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moc.runtime import script_check
 from moc.runtime.flags import Flags
 from moc.runtime.loading import load, place_of
+from moc.runtime.script_check import check_words, is_of_megatron
 
 CHECK = "check_arguments"
 
@@ -35,8 +35,8 @@ def check_arguments(flags: Flags) -> None:
     except (OSError, ValueError, SyntaxError):
         return  # unreadable, or no valid Python program
     if not offers:
-        if script_check.is_of_megatron(source):
-            script_check.check_words(script, arguments, flags.workers)
+        if is_of_megatron(source):
+            check_words(script, arguments, flags.workers)
         return
     with _as_main(script, arguments):
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moc.runtime import device as compute_device
+from moc.runtime.device import synchronize
 from moc.runtime.group import Group
 
 
@@ -19,7 +19,7 @@ def settled(device: torch.device) -> None:
     Raises:
         Aborted: the generation of our groups is over, so results are undefined.
     """
-    compute_device.synchronize(device)
+    synchronize(device)
     check_generation()
 
 

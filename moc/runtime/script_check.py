@@ -13,8 +13,8 @@ import sys
 import time
 from typing import NoReturn
 
-from moc.runtime import hook
 from moc.runtime.children import die_with_parent
+from moc.runtime.hook import ENTRY, VARIABLE, WATCHED
 from moc.runtime.loading import load
 
 _WORDS = "megatron.pretraining.entry.words"
@@ -30,9 +30,9 @@ _checking = False
 
 def is_of_megatron(source: str) -> bool:
     """Returns whether a script imports ``megatron.training`` or the entry point, and the launcher allows that."""
-    modules = "|".join(re.escape(name) for name in (hook.WATCHED[-1], hook.ENTRY))
+    modules = "|".join(re.escape(name) for name in (WATCHED[-1], ENTRY))
     imports = re.compile(rf"^\s*(?:from|import)\s+(?:{modules})\b", re.MULTILINE)
-    return os.environ.get(hook.VARIABLE) != "1" and imports.search(source) is not None
+    return os.environ.get(VARIABLE) != "1" and imports.search(source) is not None
 
 
 def check_words(script: str, arguments: list[str], size: int) -> None:
@@ -54,7 +54,7 @@ def refusal(script: str, arguments: list[str], size: int) -> str | None:
     Returns:
         The script's error messages about its flags; None without errors, or if the entry point is not imported.
     """
-    if hook.ENTRY not in sys.modules:
+    if ENTRY not in sys.modules:
         return None
     sys.stdout.flush()
     received, sent = os.pipe()

@@ -34,11 +34,12 @@ from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
-from moc.runtime import environment, hook, script_check
+from moc.runtime import environment, hook
 from moc.runtime.children import belong, die_with_parent, reports
 from moc.runtime.exit_codes import FAILED
 from moc.runtime.loading import load, place_of
 from moc.runtime.program import is_guarded
+from moc.runtime.script_check import REFUSED, refusal as errors_of_flags
 from moc.runtime.stop_report import STOPS
 
 _DESCRIPTORS = 1 << 16
@@ -55,8 +56,8 @@ def main(script: str, arguments: list[str]) -> None:
     refusal, code = warm_up(script), FAILED
     if refusal is None:
         refusal, code = (
-            script_check.refusal(script, arguments, int(os.environ.get(environment.SIZE, "1"))),
-            script_check.REFUSED,
+            errors_of_flags(script, arguments, int(os.environ.get(environment.SIZE, "1"))),
+            REFUSED,
         )
     if refusal is not None:
         os.write(tell, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")

@@ -18,7 +18,8 @@ from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.releases import check_releases
-from moc.runtime import hook, script_check
+from moc.runtime import hook
+from moc.runtime.script_check import checked
 
 
 def pretrain(
@@ -42,7 +43,7 @@ def pretrain(
     Ends the process with a non-zero code if training does not end normally.
     """
     hook.note_use()
-    script_check.checked()
+    checked()
     with reported(Path(sys.argv[0]).name):
         _refuse(
             store=store,
