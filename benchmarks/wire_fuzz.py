@@ -41,7 +41,7 @@ from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
-from moc.runtime.exit_codes import SAVED
+from moc.runtime.termination import SAVED
 from moc.store.tiers import SOCKETS
 from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_wire import attack, between, stranger

@@ -18,7 +18,7 @@ from moc.errors import warning
 from moc.files import decode
 from moc.files.events import NAME
 from moc.files.tree import Tree, open_single
-from moc.runtime.lease import Lease
+from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
 

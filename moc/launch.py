@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from moc.runtime.stop_report import end_at_signals, exit_by, stop_sentence
+from moc.runtime.termination import end_at_signals, exit_by, stop_sentence
 
 if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "mocrun":  # before imports that take a second
     end_at_signals(lambda number: f"mocrun: {stop_sentence(number, 128 + number, None)}", exit_by)
@@ -27,17 +27,16 @@ from pathlib import Path
 import moc
 from moc.errors import UserError, with_code
 from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, hook, job_token
+from moc.runtime import child_processes, import_hook, job_token, progress
 from moc.runtime.addresses import address_of_interface
 from moc.runtime.agent import Agent, CannotStartError
+from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.controller_link import GaveUpError, LostError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.exit_codes import LOST
 from moc.runtime.flags import Flags, parse_nodes
-from moc.runtime.loading import MODULE, located
-from moc.runtime.program import check_arguments
-from moc.runtime.signals import Signals, StoppedError
-from moc.runtime.wire import WireError
+from moc.runtime.program import MODULE, check_arguments, located
+from moc.runtime.protocol import WireError
+from moc.runtime.termination import LOST
 
 _log = logging.getLogger("moc")
 
@@ -82,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
     add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
-    caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
+    caps = ",".join(f"{section}={seconds:g}" for section, seconds in progress.CAPS.items())
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
     add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node comes", type=float)
@@ -105,7 +104,7 @@ def parse(arguments: list[str]) -> Flags:
     parser = build_parser()
     own = parser.parse_args(arguments)
     if own.no_megatron:
-        os.environ[hook.VARIABLE] = "1"
+        os.environ[import_hook.VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
     program = located(own.script, own.module)
@@ -129,7 +128,7 @@ def parse(arguments: list[str]) -> Flags:
         max_restarts=own.max_restarts,
         log_dir=own.log_dir,
         silence_s=own.silence_timeout,
-        hang_caps=hangs.parse_caps(own.hang_timeout),
+        hang_caps=progress.parse_caps(own.hang_timeout),
         max_wait_s=own.max_wait,
         grow_wait_s=own.grow_wait,
         patience_s=own.patience,
@@ -196,7 +195,7 @@ def _mistakes(
             code="rendezvous-missing",
         )
     try:
-        hangs.parse_caps(own.hang_timeout)
+        progress.parse_caps(own.hang_timeout)
     except ValueError as error:
         yield UserError(
             f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as in --help",
@@ -337,7 +336,7 @@ async def _run_agent(
 async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Signals) -> None:
     """Runs the launcher of a spare on this machine; it ends when this process dies."""
     place = "--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)
-    spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
+    spare = await child_processes.start("moc.launch", *flags.own, *place, *flags.command)
 
     def pass_on(number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -350,9 +349,9 @@ async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Sig
 @escapes_output
 def main() -> int:
     """Runs the console script ``mocrun``; returns the exit code."""
-    is_spare = children.PARENT in os.environ
+    is_spare = child_processes.PARENT in os.environ
     if is_spare:
-        children.belong()
+        child_processes.belong()
     flags = parse(sys.argv[1:])
     if not is_spare:
         check_arguments(flags)

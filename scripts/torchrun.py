@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from moc.runtime.stop_report import end_at_signals, exit_by, received_stops, stop_sentence
+from moc.runtime.termination import end_at_signals, exit_by, received_stops, stop_sentence
 
 if __name__ == "__main__":  # before imports that take seconds
     end_at_signals(lambda number: f"torchrun: {stop_sentence(number, 128 + number, None)}", exit_by)

@@ -16,7 +16,7 @@ from megatron.pretraining.data.tokenizer import TokenizerError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
 from moc.errors import UserError, with_code
 from moc.output import print_lines
-from moc.runtime.agreement import first_line
+from moc.runtime.collectives import first_line
 from moc.runtime.groups import Aborted, Suspicion
 from moc.session.settings import SettingsError
 

@@ -23,7 +23,7 @@ from megatron.pretraining.setup import start
 from moc.errors import cause_of, codes_in, warning, with_code
 from moc.faults import reach
 from moc.output import print_lines
-from moc.runtime.member import join_job
+from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint

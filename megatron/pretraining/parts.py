@@ -30,8 +30,7 @@ from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.job import Interruption, Job
-from moc.runtime.world import World
+from moc.runtime.job import Interruption, Job, World
 from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session

@@ -30,7 +30,7 @@ from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from megatron.pretraining.session import settings_of
 from moc.faults import reach
-from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
+from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
 from moc.runtime.environment import fewest_nodes
 from moc.session.session import Session
 from moc.session.tiers import LOOKING_S

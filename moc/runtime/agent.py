@@ -16,20 +16,18 @@ from pathlib import Path
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections as wire
-from moc.runtime import children, environment
+from moc.runtime import child_processes, environment
 from moc.runtime.addresses import name_of_interface
+from moc.runtime.clocks import Lease, RunningClock
 from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
 from moc.runtime.election import BEGIN_S, Times
-from moc.runtime.exit_codes import FROM_WHERE, SAVED
 from moc.runtime.flags import Flags
-from moc.runtime.hangs import HangLimits
-from moc.runtime.lease import Lease
-from moc.runtime.message import Message
 from moc.runtime.orders import Worker
+from moc.runtime.progress import HangLimits
+from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import keep
-from moc.runtime.running_clock import RunningClock
 from moc.runtime.socket_directory import memory_of_program, socket_directory
-from moc.runtime.wire import WireError
+from moc.runtime.termination import FROM_WHERE, SAVED
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
 
@@ -204,8 +202,8 @@ class Agent:
         }
 
     async def _start_zygote(self) -> asyncio.subprocess.Process:
-        return await children.start_reporting(
-            "moc.runtime.zygote",
+        return await child_processes.start_reporting(
+            "moc.runtime.forkserver",
             *self._flags.command,
             stdin=subprocess.PIPE,
             env=environment.UNLESS_SET | os.environ | environment.SET | self._size(),
@@ -367,7 +365,7 @@ class Agent:
                     self._kill(worker, f"had been without a controller for {Times(silence_s).runs_s:g} s")
             for worker in list(self._workers.values()):
                 silent = self._clock.now - worker.heard
-                if worker.pid is not None and children.is_dying(worker.pid):
+                if worker.pid is not None and child_processes.is_dying(worker.pid):
                     self._wait_for_death(worker)
                 # building an index may hold the GIL for minutes
                 elif worker.built and silent > silence_s:

@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from moc.runtime.addresses import candidates, listening_socket, peer_of, reason_of, set_up, short, text_of
 from moc.runtime.connections import AGAIN_S, HANDSHAKE_SECONDS
-from moc.runtime.message import Message
-from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
+from moc.runtime.protocol import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, Message, PeerGoneError, WireError
 
 STRANGERS = 128
 """Most peers in the handshake at a time; the oldest is dropped to admit another."""

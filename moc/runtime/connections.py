@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from moc.runtime.addresses import candidates, reason_of, set_up, short
-from moc.runtime.message import Message
-from moc.runtime.wire import DEFAULT_BODY_LIMIT, Channel, PeerGoneError, WireError
+from moc.runtime.protocol import DEFAULT_BODY_LIMIT, Channel, Message, PeerGoneError, WireError
 
 HANDSHAKE_SECONDS = 5.0
 

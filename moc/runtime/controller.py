@@ -9,30 +9,136 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import logging
 import math
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from moc.errors import UserError, with_code
 from moc.output import Parser, escapes_output, log_to_stderr, refused
 from moc.runtime import async_connections as wire
-from moc.runtime.children import belong, reports
-from moc.runtime.control_state import ControlState, newest
+from moc.runtime.child_processes import belong, reports
+from moc.runtime.clocks import RunningClock
 from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.flags import parse_nodes
 from moc.runtime.job_token import token_from_environment
-from moc.runtime.meeting_store import MeetingStore
 from moc.runtime.membership import Membership, nodes
-from moc.runtime.message import Message
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome
-from moc.runtime.peers import Peer, process_has_died
-from moc.runtime.running_clock import RunningClock
-from moc.runtime.wire import WireError
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.rendezvous_store import MeetingStore
+
+
+@dataclass
+class ControlState:
+    """State of one controller; JSON-serializable by ``vars()``.
+
+    Attributes:
+        epoch: epoch of the controller that sent the state.
+        version: increases with every change within an epoch.
+        job: unique ID of this launch.
+        membership: from :meth:`moc.runtime.membership.Membership.state_dict`.
+        doors: by node (a string, for JSON), the listening address of its agent's process.
+    """
+
+    epoch: int
+    version: int
+    job: str
+    membership: dict = field(default_factory=dict)
+    doors: dict[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, epoch: int) -> ControlState:
+        """Returns the state of a new job."""
+        return cls(epoch, 0, secrets.token_hex(8))
+
+    @property
+    def seated(self) -> set[int]:
+        """Nodes that filled rank blocks and were not known to be lost."""
+        places = self.membership
+        return {node for place, node in places["places"] if place not in places["vacant"]}
+
+    def changes(self, membership: dict) -> bool:
+        """Updates the membership; returns whether it changed."""
+        if membership == self.membership:
+            return False
+        self.membership, self.version = membership, self.version + 1
+        return True
+
+
+def newest(states: Iterable[ControlState | None]) -> ControlState | None:
+    """Returns the newest of the agents' copies; None if no agent has one."""
+    there = (state for state in states if state is not None and state.membership)
+    return max(there, key=lambda state: (state.epoch, state.version), default=None)
+
+
+_PROBE_S = 1.0
+
+
+@dataclass(eq=False)
+class Peer:
+    """A connected agent."""
+
+    node: int
+    connection: wire.AsyncConnection
+    hello: dict  # header of its first message
+    workers: list[Worker]  # listed in that message
+    state: ControlState | None  # its copy of an earlier controller's state
+    heard: float  # time of its last message, by the controller's clock
+    epoch: int  # epoch that it has promised
+    asked: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
+    admitted: bool = False  # it belongs to the job; earlier messages are held
+    held: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
+    knows_end: bool = False  # it has acknowledged the end of the job
+    lost: bool = False  # it has itself reported its workers dead
+
+    @classmethod
+    def from_hello(cls, hello: dict, connection: wire.AsyncConnection, now: float) -> Peer:
+        """Parses an agent's hello; raises WireError if it is malformed."""
+        for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
+            hello[name]
+        try:
+            workers = [Worker(**worker) for worker in hello["workers"]]
+            state = None if hello["state"] is None else ControlState(**hello["state"])
+        except TypeError as error:
+            raise WireError(f"its hello cannot be decoded ({error})") from None
+        return cls(hello["node"], connection, hello, workers, state, now, hello["epoch"])
+
+    @property
+    def instance(self) -> str:
+        """Id of its process, which a restart changes."""
+        return self.hello["instance"]
+
+    @property
+    def called(self) -> str:
+        """Name of its process, for messages."""
+        return self.hello["called"]
+
+    @property
+    def door(self) -> str | None:
+        """Address at which its process listens while it lives."""
+        return self.hello["door"]
+
+
+async def process_has_died(door: str) -> bool:
+    """Returns whether a machine refuses connections to a process's address; without an answer, it may still live."""
+    host, _, port = door.rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
+
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
 """Seconds before the console first names missing nodes, and between repetitions."""

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from moc.errors import UserError, cause_of
 from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
+from moc.runtime.child_processes import StoppedError
+from moc.runtime.clocks import Lease, RunningClock
 from moc.runtime.election import Allegiance, Times, lease_end
-from moc.runtime.lease import Lease
-from moc.runtime.message import Message
-from moc.runtime.running_clock import RunningClock
-from moc.runtime.signals import StoppedError
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.protocol import Message, PeerGoneError, WireError
 
 _AGAIN_S = 0.1
 _LOOK_S = 2.0

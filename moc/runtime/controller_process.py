@@ -9,7 +9,7 @@ import socket
 import time
 
 from moc.errors import with_code
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.runtime.addresses import listening_socket, text_of
 from moc.runtime.controller import STEPS_DOWN
 from moc.runtime.controller_link import LostError
@@ -63,7 +63,7 @@ class ControllerProcess:
             port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
             self.endpoints[self._flags.node_rank] = f"{host}:{port}"
         flags, descriptor = self._flags, self._listener.fileno()
-        self._process = await children.start_reporting(
+        self._process = await child_processes.start_reporting(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
             *("--nnodes", f"{flags.least_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
             *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
@@ -102,6 +102,6 @@ class ControllerProcess:
         """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
         hangs_s = Times(self._flags.silence_s).hangs_s
-        why = await children.until_over(self._process, self._address, self._token, hangs_s / 2, hangs_s)
+        why = await child_processes.until_over(self._process, self._address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
         return None if code == 0 else "" if code == STEPS_DOWN else why

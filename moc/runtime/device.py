@@ -1,7 +1,11 @@
-"""Checks whether this worker's compute device still works.
+"""Waits for and checks this worker's compute device, and the values that collectives compute on it.
 
 A CUDA context fails in every call after its first failure: a device-side assert, an uncorrectable memory error, or the
 loss of a peer's memory.  Only another process gets a new context.
+
+After an abort, values are undefined (:mod:`moc.runtime.groups`).  Code that uses values on the host, or installs them in
+state that outlives the generation, calls :func:`settled` or :func:`on_host`.  Nothing else detects that the generation
+ended meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +13,9 @@ from __future__ import annotations
 import threading
 
 import torch
+import torch.distributed as dist
+
+from moc.runtime.process_group import Group
 
 PATIENCE_S = 60.0
 """Seconds to wait for enqueued work; kernels of aborted groups end immediately."""
@@ -70,3 +77,33 @@ def denies(error: Exception) -> bool:
 
 def _broken(error: Exception) -> BrokenDeviceError:
     return BrokenDeviceError(f"has a device that does not work any more ({str(error).strip().partition(chr(10))[0]})")
+
+
+def settled(device: torch.device) -> None:
+    """Waits until all work enqueued on this process's device is complete; checks that this process has not aborted it.
+
+    Raises:
+        Aborted: the generation of our groups is over, so results are undefined.
+    """
+    synchronize(device)
+    check_generation()
+
+
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """Copies values to host memory, which waits for the device; checks that this process has not aborted them.
+
+    Peers may have aborted them, unless all workers agree on the values later, as in a commit all-reduce.
+
+    Raises:
+        Aborted: the generation of our groups is over, so the values are undefined.
+    """
+    there = values.cpu()
+    check_generation()
+    return there
+
+
+def check_generation() -> None:
+    """Raises Aborted if this generation is over; on a GPU, results of collectives may then be undefined."""
+    world = dist.group.WORLD
+    if isinstance(world, Group):
+        world.live()

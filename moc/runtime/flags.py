@@ -22,7 +22,7 @@ class Flags:
     max_restarts: int  # lost workers that are replaced before the job gives up
     log_dir: Path | None  # for the workers' output; None to inherit this process's streams
     silence_s: float  # seconds of silence after which a worker or a node is lost
-    hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.hangs
+    hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.progress
     max_wait_s: float  # seconds to wait for missing nodes
     grow_wait_s: float  # seconds to wait for more nodes, once enough or new nodes have joined
     patience_s: float  # seconds for a lost controller to return, and for workers to exit

@@ -1,20 +1,28 @@
 """Opens, shuts down and frees the connections of a process's groups together, in one generation.
 
-gloo cannot always be interrupted.  While connecting, it waits for a dead peer.  A transfer interrupted in the middle of
-a message waits for its timeout.  Such calls run in a deputy thread that can be abandoned.  An abandoned thread ends at
-that timeout.
+**Interruption.**  gloo cannot always be interrupted.  While connecting, it waits for a dead peer.  A transfer interrupted
+in the middle of a message waits for its timeout.  Such calls run in a deputy thread that can be abandoned.  An abandoned
+thread ends at that timeout.
 
-Backends are built directly, not by ``init_process_group``.  So an aborted setup leaves no partial entries in torch's
-tables, whose counters would differ from the counters of a new process.
+**Setup.**  Backends are built directly, not by ``init_process_group``.  So an aborted setup leaves no partial entries in
+torch's tables, whose counters would differ from the counters of a new process.
+
+**Authentication.**  gloo's sockets accept any client that sends a small number.  So workers list their connections in the
+rendezvous store, which authenticates them.  A connection between two workers is listed from both ends.  A connection
+without the other end belongs to an unauthenticated peer, and is cut.  Once all workers are connected, the listening
+sockets accept no more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
+import socket
+import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,12 +32,108 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Store
 from torch.torch_version import TorchVersion
 
-from moc.runtime.abort import abort_nccl, open_sockets, shut_down
-from moc.runtime.interruptible import InterruptibleThread
-from moc.runtime.known_peers import meet
+from moc.runtime.abort import abort_nccl, open_sockets, shut_down, sockets_of
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend  # dist.Backend is a string
+    from torch._C._distributed_c10d import Backend
+
+
+class CalledAway(Exception):
+    """The caller was interrupted; the deputy's task, if it has begun, continues."""
+
+
+class InterruptibleThread:
+    """A thread for calls that block and cannot receive exceptions; after :meth:`leave`, it ends with its last task."""
+
+    def __init__(self):
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._started = self._left = False
+
+    def do(self, task: Callable):
+        """Runs a task in the deputy thread, and returns its result or raises its exception.
+
+        Raises:
+            CalledAway: :meth:`leave` was called; the task continues, and its result is lost.
+        """
+        answers: list[tuple] = []
+        with self._changed:
+            if self._left:
+                raise CalledAway
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._serve, name="deputy", daemon=True).start()
+            self._tasks.put((task, answers))
+            self._changed.wait_for(lambda: answers or self._left)
+            if not answers:
+                raise CalledAway
+            answer, error = answers.pop()
+        if error is not None:
+            raise error
+        return answer
+
+    def leave(self) -> None:
+        """Interrupts the caller of :meth:`do`; any thread may call it."""
+        with self._changed:
+            self._left = True
+            self._tasks.put(None)
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            task, answers = item
+            try:
+                answer = (task(), None)
+            except BaseException as error:  # re-raised by do()
+                answer = (None, error)
+            with self._changed:
+                answers.append(answer)
+                self._changed.notify_all()
+            del item, task, answers, answer  # not referenced until the next task
+
+
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER of asm-generic/socket.h
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # linux/filter.h: BPF_RET | BPF_K, 0 bytes of the packet
+
+
+def meet(store: Any, key: str, inodes: Iterable[int], wait_for_all: Callable[[], None]) -> int:
+    """Cuts connections whose other end is no worker of the job.  All workers of the rendezvous call it.
+
+    Args:
+        store: ``torch.distributed.Store`` of the rendezvous, not accessible to unauthenticated peers.
+        key: prefix of this rendezvous.
+        inodes: sockets created for it, from :func:`~moc.runtime.abort.open_sockets`.
+        wait_for_all: function that returns when all workers have called it.
+
+    Returns:
+        The number of connections with workers.
+    """
+    ends: dict[int, tuple[str, str]] = {}
+    for inode, sock in sockets_of(inodes):
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _take_nobody(sock)
+                continue
+            try:
+                here, there = (f"{host}:{port}" for host, port, *_ in (sock.getsockname(), sock.getpeername()))
+            except OSError:  # already disconnected
+                continue
+            ends[inode] = here, there
+    store.multi_set([f"{key}/{here}-{there}" for here, there in ends.values()], [""] * len(ends))
+    wait_for_all()
+    mirrored = {inode: f"{key}/{there}-{here}" for inode, (here, there) in ends.items()}
+    if not mirrored or store.check(list(mirrored.values())):
+        return len(mirrored)
+    strangers = [inode for inode, mirror in mirrored.items() if not store.check([mirror])]
+    shut_down(strangers)
+    return len(mirrored) - len(strangers)
+
+
+def _take_nobody(listener: socket.socket) -> None:
+    """Lets the kernel drop packets to a listening socket.  It stays open, because gloo ends the process if it fails."""
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """Timeout for connecting one group once all of its ranks have arrived; until then the group's own timeout applies."""
@@ -38,7 +142,7 @@ ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes much less than 1 s if CUDA
 
 
 class _Group(Protocol):
-    """Group that a generation connects: :class:`moc.runtime.group.Group`."""
+    """Group that a generation connects: :class:`moc.runtime.process_group.Group`."""
 
     ranks: list[int]
     backend: str

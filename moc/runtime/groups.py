@@ -16,9 +16,9 @@ of a generation and the beginning of the next, every use raises :class:`Aborted`
     groups.begin(store, generation=2)
 
 **Valid results.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued.  After an
-abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.results` synchronizes
+abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.device` synchronizes
 and checks.  Results up to then are valid once all peers have done so and confirmed it in host memory
-(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.agreement.settled_among`.
+(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.collectives.settled_among`.
 
 **Exceptions.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that was not aborted: a
 peer may be lost, which the controller must confirm.
@@ -29,6 +29,7 @@ treated as gloo's and shut down with them.  The same holds for TCP connections t
 
 from __future__ import annotations
 
+import hmac
 import os
 import threading
 from collections import deque
@@ -43,11 +44,49 @@ from torch.distributed.distributed_c10d import Store
 
 from moc.runtime import host_group
 from moc.runtime.abort import NCCL_FLAGS
-from moc.runtime.generation import Generation, backend_config
-from moc.runtime.group import Aborted, Group, Suspicion
-from moc.runtime.interruptible import CalledAway
+from moc.runtime.device import on_host
+from moc.runtime.generation import CalledAway, Generation, backend_config
+from moc.runtime.process_group import Aborted, Group, Suspicion
 from moc.runtime.progress import PROGRESS
-from moc.runtime.sealed_objects import functions
+
+_MAC_BYTES = 32
+
+
+class SealError(RuntimeError):
+    """An object was not sent by a worker of this job, in this generation and to this group."""
+
+
+def functions(token: bytes, where: Callable[[Any], tuple[str, int, str]]) -> dict[str, Callable]:
+    """Returns authenticating versions of the two functions of ``distributed_c10d`` that convert all objects.
+
+    Args:
+        token: the job's secret.
+        where: returns the job's id, the generation and the name of a group; its argument is None for the world.
+    """
+    key = hmac.digest(token, b"objects of groups", "sha256")
+    to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
+
+    def seal_of(pickled: bytes, group) -> bytes:
+        job, generation, name = where(group)
+        return hmac.digest(key, f"{job} {generation} {name} ".encode() + pickled, "sha256")
+
+    def sealed(obj, device, group, *more):  # torch passes weights_only from 2.14 on
+        pickled, _ = to_tensor(obj, torch.device("cpu"), group, *more)
+        data = pickled.numpy().tobytes()
+        whole = torch.frombuffer(bytearray(data + seal_of(data, group)), dtype=torch.uint8)
+        whole = whole.to(device, copy=True)  # torch resizes it to the largest object, which a buffer does not allow
+        return whole, torch.tensor([whole.numel()], dtype=torch.int64, device=device)
+
+    def unsealed(tensor, tensor_size, group, *more):
+        data = on_host(tensor).numpy().tobytes()[: int(on_host(tensor_size))]
+        pickled, seal = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if not hmac.compare_digest(seal, seal_of(pickled, group)):
+            _, generation, name = where(group)
+            raise SealError(f"an object in {name} is not of a worker of this job in generation {generation}")
+        return to_object(torch.frombuffer(bytearray(pickled), dtype=torch.uint8), len(pickled), group, *more)
+
+    return {"_object_to_tensor": sealed, "_tensor_to_object": unsealed}
+
 
 __all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 
@@ -168,7 +207,7 @@ class Groups:
 
         Args:
             ranks: global ranks of its members; None for all.  Negative ranks are vacant positions: see
-                :class:`moc.runtime.group.Group`.
+                :class:`moc.runtime.process_group.Group`.
             timeout: timeout of its operations.
             backend: ``gloo``, ``nccl``, or None for the backend of the world group.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.

@@ -1,4 +1,4 @@
-"""A worker's view of its job: its rank, its connections to other workers, and recovery from lost workers."""
+"""A worker's job: its rank, its connections to other workers, recovery from lost workers, and its position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime import host_group
-from moc.runtime.exchange import from_rank0
+from moc.runtime.host_group import from_rank0
 
 _JOB = "moc/job"
 """Key of the launch's id, in a store that outlives workers."""
@@ -56,7 +56,7 @@ class Job:
         collectives_only: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
         unbatched: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
         helpers: model part of each partial-model node; these are the last nodes in rank order
-            (:mod:`moc.runtime.seats`).
+            (:mod:`moc.runtime.seating`).
     """
 
     regroup: Callable[[], None] | None = None
@@ -136,3 +136,29 @@ class Job:
         """Leaves the job after its work is done."""
         host_group.use(None)
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class World:
+    """This worker's position in ``job``.  Ranks and sizes are as in torch.distributed and megatron-core.
+
+    ``data_size`` counts the copies of the model that compute samples.  Other workers of a pipeline stage *help*: they
+    have higher data-parallel ranks, and no samples.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    job: Job
+
+    @property
+    def helps(self) -> bool:
+        """Whether this worker belongs to no complete copy of the model."""
+        return self.data_rank >= self.data_size

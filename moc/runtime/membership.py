@@ -6,7 +6,7 @@ A *generation* is a numbered membership.  A lost worker starts the next one:
 * When all workers have reported that they are *here*, all are ordered to *go*.
 * A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.
 
-Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.assignment`.
+Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.seating`.
 
 A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces a lost one.  The program decides how:
 
@@ -14,7 +14,7 @@ A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces 
   meanwhile, as *guests*.  When they are ready, the others get a scale-up notice (*welcome*) and drain (*part*) after
   the same iteration.  Then the guests get ranks.
 * If a copy of the model takes several nodes, each node has a part of it.  Complete copies train, and other nodes with a
-  part are *helpers* (:mod:`moc.runtime.seats`).  A worker keeps its part while it lives.
+  part are *helpers* (:mod:`moc.runtime.seating`).  A worker keeps its part while it lives.
 * All workers of any other program are restarted, since their number changes.  Before new nodes are added, they are
   asked to save and exit.
 
@@ -28,11 +28,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from moc.errors import UserError, with_code
-from moc.runtime.assignment import NodeAssignment
-from moc.runtime.broken_devices import MAX_BROKEN, BrokenDevices
-from moc.runtime.crew import Crew
-from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER, USAGE, how_ended
-from moc.runtime.growth import Growth
 from moc.runtime.orders import (
     Abort,
     Cause,
@@ -48,8 +43,42 @@ from moc.runtime.orders import (
     Why,
     Worker,
 )
-from moc.runtime.seating import Seating
-from moc.runtime.stop_report import STOPS
+from moc.runtime.seating import Crew, Growth, NodeAssignment, Seating
+from moc.runtime.termination import FROM_WHERE, LOST, SAVED, START_OVER, STOPS, USAGE, how_ended
+
+MAX_BROKEN = 3
+"""Consecutive workers that a device may end before its node gives up its rank block."""
+
+
+@dataclass
+class BrokenDevices:
+    """Devices that have recently ended workers.
+
+    Attributes:
+        per_node: devices per node, with one worker each.
+        ended: by device, the number of consecutive workers that it has ended.
+    """
+
+    per_node: int
+    ended: dict[str, int] = field(default_factory=dict)
+
+    def wears_out(self, worker: Worker) -> bool:
+        """Counts a worker that its device has ended; returns whether the device has reached the limit."""
+        device = self._device_of(worker)
+        self.ended[device] = self.ended.get(device, 0) + 1
+        return self.ended[device] >= MAX_BROKEN
+
+    def is_well(self, worker: Worker) -> None:
+        """Resets the count of a worker's device, because it works or the node gives up its rank block."""
+        self.ended.pop(self._device_of(worker), None)
+
+    def number_of(self, worker: Worker) -> int:
+        """Returns the number of a worker's device on its node."""
+        return worker.rank % self.per_node
+
+    def _device_of(self, worker: Worker) -> str:
+        return f"{worker.node}.{self.number_of(worker)}"
+
 
 MAX_SUSPICIONS = 10
 """Maximum number of consecutive generations that begin without a loss; one more ends the job."""

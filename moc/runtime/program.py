@@ -1,23 +1,183 @@
-"""Calls the functions that the workers' program offers to a launcher.
+"""The workers' program: finds it, loads it, and checks its flags before workers start.
 
-A program may define or import these at its top level, if a ``__main__`` guard makes loading it safe:
+A program is a file, a module (``mocrun -m``), or an installed command such as ``moc-pretrain``.  It may define or import
+these functions at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
   launcher calls it in its own process before it starts any worker, so it must not import torch.
 * ``warm_up()``: imports the modules that workers need, for a process that forks them.
+
+The launcher checks the names of the flags of a Megatron-LM script.  A child of the forkserver checks their values.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import runpy
+import select
+import signal
 import sys
+import time
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, NoReturn
 
+from moc.runtime.child_processes import die_with_parent
 from moc.runtime.flags import Flags
-from moc.runtime.loading import load, place_of
-from moc.runtime.script_check import check_words, is_of_megatron
+from moc.runtime.import_hook import ENTRY, VARIABLE, WATCHED
+
+_WORDS = "megatron.pretraining.entry.words"
+"""Module that checks the words of a command line without importing the entry point."""
+REFUSED = 2
+"""Exit code of a program that refuses its flags."""
+
+_SECONDS = 60.0
+"""Time limit for a script to parse its flags."""
+
+_checking = False
+
+
+def is_of_megatron(source: str) -> bool:
+    """Returns whether a script imports ``megatron.training`` or the entry point, and the launcher allows that."""
+    modules = "|".join(re.escape(name) for name in (WATCHED[-1], ENTRY))
+    imports = re.compile(rf"^\s*(?:from|import)\s+(?:{modules})\b", re.MULTILINE)
+    return os.environ.get(VARIABLE) != "1" and imports.search(source) is not None
+
+
+def check_words(script: str, arguments: list[str], size: int) -> None:
+    """Exits if the script lacks an option, or after printing the help or the configuration; for a launcher.
+
+    It has the arguments of :func:`refusal`.
+    """
+    importlib.import_module(_WORDS).check_arguments(script, arguments, size)
+
+
+def refusal(script: str, arguments: list[str], size: int) -> str | None:
+    """Runs a script in a child of this process until it has checked its flags.
+
+    Args:
+        script: path of the script.
+        arguments: its command line.
+        size: number of workers of the job.
+
+    Returns:
+        The script's error messages about its flags; None without errors, or if the entry point is not imported.
+    """
+    if ENTRY not in sys.modules:
+        return None
+    sys.stdout.flush()
+    received, sent = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        os.close(received)
+        _check(script, arguments, size, sent)
+    os.close(sent)
+    told, deadline = b"", time.monotonic() + _SECONDS
+    with open(received, "rb", buffering=0) as lines:
+        while select.select([lines], [], [], max(0.0, deadline - time.monotonic()))[0] and (
+            more := lines.read(1 << 16)
+        ):
+            told += more
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return told.decode() or None
+
+
+def _check(script: str, arguments: list[str], size: int, result: int) -> NoReturn:
+    """Runs the script until :func:`checked` is called; writes its errors to a descriptor if it exits with 2."""
+    global _checking
+    _checking = True
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    sys.argv, errors, code = [script, *arguments], io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            load(script, "__main__")
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:  # the workers report it
+        code = None
+    finally:
+        if code == REFUSED:
+            start = f"{os.path.basename(script)}: error"
+            lines = [line for line in errors.getvalue().splitlines() if line.startswith(start)]
+            os.write(result, "\n".join(lines).encode())
+        os._exit(0)
+
+
+def is_checking() -> bool:
+    """Returns whether this process only checks whether the script accepts its flags."""
+    return _checking
+
+
+def checked() -> None:
+    """Ends this process if it only checks the script's flags; called when the script has accepted them."""
+    if _checking:
+        raise SystemExit
+
+
+MODULE = "MOC_MODULE"
+"""Environment variable with the name of the module that a job runs; not set if the program is a file."""
+
+
+def located(name: str, is_module: bool) -> str | None:
+    """Returns the file of a program; for a module or command, also sets :data:`MODULE`, which job processes inherit.
+
+    Args:
+        name: path, module, or installed command.
+        is_module: ``name`` is a module, or the file of the module in the inherited :data:`MODULE`.
+
+    Returns:
+        The path; None if there is no such program.
+    """
+    if not is_module:
+        os.environ.pop(MODULE, None)
+    if Path(name).is_file():
+        return name
+    commands = [one.module for one in entry_points(group="console_scripts") if one.name == name]
+    for module in [name] if is_module else commands:
+        if (origin := _origin(module)) is not None:
+            os.environ[MODULE] = module
+            return origin
+    return None
+
+
+def _origin(module: str) -> str | None:
+    """Returns the file that ``python -m MODULE`` runs."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):
+        return None
+    return found.origin if found is not None and found.has_location else None
+
+
+def place_of(script: str) -> str:
+    """Returns the first entry of a program's module search path."""
+    return os.getcwd() if MODULE in os.environ else str(Path(script).resolve().parent)
+
+
+def load(script: str, name: str) -> dict[str, Any]:
+    """Runs a program with this module name; returns its globals."""
+    if module := os.environ.get(MODULE):
+        return runpy.run_module(module, run_name=name, alter_sys=name == "__main__")
+    return runpy.run_path(script, run_name=name)
+
 
 CHECK = "check_arguments"
 

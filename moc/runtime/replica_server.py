@@ -2,8 +2,8 @@
 
 Each node has one, started by its agent, so that copies take no time of the workers' interpreters.  It listens on:
 
-* a Unix socket, for workers of this node: *offer* registers a directory in memory and cancels pending orders for that
-  node, and *pull* copies a snapshot into it.  The agent's health check is *ask*;
+* a Unix socket, for workers of this node (:class:`ReplicaClient`): *offer* registers a directory in memory and cancels
+  pending orders for that node, and *pull* copies a snapshot into it.  The agent's health check is *ask*;
 * a port, for the replica servers of other nodes: only reads of snapshot files in the offered directories.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -20,13 +21,13 @@ from pathlib import Path
 from moc.errors import UserError, cause_of, with_code
 from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections as wire
-from moc.runtime import children
+from moc.runtime import child_processes, environment
 from moc.runtime.addresses import address_of_interface, interface_towards
-from moc.runtime.exit_codes import FAILED
+from moc.runtime.connections import Connection, connect, patiently
 from moc.runtime.job_token import token_from_environment
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_transfer import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
+from moc.runtime.termination import FAILED
 from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
 
 _AGAIN_S = 0.02
@@ -155,13 +156,13 @@ async def keep(
     listen = f"{host}:0"
     while True:
         command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
-        process = await children.start_reporting(*command)
+        process = await child_processes.start_reporting(*command)
         try:
             assert process.stdout is not None  # a pipe
             address = (await process.stdout.readline()).decode().strip()
             if address:
                 listen = address
-                why = await children.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
+                why = await child_processes.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
             elif listen.endswith(":0"):
                 raise ReplicaServerError(
                     f"the replica server does not start at {listen}. Fix: look at what it wrote above",
@@ -192,14 +193,14 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
         await wire.serve(orders, token, replica_server.serve_orders),
     ):
         replica_server.address = reads.address
-        with open(children.reports(), "w") as agent:
+        with open(child_processes.reports(), "w") as agent:
             agent.write(f"{reads.address}\n")
         await asyncio.Event().wait()
 
 
 def main() -> None:
     """Runs a replica server as a separate process."""
-    children.belong()
+    child_processes.belong()
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)
@@ -213,3 +214,49 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class ReplicaClient:
+    """Sends orders for the node that this worker leads, from one thread at a time; closing it cancels pending ones.
+
+    Args:
+        connection: connection to the replica server.
+        node: name of the node.
+        root: directory of its memory.
+
+    Attributes:
+        address: address for reads by other nodes' replica servers.
+    """
+
+    def __init__(self, connection: Connection, node: str, root: Path):
+        self._connection = connection
+        connection.send(Message({"kind": "offer", "node": node, "root": str(root)}))
+        self.address: str = connection.recv().header["address"]
+
+    @classmethod
+    def connect(cls, node: str, root: Path) -> ReplicaClient:
+        """Offers a node's memory to the replica server that the environment names; cancels its earlier orders.
+
+        Raises:
+            PeerGoneError: no replica server answers.
+        """
+        address, token = os.environ[environment.REPLICA_SERVER], token_from_environment()
+        return patiently(lambda: cls(connect(address, token), node, root))
+
+    def pull(self, wanted: Wanted) -> tuple[Pulled, float]:
+        """Copies a snapshot to this node; returns the result and the duration in seconds.
+
+        Raises:
+            NoRoomError: this node lacks memory for the copy.
+            CheckpointError: the copy failed.
+            PeerGoneError: the replica server has disconnected, or this client was closed.
+        """
+        self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(wanted)}))
+        answer = self._connection.recv().header
+        if answer["kind"] == "failed":
+            raise (NoRoomError if answer["no_room"] else CheckpointError)(answer["why"])
+        return Pulled(*(answer[name] for name in Pulled._fields)), answer["seconds"]
+
+    def close(self) -> None:
+        """Closes the connection; any thread may call it."""
+        self._connection.close()

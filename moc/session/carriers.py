@@ -11,7 +11,7 @@ from typing import Any
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import AvailableCheckpoint
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime.helper_process import Helper, HelperError
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store

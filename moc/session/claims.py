@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moc.errors import with_code
 from moc.runtime import environment
-from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
-from moc.runtime.world import World
+from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
+from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings

@@ -21,7 +21,7 @@ from moc.output import print_lines
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.folds import Outcome
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime.helper_process import Helper, HelperError
 from moc.store.errors import CheckpointError
 
 LEAST = 4

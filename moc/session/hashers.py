@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moc.errors import warning
 from moc.output import print_lines
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime.helper_process import Helper, HelperError
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
 

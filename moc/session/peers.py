@@ -27,10 +27,10 @@ from moc.recovery.placement import Placement, describe, not_sent, place, surviva
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.pull import Pulled, Wanted, part_of
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.protocol import PeerGoneError, WireError
+from moc.runtime.replica_server import ReplicaClient
+from moc.runtime.replica_transfer import Pulled, Wanted, part_of
 from moc.session.carriers import Carriers, RemoteCarrier
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener

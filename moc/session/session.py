@@ -26,7 +26,7 @@ from pathlib import Path
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.policy.errors import refusal_of
 from moc.recovery.folds import RULES
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, holdings_of, may_replay

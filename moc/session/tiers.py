@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.runtime import environment
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.process import initialize
-from moc.runtime.agreement import gather, sum_over_workers
+from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.device import on_host
 from moc.runtime.groups import Groups
-from moc.runtime.job import Job
+from moc.runtime.job import Job, World
 from moc.runtime.progress import PROGRESS, progress
-from moc.runtime.results import on_host
-from moc.runtime.world import World
 from tests import lying
 from tests.integration.group_operations import (
     RANK,

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 
 from examples import pure_torch
-from moc.runtime.member import JobMember
+from moc.runtime.managed_job import JobMember
 
 
 def on_device() -> None:

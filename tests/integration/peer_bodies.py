@@ -15,7 +15,7 @@ from moc.policy import Every
 from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.runtime import environment, job_token
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import LOST
+from moc.runtime.membership import MAX_BROKEN
+from moc.runtime.termination import LOST
 from tests.integration.elastic_jobs import FLAGS as ELASTIC
 from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.launched import Launched

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from moc.inspect import verify
-from moc.runtime.exit_codes import FROM_WHERE
+from moc.runtime.termination import FROM_WHERE
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ZERO

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 
 from moc.runtime import generation
 from moc.runtime.abort import open_sockets, shut_down
-from moc.runtime.group import _OPERATIONS, Group
+from moc.runtime.process_group import _OPERATIONS, Group
 from tests.lying.device import DEVICE, Lies, StreamMark, compute_on_stream, fill_with_garbage
 
 DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
@@ -304,10 +304,10 @@ def install(lies: Lies | None = None) -> None:
 
 def _exchange_in_host_memory() -> None:
     """What workers tell one another in host memory waits for no device, in whatever module it is used."""
-    from moc.runtime import exchange
+    from moc.runtime import host_group
 
     for name in ("gather", "from_rank0"):
-        function = getattr(exchange, name)
+        function = getattr(host_group, name)
 
         @functools.wraps(function)
         def aside(*args, function=function, **kwargs):

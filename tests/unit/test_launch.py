@@ -10,9 +10,8 @@ import pytest
 import moc
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
-from moc.runtime.hangs import CAPS
-from moc.runtime.loading import MODULE
-from moc.runtime.program import check_arguments
+from moc.runtime.program import MODULE, check_arguments
+from moc.runtime.progress import CAPS
 from tests.errors import only_code
 
 ENDPOINT = ("--rdzv-endpoint", "node0:29500")
@@ -52,7 +51,7 @@ def test_what_spares_of_this_machine_are_started_with():
 def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeypatch):
     monkeypatch.setenv(MODULE, "of another job")
     command = EntryPoint("moc-pretrain", "json.tool:main", "console_scripts")
-    monkeypatch.setattr("moc.runtime.loading.entry_points", lambda group: [command])
+    monkeypatch.setattr("moc.runtime.program.entry_points", lambda group: [command])
     flags = parse(["--spares", "1", *words, "--lr", "1"])
     assert flags.command == [json.tool.__file__, "--lr", "1"] and os.environ[MODULE] == "json.tool"
     assert flags.own == ["--spares", "1", "-m"]

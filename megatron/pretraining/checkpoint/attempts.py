@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.records import Records
 from moc.errors import cause_of, code_of, warning, with_code
-from moc.runtime.agreement import first_line, run_on_rank0
+from moc.runtime.collectives import first_line, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble

@@ -20,7 +20,7 @@ from megatron.pretraining.checkpoint.fragments import path_of
 from moc.files import decode, tree
 from moc.files.decode import Count, Digest, Name
 from moc.files.tree import Tree
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import serve_host
 from moc.store import dense_files
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError

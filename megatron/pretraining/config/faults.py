@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 from moc.faults import POINTS
-from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
+from moc.runtime.fault_injection import ACTIONS, Fault, faults_of, random_faults
 
 
 def _texts(value: Any) -> tuple[str, ...]:

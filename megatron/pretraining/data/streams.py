@@ -15,7 +15,7 @@ import torch
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import serve_host
 
 Batch = dict[str, torch.Tensor]
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from moc.elastic.dispatch import Capacities, Exchange, exchange
-from moc.runtime.results import on_host
+from moc.runtime.device import on_host
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.faults import reach
-from moc.runtime.results import settled
-from moc.runtime.world import World
+from moc.runtime.device import settled
+from moc.runtime.job import World
 from moc.session.engine import VoteParticipant
 
 

@@ -32,7 +32,7 @@ from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.runtime.environment import fewest_nodes
 from moc.session.engine import Listener
 from moc.session.resume.point import NoRecoveryPoint

@@ -22,8 +22,8 @@ from megatron.pretraining.logging.flops import expert_share
 from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads
 from moc.events import EventLog
-from moc.runtime.agreement import gather
-from moc.runtime.results import settled
+from moc.runtime.collectives import gather
+from moc.runtime.device import settled
 from moc.session.engine import VoteParticipant
 
 _BITS = 32  # of a hash in the commit all-reduce

@@ -30,7 +30,7 @@ from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
 from moc.faults import reach
-from moc.runtime.agreement import settled_among
+from moc.runtime.collectives import settled_among
 
 
 @dataclass(frozen=True)

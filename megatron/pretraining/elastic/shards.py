@@ -24,7 +24,7 @@ from megatron.pretraining.engine.sharded import ShardedOptimizer
 from moc.elastic.boxes import Tensor, transfers
 from moc.elastic.shards import Cut, cut
 from moc.faults import reach
-from moc.runtime.agreement import gather, settled_among
+from moc.runtime.collectives import gather, settled_among
 from moc.state.fragments import OwnedSlice
 from moc.state.region import Region
 

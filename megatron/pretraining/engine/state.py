@@ -25,7 +25,7 @@ from megatron.pretraining.engine.owned import (
     write_step,
 )
 from megatron.pretraining.model.parameters import parameter_pieces
-from moc.runtime.agreement import settled_among
+from moc.runtime.collectives import settled_among
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of

@@ -42,8 +42,8 @@ from megatron.pretraining.process.paths import check_paths
 from megatron.pretraining.process.rank0 import is_first_worker
 from moc.events import EventLog
 from moc.output import print_lines
-from moc.runtime.script_check import checked, is_checking
 from moc.runtime.environment import fewest_nodes
+from moc.runtime.program import checked, is_checking
 
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _NEVER = 10**9  # iterations

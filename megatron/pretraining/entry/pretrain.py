@@ -18,8 +18,8 @@ from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.releases import check_releases
-from moc.runtime import hook
-from moc.runtime.script_check import checked
+from moc.runtime import import_hook
+from moc.runtime.program import checked
 
 
 def pretrain(
@@ -42,7 +42,7 @@ def pretrain(
 
     Ends the process with a non-zero code if training does not end normally.
     """
-    hook.note_use()
+    import_hook.note_use()
     checked()
     with reported(Path(sys.argv[0]).name):
         _refuse(

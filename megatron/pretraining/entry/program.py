@@ -49,10 +49,9 @@ from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 
 
 @dataclass

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron import training
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
-from moc.runtime.agreement import first_line
-from moc.runtime.group import Aborted, Suspicion
+from moc.runtime.collectives import first_line
+from moc.runtime.process_group import Aborted, Suspicion
 from moc.store.errors import CheckpointError
 
 _FAILURES = (

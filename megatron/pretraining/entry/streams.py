@@ -25,7 +25,7 @@ from megatron.pretraining.data import index_cache
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import serve_host
 
 SPLITS = ("train", "valid", "test")
 

@@ -6,7 +6,7 @@ import os
 
 from moc.runtime import environment
 from moc.runtime.progress import PROGRESS
-from moc.runtime.stop_report import die_by, end_at_signals, stop_sentence
+from moc.runtime.termination import die_by, end_at_signals, stop_sentence
 
 
 def end_at_once(program: str) -> None:

@@ -27,8 +27,7 @@ from megatron.pretraining.process.nodes import (
     workers_of_job,
 )
 from moc.runtime.environment import fewest_nodes
-from moc.runtime.job import Job
-from moc.runtime.world import World
+from moc.runtime.job import Job, World
 
 COLLECTIVES_ONLY = """
     DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT

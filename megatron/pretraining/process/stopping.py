@@ -6,10 +6,9 @@ import signal
 import time
 
 from megatron.pretraining.config import Config
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
-from moc.runtime.stop_report import received_stops
-from moc.runtime.world import World
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
+from moc.runtime.termination import received_stops
 
 EXIT_DONE = 0
 EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: stop requested; restart the same command to resume

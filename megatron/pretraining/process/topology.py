@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config, global_batch_size
-from moc.runtime.world import World
+from moc.runtime.job import World
 
 
 @dataclass(frozen=True)

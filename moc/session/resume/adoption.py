@@ -11,8 +11,8 @@ from moc.policy import Policy
 from moc.recovery.adoption import adopters, to_fetch
 from moc.recovery.inventory import Summary, look
 from moc.recovery.lost_nodes import NodeInventory
-from moc.runtime.agreement import gather
-from moc.runtime.pull import part_of
+from moc.runtime.collectives import gather
+from moc.runtime.replica_transfer import part_of
 from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers

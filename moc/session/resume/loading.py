@@ -15,7 +15,7 @@ from moc.recovery.live import live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
+from moc.runtime.collectives import gather, run_on_rank0, settled_on_all
 from moc.session.components import Components
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts

@@ -31,8 +31,8 @@ from moc.errors import code_of
 from moc.faults import reach
 from moc.files import decode
 from moc.recovery.scope import Replayed
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.results import settled
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.device import settled
 from moc.session.engine import Engine
 from moc.state.interface import FreezingError, TrainingState
 from moc.state.record import Position, StepRecord, mean_loss

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import simulator_vs_real
 from benchmarks.ettr.predict import Way, expected, halves, predicted, saving_of
-from moc.runtime.inject import faults_of
+from moc.runtime.fault_injection import faults_of
 from moc.simulate.profile import profile_of
 from moc.simulate.recoveries import fitted
 

@@ -2,8 +2,8 @@
 
 import signal
 
-from moc.runtime.children import belong
-from moc.runtime.stop_report import STOPS
+from moc.runtime.child_processes import belong
+from moc.runtime.termination import STOPS
 
 if __name__ == "__main__":
     belong()

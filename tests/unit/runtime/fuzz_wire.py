@@ -20,8 +20,7 @@ from collections import Counter
 
 from moc.runtime.addresses import candidates
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel, WireError
+from moc.runtime.protocol import Channel, Message, WireError
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, serving
 
 BODY_LIMIT = 1 << 16

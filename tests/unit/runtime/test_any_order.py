@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moc.runtime.exit_codes import SAVED, START_OVER
 from moc.runtime.membership import Membership
 from moc.runtime.orders import Abort, Go, Kill, Leave, Seat, StartWorker, Welcome, Worker
+from moc.runtime.termination import SAVED, START_OVER
 
 SIZE, PER_NODE = 4, 2
 NODES = range(4)  # two places, two spares

@@ -1,6 +1,6 @@
 """Places and the nodes that fill them."""
 
-from moc.runtime.assignment import NodeAssignment
+from moc.runtime.seating import NodeAssignment
 
 
 def filled(count=2):

@@ -13,8 +13,7 @@ from moc.runtime import async_connections
 from moc.runtime.addresses import candidates, text_of
 from moc.runtime.async_connections import RefusalLog, log_refusal, open, serve
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel, PeerGoneError
+from moc.runtime.protocol import Channel, Message, PeerGoneError
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, echo, frame, serving
 

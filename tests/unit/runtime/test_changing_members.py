@@ -2,9 +2,9 @@
 
 import json
 
-from moc.runtime.exit_codes import SAVED, USAGE
 from moc.runtime.membership import Membership
 from moc.runtime.orders import Abort, Cause, End, Go, Kill, Leave, StartWorker, Worker
+from moc.runtime.termination import SAVED, USAGE
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, begun, names, starts, told_of
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.runtime import children, job_token
-from moc.runtime.signals import Signals, StoppedError
-from moc.runtime.stop_report import STOPS
+from moc.runtime import child_processes, job_token
+from moc.runtime.child_processes import Signals, StoppedError
+from moc.runtime.termination import STOPS
 
 ROOT = Path(__file__).parents[3]
 CHILD = "tests.unit.runtime.child"
 
 
 async def started(**how):
-    child = await children.start(CHILD, stdout=subprocess.PIPE, cwd=ROOT, **how)
+    child = await child_processes.start(CHILD, stdout=subprocess.PIPE, cwd=ROOT, **how)
     assert await child.stdout.readline() == b"there\n"
     return child
 
@@ -42,7 +42,7 @@ def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
 
     async def main():
-        child = await children.start(CHILD, stdout=subprocess.PIPE, cwd=tmp_path)
+        child = await child_processes.start(CHILD, stdout=subprocess.PIPE, cwd=tmp_path)
         assert await child.stdout.readline() == b"there\n"
         child.kill()
         await child.wait()
@@ -57,7 +57,7 @@ def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(job_token.VARIABLE, "0" * 64)
 
     async def main():
-        child = await children.start_reporting("moc.runtime.replica_server", "--listen", "127.0.0.1:0", *orders)
+        child = await child_processes.start_reporting("moc.runtime.replica_server", "--listen", "127.0.0.1:0", *orders)
         assert (await child.stdout.readline()).startswith(b"127.0.0.1:")
         assert await child.stdout.read() == b""  # its pipe is closed
         child.kill()
@@ -97,7 +97,7 @@ asyncio.run(main())
 
 
 def test_it_does_not_begin_if_its_parent_is_dead():
-    whose = os.environ | {children.PARENT: "1"}
+    whose = os.environ | {child_processes.PARENT: "1"}
     child = subprocess.run([sys.executable, "-m", CHILD], cwd=ROOT, env=whose, capture_output=True, timeout=60)
     assert child.returncode == 1 and child.stdout == b""
 
@@ -131,9 +131,9 @@ def test_what_has_ended_and_was_not_waited_for_is_dying():
     process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
     with process:
         process.stdout.readline()
-        assert not children.is_dying(process.pid)
+        assert not child_processes.is_dying(process.pid)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert children.is_dying(process.pid)
+        assert child_processes.is_dying(process.pid)
         process.wait()
-        assert not children.is_dying(process.pid)
+        assert not child_processes.is_dying(process.pid)

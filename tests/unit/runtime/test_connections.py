@@ -14,8 +14,7 @@ from moc.errors import cause_of
 from moc.runtime.addresses import listening_socket, short, text_of
 from moc.runtime.async_connections import open as open_in_loop
 from moc.runtime.connections import connect, patiently
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel, PeerGoneError, WireError
+from moc.runtime.protocol import Channel, Message, PeerGoneError, WireError
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, fill, frame, serving
 

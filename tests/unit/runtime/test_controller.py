@@ -15,10 +15,9 @@ from moc.runtime import async_connections as wire
 from moc.runtime import job_token
 from moc.runtime.controller import Controller, waiting_for
 from moc.runtime.election import Election, Times
-from moc.runtime.exit_codes import LOST, SAVED
 from moc.runtime.membership import Membership
-from moc.runtime.message import Message
-from moc.runtime.wire import PeerGoneError
+from moc.runtime.protocol import Message, PeerGoneError
+from moc.runtime.termination import LOST, SAVED
 from tests.unit.runtime.peers import TOKEN
 
 

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from moc.runtime import async_connections as wire
+from moc.runtime.clocks import Lease
 from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
 from moc.runtime.election import Election, Times
-from moc.runtime.lease import Lease
 from moc.runtime.membership import Membership
 from tests.errors import raises
 from tests.unit.runtime.peers import TOKEN

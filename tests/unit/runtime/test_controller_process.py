@@ -11,8 +11,7 @@ import pytest
 from moc.runtime import async_connections as wire
 from moc.runtime import job_token
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.message import Message
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
 from tests.unit.runtime.peers import TOKEN
 
 FLAGS = dict(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, parse_caps
+from moc.runtime.progress import CAPS, FACTOR, FLOOR_S, HangLimits, parse_caps
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

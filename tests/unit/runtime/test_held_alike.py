@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moc.runtime import async_connections as wire
-from moc.runtime.pull import CHUNK, Pulled, Wanted, pull
 from moc.runtime.replica_server import ReplicaServer
+from moc.runtime.replica_transfer import CHUNK, Pulled, Wanted, pull
 from moc.state.region import Region
 from moc.store.manifest import ALIKE, Manifest, OperatorEntry
 from moc.store.regions import RegionTensor, write_regions

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.runtime import children
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime import child_processes
+from moc.runtime.helper_process import Helper, HelperError
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.runtime.helping"
@@ -48,8 +48,10 @@ def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
 def test_it_ends_quietly_if_the_worker_is_gone(calls):
     reads, writes = os.pipe()
     os.close(reads)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), children.REPORTS: str(writes)}
-    serving = "from moc.runtime.helper import serve; from tests.unit.runtime.helping import answer; serve(answer)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), child_processes.REPORTS: str(writes)}
+    serving = (
+        "from moc.runtime.helper_process import serve; from tests.unit.runtime.helping import answer; serve(answer)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", serving], input=calls, env=environment, pass_fds=[writes], capture_output=True, text=True
     )
@@ -139,7 +141,7 @@ def test_it_ends_with_its_worker_while_it_still_imports(tmp_path):
     )
     (tmp_path / "worker.py").write_text("""\
 import sys, time
-from moc.runtime.helper import Helper
+from moc.runtime.helper_process import Helper
 helper = Helper("slow")
 helper.start()
 print(helper._process.pid, flush=True)

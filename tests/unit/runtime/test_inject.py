@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moc import faults
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, reach
-from moc.runtime.inject import ACTIONS, Fault, InjectedError, Injector, faults_of, random_faults
+from moc.runtime.fault_injection import ACTIONS, Fault, InjectedError, Injector, faults_of, random_faults
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,7 +154,7 @@ DIES = """
 import sys
 from pathlib import Path
 from moc.faults import on_reach, reach
-from moc.runtime.inject import Injector, faults_of
+from moc.runtime.fault_injection import Injector, faults_of
 
 on_reach(Injector(faults_of("kill rank=0 iteration=2"), 0, 0, Path(sys.argv[1]), lambda what: print(what)).reached)
 for iteration in (1, 2, 3):

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from moc.runtime.abort import open_sockets
-from moc.runtime.known_peers import meet
+from moc.runtime.generation import meet
 
 
 def inode(sock):

@@ -7,7 +7,7 @@ import sys
 import time
 
 from moc.runtime import environment
-from moc.runtime.lease import Lease
+from moc.runtime.clocks import Lease
 
 TELLS = """
 import sys, time

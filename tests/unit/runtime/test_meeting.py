@@ -11,10 +11,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime.connections import connect
 from moc.runtime.generation import _gloo, _gloo_devices
-from moc.runtime.meeting_client import LateError, MeetingClient
-from moc.runtime.meeting_store import MeetingStore
-from moc.runtime.message import Message
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.protocol import Message, PeerGoneError, WireError
+from moc.runtime.rendezvous_client import LateError, MeetingClient
+from moc.runtime.rendezvous_store import MeetingStore
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
 SOON, MINUTE = timedelta(seconds=0.2), timedelta(minutes=1)

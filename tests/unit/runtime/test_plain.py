@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from moc.runtime.groups import Groups
+from moc.runtime.groups import Groups, SealError, functions
+from moc.runtime.host_group import PlainError, decode, encode
 from moc.runtime.orders import End, StartWorker
-from moc.runtime.plain import PlainError, decode, encode
-from moc.runtime.sealed_objects import SealError, functions
 from moc.state.detail import Detail
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
 
@@ -55,7 +54,7 @@ def test_others_are_refused_where_they_are_sent(value):
     [
         {"record": ["os:system", "true"]},
         {"record": ["subprocess:Popen", ["true"]]},
-        {"record": ["moc.runtime.agreement:gather", 1]},
+        {"record": ["moc.runtime.collectives:gather", 1]},
         {"record": ["moc.runtime.membership:End", 1]},
         {"record": ["moc.runtime.membership:os.system", 1]},
         {"enum": ["moc.runtime.membership:End", "code"]},

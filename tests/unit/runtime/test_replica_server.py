@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from moc.recovery.inventory import summary
-from moc.runtime import environment, job_token, pull
+from moc.runtime import environment, job_token, replica_transfer
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, Wanted
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.replica_server import ReplicaServer
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_server import ReplicaClient, ReplicaServer
+from moc.runtime.replica_transfer import CHUNK, Wanted
 from moc.state.region import Region
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
@@ -232,17 +230,17 @@ def test_a_rate_is_kept(replica_servers, lead, tmp_path):
 
 
 def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "SILENCE_S", 2.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_S", 2.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
     way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
     wanted = Wanted(3, "a", "a", way.address)
-    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
+    assert asyncio.run(replica_transfer.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
 def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "SILENCE_S", 0.5)
+    monkeypatch.setattr(replica_transfer, "SILENCE_S", 0.5)
     monkeypatch.setattr(replica_server_module, "_TELL_S", 0.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, LARGE)

@@ -11,7 +11,7 @@ CHECKS = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 sys.modules["moc.megatron"] = sys
-from moc.runtime.script_check import refusal
+from moc.runtime.program import refusal
 refusal(sys.argv[1], [], 1)
 """
 SLEEPS = """

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.runtime.seats import Candidate, copies_at_once, helpers, part_of, seats
+from moc.runtime.seating import Candidate, copies_at_once, helpers, part_of, seats
 
 PARTS = st.integers(1, 4)
 

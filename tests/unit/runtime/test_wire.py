@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.runtime import wire
-from moc.runtime.message import HEADER_LIMIT, Message
-from moc.runtime.wire import Channel, PeerGoneError, WireError
+from moc.runtime import protocol
+from moc.runtime.protocol import HEADER_LIMIT, Channel, Message, PeerGoneError, WireError
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, shake_hands
 
@@ -159,7 +158,7 @@ def test_no_more_than_hello_and_proof_is_wanted_of_a_stranger():
             assert 0 < channel.wants <= 82 - wanted
             channel.receive(bytes([byte]))
             wanted += 1
-    assert wanted == 82 and channel.is_open and channel.wants == wire.READ_BYTES
+    assert wanted == 82 and channel.is_open and channel.wants == protocol.READ_BYTES
 
 
 @given(st.data())
@@ -296,7 +295,7 @@ def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
 )
 def test_a_bad_header_from_a_peer_that_knows_the_token_is_refused(header, words, monkeypatch):
     sender, receiver = open_pair()
-    monkeypatch.setattr(wire, "encode", lambda _: header)
+    monkeypatch.setattr(protocol, "encode", lambda _: header)
     with pytest.raises(WireError, match=f"message 0 from the peer has a bad header: .*{words}"):
         receiver.receive(frame(sender))
 

@@ -30,7 +30,7 @@ def test_a_worker_has_many_descriptors_and_does_not_inherit_a_cuda_context(cuda,
     script.write_text(PROGRAM.replace("CUDA", str(cuda)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "moc.runtime.zygote", script, "--flag", "value"],
+        [sys.executable, "-W", "ignore", "-m", "moc.runtime.forkserver", script, "--flag", "value"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

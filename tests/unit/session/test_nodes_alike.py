@@ -11,8 +11,8 @@ from moc.recovery.inventory import in_memory, look
 from moc.recovery.placement import not_sent, place
 from moc.recovery.redundancy import redundancy
 from moc.runtime import async_connections as wire
-from moc.runtime.pull import Wanted, part_of, pull
 from moc.runtime.replica_server import ReplicaServer
+from moc.runtime.replica_transfer import Wanted, part_of, pull
 from moc.session import to_storage
 from moc.session.tiers import Tiers
 from moc.sharding import scheme_named

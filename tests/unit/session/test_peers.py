@@ -8,7 +8,7 @@ from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.recovery.redundancy import Redundancy
 from moc.runtime import environment
-from moc.runtime.pull import Pulled
+from moc.runtime.replica_transfer import Pulled
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers, copies_wanted, join_peers
 from moc.session.settings import Settings

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from moc.runtime.generation import Generation, GenerationGroup, device_types
-from moc.runtime.interruptible import CalledAway
+from moc.runtime.generation import CalledAway, Generation, GenerationGroup, device_types
 from moc.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:

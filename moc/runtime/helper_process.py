@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moc.files.decode import parse
-from moc.runtime import children
+from moc.runtime import child_processes
 
 PATIENCE_S = 600.0
 """Seconds without an answer after which a process counts as hung; a call may read or copy a node's memory."""
@@ -34,7 +34,7 @@ class Helper:
     One thread makes calls at a time; others may start and end the process meanwhile.
 
     Args:
-        module: module to run; it calls :func:`~moc.runtime.children.belong_beside`, and then :func:`serve`.
+        module: module to run; it calls :func:`~moc.runtime.child_processes.belong_beside`, and then :func:`serve`.
         env: environment variables in addition to this process's.
         patience_s: seconds without an answer after which the process is killed.
     """
@@ -68,16 +68,19 @@ class Helper:
             if self.runs:
                 return False
             me = os.getpid()
-            command, env = children.command_of(self._module, dies_with=me), {**self._env, children.PARENT: str(me)}
+            command, env = (
+                child_processes.command_of(self._module, dies_with=me),
+                {**self._env, child_processes.PARENT: str(me)},
+            )
             self._started = False
             try:
-                with children.report_pipe() as (pipe, end):
+                with child_processes.report_pipe() as (pipe, end):
                     process = subprocess.Popen(
                         command,
                         stdin=subprocess.PIPE,
-                        stdout=children.STDERR,
+                        stdout=child_processes.STDERR,
                         bufsize=0,
-                        env=os.environ | env | {children.REPORTS: str(end)},
+                        env=os.environ | env | {child_processes.REPORTS: str(end)},
                         pass_fds=[end],
                     )
             except OSError as error:
@@ -159,7 +162,7 @@ class Helper:
 
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answers calls, in the process, until the worker ends, possibly before an answer."""
-    with contextlib.suppress(BrokenPipeError), open(children.reports(), "w") as worker:
+    with contextlib.suppress(BrokenPipeError), open(child_processes.reports(), "w") as worker:
         print("null", file=worker, flush=True)  # reports the start
         for line in sys.stdin:
             print(json.dumps(answer(parse(line))), file=worker, flush=True)

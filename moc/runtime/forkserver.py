@@ -34,13 +34,11 @@ from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
-from moc.runtime import environment, hook
-from moc.runtime.children import belong, die_with_parent, reports
-from moc.runtime.exit_codes import FAILED
-from moc.runtime.loading import load, place_of
-from moc.runtime.program import is_guarded
-from moc.runtime.script_check import REFUSED, refusal as errors_of_flags
-from moc.runtime.stop_report import STOPS
+from moc.runtime import environment, import_hook
+from moc.runtime.child_processes import belong, die_with_parent, reports
+from moc.runtime.program import REFUSED, is_guarded, load, place_of
+from moc.runtime.program import refusal as errors_of_flags
+from moc.runtime.termination import FAILED, STOPS
 
 _DESCRIPTORS = 1 << 16
 _CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
@@ -103,10 +101,10 @@ def warm_up(script: str) -> str | None:
         )
         return f"mocrun: error: {with_code(refusal)}"
     sys.path.insert(0, place_of(script))
-    hook.install()
+    import_hook.install()
     try:
         program = load(script, "__warm_up__")
-        program.get("warm_up", hook.warm_up)()
+        program.get("warm_up", import_hook.warm_up)()
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             if codes_in(leaving.code):
@@ -180,7 +178,7 @@ class Zygote:
                 _write_to(order["output"])
             if not self._forks:
                 flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-                code = "import sys; from moc.runtime.zygote import work; work(sys.argv[1], sys.argv[2:])"
+                code = "import sys; from moc.runtime.forkserver import work; work(sys.argv[1], sys.argv[2:])"
                 os.execv(sys.executable, [sys.executable, *flags, "-c", code, self._script, *self._arguments])
         except BaseException as error:
             print_traceback(error)
@@ -235,7 +233,7 @@ def work(script: str, arguments: list[str]) -> NoReturn:
 def run(script: str, arguments: list[str]) -> int:
     """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
-    hook.install()
+    import_hook.install()
     directory = place_of(script)
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
@@ -249,7 +247,7 @@ def run(script: str, arguments: list[str]) -> int:
     except UserError as error:  # not handled by the program
         print_lines(f"{Path(script).name}: error (worker {os.environ.get('RANK')}): {with_code(error)}", error=True)
         return 1
-    if (sentence := hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
+    if (sentence := import_hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
         print_lines(f"mocrun: {sentence}", error=True)
     return 0
 

@@ -1,7 +1,8 @@
-"""Keeps the time until which a node's workers may run, in memory shared with their agent.
+"""Clocks of a job: the lease of a node's workers, and a clock that excludes the pauses of its process.
 
-The agent renews the lease whenever the controller answers.  If the agent is stopped or disconnected, the lease expires.
-Others may then take over the workers' ranks, so these workers must commit nothing from then on.
+The lease is the time until which the workers may run, in memory shared with their agent.  The agent renews it whenever
+the controller answers.  If the agent is stopped or disconnected, the lease expires.  Others may then take over the
+workers' ranks, so these workers must commit nothing from then on.
 """
 
 from __future__ import annotations
@@ -65,3 +66,23 @@ class Lease:
             why = "has heard of no controller for too long, and ends itself: another one may have its place"
             print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed
+
+
+class RunningClock:
+    """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
+
+    Args:
+        most_s: maximum seconds between two ticks; any excess counts as a pause.
+
+    Attributes:
+        now: seconds that the process ran since construction.
+    """
+
+    def __init__(self, most_s: float):
+        self.now, self._at, self._most_s = 0.0, time.monotonic(), most_s
+
+    def tick(self) -> None:
+        """Advances the clock by the time since the last call, without pauses; call it often."""
+        now = time.monotonic()
+        self.now += min(now - self._at, self._most_s)
+        self._at = now

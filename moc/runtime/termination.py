@@ -1,4 +1,7 @@
-"""Reports that a signal stops a program: one line with the iteration, the exit code and how to continue."""
+"""Defines how a job's processes end: exit codes (docs/reference/exit-codes.md) and stop signals.
+
+A process that a signal stops prints one line, with the iteration, the exit code and how to continue.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,31 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-from moc.runtime.exit_codes import SAVED
+FAILED = 1
+"""Exit code of a program that cannot run, for example with an unknown release of a library."""
+
+USAGE = 2
+"""Exit code of a program that refuses its settings, such as a batch not divisible among the workers."""
+
+LOST = 70
+"""Exit code of a job that has lost something it depends on (sysexits' EX_SOFTWARE)."""
+
+SAVED = 75
+"""Exit code of a worker that was asked to stop and has saved all state at risk; for a job: restart it to resume."""
+
+START_OVER = 76
+"""Exit code of a worker that requests its replacement without an error."""
+
+FROM_WHERE = "start the job again to go on from the newest snapshot or checkpoint that is whole"
+"""Remedy in the message of a job that ends with :data:`SAVED` after part of its last state was lost."""
+
+
+def how_ended(code: int) -> str:
+    """Returns a clause that describes a worker's exit code; a negative code is a signal's number."""
+    if code < 0:
+        return f"was killed by signal {-code}"
+    return "was asked to stop, and has ended in good order" if code == SAVED else f"failed (exit code {code})"
+
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a job to stop."""

@@ -1,4 +1,4 @@
-"""A worker's side of a job that survives lost workers: receives notices of losses, and reconnects."""
+"""A worker's job under our launcher: it receives notices of lost workers, and reconnects."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from moc.output import print_lines, print_traceback
 from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
+from moc.runtime.clocks import Lease
 from moc.runtime.connections import Connection, connect, patiently
-from moc.runtime.exit_codes import START_OVER
 from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Interruption, Job
 from moc.runtime.job_token import token_from_environment
-from moc.runtime.lease import Lease
-from moc.runtime.meeting_client import MeetingClient
-from moc.runtime.message import Message
 from moc.runtime.progress import PROGRESS
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.protocol import Message, PeerGoneError, WireError
+from moc.runtime.rendezvous_client import MeetingClient
+from moc.runtime.termination import START_OVER
 
 NEWS_S = 5.0
 """Seconds to wait after an error for a notice of a lost worker, before the error counts as this worker's own.

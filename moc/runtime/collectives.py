@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from moc.errors import code_of, with_code
-from moc.runtime.exchange import from_rank0, gather
-from moc.runtime.host_group import host_group
-from moc.runtime.results import on_host, settled
-from moc.runtime.world import World
+from moc.runtime.device import on_host, settled
+from moc.runtime.host_group import from_rank0, gather, host_group
+from moc.runtime.job import World
 from moc.store.errors import CheckpointError, TakenError
 
 

@@ -1,7 +1,7 @@
 """Rendezvous store of a generation's workers, served by the controller over the wire protocol.
 
 Torch's own store answers any client; this one requires the job's token.
-:class:`~moc.runtime.meeting_client.MeetingClient` is the worker's side.
+:class:`~moc.runtime.rendezvous_client.MeetingClient` is the worker's side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from moc.runtime.async_connections import AsyncConnection
-from moc.runtime.message import Message, WireError
+from moc.runtime.protocol import Message, WireError
 
 
 class MeetingStore:

@@ -1,4 +1,7 @@
-"""Starts child processes that die with their parent, in separate sessions that terminal signals do not reach."""
+"""Starts child processes that die with their parent, and delivers stop signals to a launcher.
+
+Children run in separate sessions, which terminal signals do not reach.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any, TypeVar
 
 from moc.runtime import async_connections as wire
-from moc.runtime.stop_report import STOPS
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import WireError
+from moc.runtime.termination import STOPS, received_stops, stop_sentence
 
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process ID of the parent."""
@@ -60,7 +64,7 @@ def command_of(module: str, *arguments: str, dies_with: int | None = None) -> li
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:
     """Starts a module, which must first call :func:`belong`, without imports from the working directory.
 
-    The child starts with :data:`~moc.runtime.stop_report.STOPS` blocked.  So these signals cannot kill it, even before
+    The child starts with :data:`~moc.runtime.termination.STOPS` blocked.  So these signals cannot kill it, even before
     it has its own session.  A child that handles them unblocks them and then receives the pending ones.
 
     Args:
@@ -187,3 +191,52 @@ def is_dying(pid: int) -> bool:
         return False
     pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
     return status["State"][0] in "ZX" or bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """The signal ``number`` asked the job to stop before it had begun."""
+
+    def __init__(self, number: int):
+        super().__init__(stop_sentence(number, 128 + number, None))
+        self.number = number
+
+
+class Signals:
+    """Delivers every stop signal to each listener, including signals that arrived before it registered."""
+
+    def __init__(self):
+        # an inherited SIG_IGN would discard children's exit codes, so that each would seem to fail
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._listeners: list[Callable[[int], object]] = []
+        self._come: list[int] = []
+        for number in received_stops():
+            asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launchers start their children with these blocked
+
+    @contextlib.contextmanager
+    def heard_by(self, listener: Callable[[int], object]) -> Iterator[None]:
+        """Calls a listener with each signal number within the block."""
+        self._listeners.append(listener)
+        try:
+            for number in self._come:
+                listener(number)
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    async def unless_stopped(self, beginning: Coroutine[Any, Any, T]) -> T:
+        """Awaits a coroutine; a stop signal cancels it and raises StoppedError."""
+        task = asyncio.create_task(beginning)
+        with self.heard_by(lambda _: task.cancel()):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise StoppedError(self._come[0]) from None
+
+    def _comes(self, number: int) -> None:
+        self._come.append(number)
+        for listener in self._listeners:
+            listener(number)

@@ -1,4 +1,4 @@
-"""A worker's client of the rendezvous store (:mod:`moc.runtime.meeting_store`), as a ``Store`` for gloo and NCCL."""
+"""A worker's client of the rendezvous store (:mod:`moc.runtime.rendezvous_store`), as a ``Store`` for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from datetime import timedelta
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from moc.runtime.connections import HANDSHAKE_SECONDS, Connection, connect, patiently
-from moc.runtime.meeting_store import pack, unpack
-from moc.runtime.message import Message
-from moc.runtime.wire import PeerGoneError
+from moc.runtime.protocol import Message, PeerGoneError
+from moc.runtime.rendezvous_store import pack, unpack
 
 _GRACE_S = 30.0
 """Seconds that the store may take to answer, in addition to a requested wait."""
