@@ -44,7 +44,7 @@ from moc.runtime.addresses import candidates
 from moc.runtime.termination import SAVED
 from moc.store.tiers import SOCKETS
 from tests.integration.strangers import Stranger
-from tests.unit.runtime.fuzz_wire import attack, between, stranger
+from tests.unit.runtime.fuzz_protocol import attack, between, stranger
 
 WORKERS, VICTIM = 2, 1
 TRAINED = [PROGRAM, *MODEL, *EP2, *IN_MEMORY]

@@ -3,9 +3,9 @@
 A CUDA context fails in every call after its first failure: a device-side assert, an uncorrectable memory error, or the
 loss of a peer's memory.  Only another process gets a new context.
 
-After an abort, values are undefined (:mod:`moc.runtime.groups`).  Code that uses values on the host, or installs them in
-state that outlives the generation, calls :func:`settled` or :func:`on_host`.  Nothing else detects that the generation
-ended meanwhile.
+After an abort, values are undefined (:mod:`moc.runtime.groups`).  Code that uses values on the host, or installs them
+in state that outlives the generation, calls :func:`settled` or :func:`on_host`.  Nothing else detects that the
+generation ended meanwhile.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Opens, shuts down and frees the connections of a process's groups together, in one generation.
 
-**Interruption.**  gloo cannot always be interrupted.  While connecting, it waits for a dead peer.  A transfer interrupted
-in the middle of a message waits for its timeout.  Such calls run in a deputy thread that can be abandoned.  An abandoned
-thread ends at that timeout.
+**Interruption.**  gloo cannot always be interrupted.  While connecting, it waits for a dead peer.  A transfer
+interrupted in the middle of a message waits for its timeout.  Such calls run in a deputy thread that can be abandoned. 
+An abandoned thread ends at that timeout.
 
-**Setup.**  Backends are built directly, not by ``init_process_group``.  So an aborted setup leaves no partial entries in
-torch's tables, whose counters would differ from the counters of a new process.
+**Setup.**  Backends are built directly, not by ``init_process_group``.  So an aborted setup leaves no partial entries
+in torch's tables, whose counters would differ from the counters of a new process.
 
-**Authentication.**  gloo's sockets accept any client that sends a small number.  So workers list their connections in the
-rendezvous store, which authenticates them.  A connection between two workers is listed from both ends.  A connection
-without the other end belongs to an unauthenticated peer, and is cut.  Once all workers are connected, the listening
-sockets accept no more.
+**Authentication.**  gloo's sockets accept any client that sends a small number.  So workers list their connections in
+the rendezvous store, which authenticates them.  A connection between two workers is listed from both ends.  A
+connection without the other end belongs to an unauthenticated peer, and is cut.  Once all workers are connected, the
+listening sockets accept no more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The workers' program: finds it, loads it, and checks its flags before workers start.
 
-A program is a file, a module (``mocrun -m``), or an installed command such as ``moc-pretrain``.  It may define or import
-these functions at its top level, if a ``__main__`` guard makes loading it safe:
+A program is a file, a module (``mocrun -m``), or an installed command such as ``moc-pretrain``.  It may define or
+import these functions at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
   launcher calls it in its own process before it starts any worker, so it must not import torch.

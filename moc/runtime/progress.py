@@ -1,7 +1,7 @@
 """Detects hung workers: progress of the compute thread, and time limits of its sections.
 
-``progress("step")`` enters this section, and completes the previous one.  The worker reports its section, the time in it,
-and whether it waits for other workers.  The agent compares the time with the limit of the section.
+``progress("step")`` enters this section, and completes the previous one.  The worker reports its section, the time in
+it, and whether it waits for other workers.  The agent compares the time with the limit of the section.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A job has one *rank block* for each node of ``--nnodes``.  A block determines th
 nodes are spares, which replace lost nodes.  A job may run on fewer nodes than it has blocks.  Its *members* are the
 blocks that train in this generation.
 
-A copy of the model is cut into *parts* of one node each, such as pipeline stages.  A job trains with the complete copies
-that its nodes form.  *Seats* (rank assignments) are numbered copy by copy: seat i has part i % parts.  The last seats
-belong to *helpers* (partial-model nodes): surplus nodes of a part, with its state.
+A copy of the model is cut into *parts* of one node each, such as pipeline stages.  A job trains with the complete
+copies that its nodes form.  *Seats* (rank assignments) are numbered copy by copy: seat i has part i % parts.  The last
+seats belong to *helpers* (partial-model nodes): surplus nodes of a part, with its state.
 
 New nodes initialize their workers in the background.  When they are ready, the next generation includes them.  A
 partial-model node moves to another part of the model in the same way.

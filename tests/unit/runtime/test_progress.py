@@ -1,8 +1,12 @@
 """What a worker tells of its main thread."""
 
+import ast
 import time
+from pathlib import Path
 
-from moc.runtime.progress import Progress
+import pytest
+
+from moc.runtime.progress import CAPS, FACTOR, FLOOR_S, HangLimits, Progress, parse_caps
 
 
 def test_a_section_is_measured_when_the_next_begins():
@@ -36,3 +40,61 @@ def test_who_waits_says_so_until_the_wait_is_over():
             raise RuntimeError
     except RuntimeError:
         assert not progress.report()["waits"]
+
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    "longest, cap, seconds",
+    [
+        (None, 1800, 1800),  # nothing was measured
+        (0.1, 1800, FLOOR_S),
+        (20, 1800, FACTOR * 20),
+        (500, 1800, 1800),
+        (0.1, 5, 5),
+    ],
+)
+def test_the_limit_follows_from_what_was_measured_and_from_the_cap(longest, cap, seconds):
+    limits = HangLimits({"step": cap}, {} if longest is None else {"step": longest})
+    assert limits.of("step", waits=False) == seconds
+
+
+def test_caps_of_some_sections():
+    assert parse_caps("step=600,save=90.5") == CAPS | {"step": 600.0, "save": 90.5}
+    assert parse_caps("") == CAPS
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [("stop=3", "no section 'stop'"), ("step", "no number"), ("step=soon", "no number"), ("step=0", "no time"),
+     ("step=nan", "no time")],
+)  # fmt: skip
+def test_a_mistake_in_caps_is_named(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_caps(text)
+
+
+def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
+    limits = HangLimits(dict(CAPS))
+    limits.learn({"step": 30.0, "save": 0.1, "setup": 1.0})
+    limits.learn({"step": 8.0})
+    assert limits.of("step", waits=False) == 300.0
+    assert limits.of("save", waits=False) == CAPS["save"] and limits.of("setup", waits=False) == CAPS["setup"]
+
+
+def test_every_section_has_a_limit():
+    sections = {
+        call.args[0].value
+        for path in (REPOSITORY / "megatron/pretraining").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call).startswith("progress('")
+    }
+    assert sections == {*CAPS}
+
+
+def test_who_waits_for_others_has_the_time_of_what_they_may_be_in():
+    limits = HangLimits(CAPS | {"save": 5000.0})
+    limits.learn({"step": 1.0})
+    assert limits.of("step", waits=True) == 5000.0
+    assert limits.of("a section of somebody's own", waits=False) == 5000.0

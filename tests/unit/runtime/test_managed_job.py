@@ -15,10 +15,10 @@ from tests.unit.runtime.peers import TOKEN, fill, serving
 
 JOINS = """
 import functools, sys
-from moc.runtime import member
-member.patiently = functools.partial(member.patiently, patience_s=float(sys.argv[1]))
+from moc.runtime import managed_job
+managed_job.patiently = functools.partial(managed_job.patiently, patience_s=float(sys.argv[1]))
 print("joins", flush=True)
-member.JobMember.join()
+managed_job.JobMember.join()
 print("is there", flush=True)
 sys.stdin.read()
 """

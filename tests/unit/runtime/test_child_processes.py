@@ -81,9 +81,9 @@ def test_what_a_terminal_sends_does_not_reach_it():
 def test_it_dies_with_its_parent():
     code = f"""
 import asyncio
-from moc.runtime import children, job_token
+from moc.runtime import child_processes, job_token
 async def main():
-    print((await children.start({CHILD!r}, stdout=-1)).pid, flush=True)
+    print((await child_processes.start({CHILD!r}, stdout=-1)).pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """

@@ -1,6 +1,6 @@
-"""Two seconds of random attacks on the wire; ``fuzz_wire.py`` does it for longer."""
+"""Two seconds of random attacks on the wire; ``fuzz_protocol.py`` does it for longer."""
 
-from tests.unit.runtime.fuzz_wire import fuzz
+from tests.unit.runtime.fuzz_protocol import fuzz
 
 
 def test_nothing_falls_over_and_nobody_gets_in():
