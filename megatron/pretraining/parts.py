@@ -145,7 +145,9 @@ class WorkerParts:
         self.log.move(self.world)
         if loss is not None:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
-            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+            self.log.message(
+                f"generation {loss.generation}: {loss.reason}; all met again after {loss.reconnection_s:.2f} s"
+            )
 
     def go_on_after(self, loss: Interruption | None) -> None:
         """Closes the interrupted session and resets everything except the state to between iterations."""

@@ -31,7 +31,7 @@ class Lease:
         self._end = ctypes.c_double.from_buffer(mmap.mmap(descriptor, _BYTES))
 
     @classmethod
-    def make(cls) -> Lease:
+    def create(cls) -> Lease:
         """Creates a lease without an end, for an agent."""
         descriptor = os.memfd_create("moc-lease")
         os.truncate(descriptor, _BYTES)
@@ -40,7 +40,7 @@ class Lease:
         return lease
 
     @classmethod
-    def of_this_worker(cls) -> Lease | None:
+    def from_environment(cls) -> Lease | None:
         """Returns the lease of this process; None outside a job of our launcher."""
         text = os.environ.get(environment.LEASE)
         return None if text is None else cls(int(text))
@@ -55,13 +55,13 @@ class Lease:
         self._end.value = at
 
     @property
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until expiry; negative afterwards."""
         return self.end - time.monotonic()
 
-    def enforce(self) -> None:
+    def kill_if_expired(self) -> None:
         """Kills this process if the lease has expired, since another worker may have its rank."""
-        if self.left <= 0:
+        if self.remaining_s <= 0:
             who = f"worker {os.environ.get('RANK')}"
             why = "has heard of no controller for too long, and ends itself: another one may have its place"
             print_lines(f"mocrun: {who} {why}", error=True, flush=True)
@@ -72,17 +72,17 @@ class RunningClock:
     """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
 
     Args:
-        most_s: maximum seconds between two ticks; any excess counts as a pause.
+        max_step_s: maximum seconds between two ticks; any excess counts as a pause.
 
     Attributes:
         now: seconds that the process ran since construction.
     """
 
-    def __init__(self, most_s: float):
-        self.now, self._at, self._most_s = 0.0, time.monotonic(), most_s
+    def __init__(self, max_step_s: float):
+        self.now, self._ticked_at, self._max_step_s = 0.0, time.monotonic(), max_step_s
 
     def tick(self) -> None:
         """Advances the clock by the time since the last call, without pauses; call it often."""
         now = time.monotonic()
-        self.now += min(now - self._at, self._most_s)
-        self._at = now
+        self.now += min(now - self._ticked_at, self._max_step_s)
+        self._ticked_at = now

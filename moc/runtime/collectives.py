@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from moc.errors import code_of, with_code
-from moc.runtime.device import on_host, settled
-from moc.runtime.host_group import from_rank0, gather, host_group
+from moc.runtime.device import copy_to_host, synchronize_and_check
+from moc.runtime.host_group import broadcast_from_rank0, gather, host_group
 from moc.runtime.job import World
 from moc.store.errors import CheckpointError, TakenError
 
 
-def run_on_rank0(action: Callable, what: str):
+def run_on_rank0(action: Callable, failure: str):
     """Runs ``action`` on rank 0; each rank returns its result or raises its error.  Collective.
 
     Args:
         action: returns a JSON-serializable value; a ``Path`` becomes None.
-        what: prefix of the message if the file system fails.
+        failure: prefix of the message if the file system fails.
 
     Raises:
         CheckpointError: on all ranks, if the action raised it (also as :class:`TakenError`) or an OSError.
@@ -34,17 +34,17 @@ def run_on_rank0(action: Callable, what: str):
         except CheckpointError as error:
             outcome[1:] = with_code(error), isinstance(error, TakenError)
         except OSError as error:
-            outcome[1] = f"{what}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
-    result, error, taken = from_rank0(outcome)
+            outcome[1] = f"{failure}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
+    result, error, taken = broadcast_from_rank0(outcome)
     if error:
         raise (TakenError if taken else CheckpointError)(error)
     return result
 
 
-def run_on_all(action: Callable[[], None], what: str) -> None:
+def run_on_all(action: Callable[[], None], failure: str) -> None:
     """Runs ``action`` on every rank; raises CheckpointError on all if any raises it or OSError.  Collective.
 
-    ``what`` is as in :func:`run_on_rank0`.
+    ``failure`` is as in :func:`run_on_rank0`.
     """
     problem = None
     try:
@@ -52,7 +52,7 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
     except CheckpointError as error:
         problem = with_code(error)
     except OSError as error:
-        problem = f"{what}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
+        problem = f"{failure}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
     if problem := first_reported(problem):
         raise CheckpointError(problem)
 
@@ -69,43 +69,43 @@ def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -
     on.  The sum is computed in host memory, see :mod:`moc.runtime.host_group`.
 
     Raises:
-        Aborted, Suspicion: as for any operation of our groups, also if the device's groups are aborted meanwhile.
+        Aborted, PeerFailure: as for any operation of our groups, also if the device's groups are aborted meanwhile.
     """
     tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values.values()]
-    packed = _packed_on_host([tensor.reshape(-1) for tensor in tensors], world.device)
-    dist.all_reduce(packed, group=host_group())  # raises if the generation is over and values may be undefined
-    sums = iter(packed.tolist())
+    contribution = _concatenate_on_host([tensor.reshape(-1) for tensor in tensors], world.device)
+    dist.all_reduce(contribution, group=host_group())  # raises if the generation is over and values may be undefined
+    sums = iter(contribution.tolist())
     return {
         name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
         for name, tensor in zip(values, tensors, strict=True)
     }
 
 
-def _packed_on_host(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _concatenate_on_host(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Concatenates parts in order, with a single copy for all parts on the device."""
-    there = [part for part in parts if part.device.type == device.type]
-    if not there or device.type == "cpu":
-        return torch.cat(parts)
-    brought = iter(on_host(torch.cat(there)).split([part.numel() for part in there]))
-    return torch.cat([next(brought) if part.device.type == device.type else part for part in parts])
+    on_device = [part for part in tensors if part.device.type == device.type]
+    if not on_device or device.type == "cpu":
+        return torch.cat(tensors)
+    copied = iter(copy_to_host(torch.cat(on_device)).split([part.numel() for part in on_device]))
+    return torch.cat([next(copied) if part.device.type == device.type else part for part in tensors])
 
 
-def settled_on_all(world: World) -> None:
+def synchronize_all(world: World) -> None:
     """Waits until all work that the workers have enqueued on their devices is complete and valid.  Collective.
 
     Raises:
-        Aborted, Suspicion: this is not confirmed.
+        Aborted, PeerFailure: this is not confirmed.
     """
-    settled_among(None, world.device)
+    synchronize_group(None, world.device)
 
 
-def settled_among(group: dist.ProcessGroup | None, device: torch.device) -> None:
+def synchronize_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Waits until all work enqueued by a group's workers (default: all) is complete and valid.  Collective over it.
 
     Raises:
-        Aborted, Suspicion: this is not confirmed.
+        Aborted, PeerFailure: this is not confirmed.
     """
-    settled(device)
+    synchronize_and_check(device)
     gather(None, group)
 
 

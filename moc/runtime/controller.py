@@ -22,16 +22,16 @@ from dataclasses import dataclass, field, replace
 
 from moc.errors import UserError, with_code
 from moc.output import Parser, escapes_output, log_to_stderr, refused
-from moc.runtime import async_connections as wire
-from moc.runtime.child_processes import belong, reports
+from moc.runtime import async_connections
+from moc.runtime.child_processes import attach_to_parent, report_descriptor
 from moc.runtime.clocks import RunningClock
-from moc.runtime.election import BEGIN_S, Election, Times
-from moc.runtime.flags import parse_nodes
+from moc.runtime.election import MIN_JOIN_TIMEOUT_S, Election, SilenceLimits
+from moc.runtime.flags import parse_node_range
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.membership import Membership, nodes
 from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
 from moc.runtime.protocol import Message, WireError
-from moc.runtime.rendezvous_store import MeetingStore
+from moc.runtime.rendezvous_store import RendezvousStore
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Peer:
     """A connected agent."""
 
     node: int
-    connection: wire.AsyncConnection
+    connection: async_connections.AsyncConnection
     hello: dict  # header of its first message
     workers: list[Worker]  # listed in that message
     state: ControlState | None  # its copy of an earlier controller's state
@@ -98,7 +98,7 @@ class Peer:
     lost: bool = False  # it has itself reported its workers dead
 
     @classmethod
-    def from_hello(cls, hello: dict, connection: wire.AsyncConnection, now: float) -> Peer:
+    def from_hello(cls, hello: dict, connection: async_connections.AsyncConnection, now: float) -> Peer:
         """Parses an agent's hello; raises WireError if it is malformed."""
         for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
             hello[name]
@@ -179,7 +179,7 @@ class Controller:
         self._membership, self._election, self._max_wait_s = membership, election, max_wait_s
         self._grow_wait_s, self._grows_at = grow_wait_s, math.inf
         self._times = election.times
-        self._clock = RunningClock(most_s=10 * _TICK_S)
+        self._clock = RunningClock(max_step_s=10 * _TICK_S)
         self._agents: dict[int, Peer] = {}
         self._gone: dict[int, Gone] = {}  # disconnected nodes that may return
         self._probing: set[asyncio.Task] = set()
@@ -187,7 +187,7 @@ class Controller:
         self._names_them_at = 0.0  # time of the next console message about them
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
-        self._store = MeetingStore()
+        self._store = RendezvousStore()
         self._over = False  # the end was logged
         self._has_news = False  # agents joined since the last broadcast
         self._disturbed = 0.0
@@ -202,14 +202,16 @@ class Controller:
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
         """
-        serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
+        serving = async_connections.serve(
+            address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener
+        )
         async with await serving as server:
-            with open(reports(), "w") as launcher:  # the launcher may have requested port 0
+            with open(report_descriptor(), "w") as launcher:  # the launcher may have requested port 0
                 launcher.write(f"{server.address}\n")
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()
-                if self._election.is_over(time.monotonic()) and not self._membership.end:
+                if self._election.has_lost_leadership(time.monotonic()) and not self._membership.end:
                     _log.warning("this controller has lost the majority of the nodes: another one may lead")
                     return STEPS_DOWN
                 self._tick(self._clock.now)
@@ -217,12 +219,12 @@ class Controller:
 
     def _tick(self, now: float) -> None:
         """Performs all actions that depend only on time."""
-        self._election.stands(time.monotonic())
-        epoch, sure = self._election.epoch, self._election.sure
+        self._election.start_candidacy(time.monotonic())
+        epoch, sure = self._election.epoch, self._election.is_safe_request
         for peer in self._agents.values():  # agents that joined since the candidacy or were not free then
             if epoch not in (None, peer.epoch) and peer.asked != (epoch, sure):
                 self._ask(peer, epoch, sure)
-        if self._election.leads and self._state is None:
+        if self._election.is_leader and self._state is None:
             self._take_over_when_all_are_there(now)
         if not self._may_order:
             return
@@ -247,7 +249,7 @@ class Controller:
             if now - peer.heard > self._times.lease_s:
                 _log.warning("node %d has said nothing for %g s", peer.node, self._times.lease_s)
                 del self._agents[peer.node]
-                self._election.goes(peer.node)
+                self._election.remove_agent(peer.node)
                 peer.connection.abort()
                 self._obey(membership.left(peer.node))
         for node in [node for node, gone in self._gone.items() if now >= gone.lost_at]:
@@ -262,7 +264,10 @@ class Controller:
             return
         if self._waits_since is None:
             self._waits_since, self._names_them_at = now, now + TELL_FIRST_S
-        most, limit = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S), "--max-wait"
+        most, limit = (
+            self._max_wait_s if membership.has_begun else max(self._max_wait_s, MIN_JOIN_TIMEOUT_S),
+            "--max-wait",
+        )
         if membership.asked is not None and most > self._times.lease_s:  # nodes lost since the signal, or disconnected
             most, limit = self._times.lease_s, "--silence-timeout"
         left = self._waits_since + most - now
@@ -296,10 +301,10 @@ class Controller:
 
     # connections
 
-    async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
+    async def _serve_agent(self, connection: async_connections.AsyncConnection) -> None:
         first = await connection.recv()
         if first.kind == "ask":
-            await connection.send(Message({"kind": "well", "leads": self._election.leads}))
+            await connection.send(Message({"kind": "well", "leads": self._election.is_leader}))
             return
         if first.kind == "meets":
             await self._store.serve(connection, first.header["generation"])
@@ -321,7 +326,7 @@ class Controller:
         while True:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
-            if other is not None and taken and self._clock.now - other.heard < 4 * self._times.says_s:
+            if other is not None and taken and self._clock.now - other.heard < 4 * self._times.heartbeat_interval_s:
                 refusal = UserError(
                     f"node {peer.node} is there already, as {other.called}. Fix: give each launcher its "
                     "own --node-rank",
@@ -342,7 +347,7 @@ class Controller:
         self._agents[peer.node] = peer
         self._gone.pop(peer.node, None)
         hello = peer.hello
-        self._election.comes(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
+        self._election.add_agent(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
         if self._membership.end is not None:
             self._post(peer, "end", **_told(self._membership.end))
             peer.admitted = True
@@ -351,7 +356,7 @@ class Controller:
 
     def _goes(self, peer: Peer) -> None:
         del self._agents[peer.node]
-        self._election.goes(peer.node)
+        self._election.remove_agent(peer.node)
         if not peer.admitted or peer.knows_end:
             return
         if peer.lost:
@@ -378,10 +383,10 @@ class Controller:
         peer.heard = self._clock.now
         if message.kind == "alive":
             if said["echo"] is not None:
-                self._election.echoed(peer.node, said["echo"])
+                self._election.record_echo(peer.node, said["echo"])
             self._beat(peer, said["at"])
         elif message.kind == "promise":
-            if self._election.promised(peer.node, said["epoch"], said["free_in"], time.monotonic()):
+            if self._election.handle_promise(peer.node, said["epoch"], said["free_in"], time.monotonic()):
                 self._leads_since = self._clock.now
             peer.epoch = said["epoch"]
             if self._state is not None and peer.epoch == self._election.epoch and not peer.admitted:
@@ -397,8 +402,8 @@ class Controller:
 
     def _beat(self, peer: Peer, at: float) -> None:
         now = time.monotonic()
-        age = now - self._election.heard(now)
-        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.leads)
+        age = now - self._election.majority_contact(now)
+        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.is_leader)
 
     # taking over
 
@@ -411,7 +416,9 @@ class Controller:
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
-        everybody = self._election.everybody and len(follow) == len(self._agents)  # all nodes are connected and follow
+        everybody = self._election.all_connected and len(follow) == len(
+            self._agents
+        )  # all nodes are connected and follow
         enough = everybody if known is None else expected <= {peer.node for peer in follow}
         if not enough and now < self._leads_since + GATHER_S:
             return
@@ -422,7 +429,7 @@ class Controller:
             self._membership.load_state_dict(known.membership)
             self._over = self._membership.end is not None
             _log.warning("this controller has taken over the job (epoch %d)", epoch)
-        lost_in = max(0.0, self._election.absent_are_lost_at - time.monotonic())
+        lost_in = max(0.0, self._election.leases_expire_at - time.monotonic())
         doors = {} if known is None else known.doors
         for node in expected - {peer.node for peer in follow}:
             self._is_gone(node, Gone(now + lost_in), doors.get(str(node)))
@@ -548,7 +555,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
-    add("--nnodes", type=parse_nodes, required=True, metavar="[MIN:]MAX", help="as the launchers'")
+    add("--nnodes", type=parse_node_range, required=True, metavar="[MIN:]MAX", help="as the launchers'")
     add("--nproc-per-node", type=int, required=True, help="as the launchers'")
     add("--spares", type=int, default=0, help="as the launchers' (default: 0)")
     add("--max-restarts", type=int, default=1000, help="as the launchers' (default: 1000)")
@@ -579,12 +586,12 @@ def main() -> int:
     """Runs the controller as a separate process; returns the exit code."""
     own = parser().parse_args()
     if own.listen_fd is not None:  # started by a launcher, not standalone
-        belong()
+        attach_to_parent()
     log_to_stderr()
     index, candidates = own.candidate
     least, most = own.nnodes
     membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)
-    election = Election(index, candidates, most + own.spares, Times(own.silence_timeout))
+    election = Election(index, candidates, most + own.spares, SilenceLimits(own.silence_timeout))
     controller = Controller(membership, election, own.max_wait, own.grow_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)
     try:

@@ -30,7 +30,7 @@ ACTIONS = {
 """Fault actions, by name."""
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-MOST_AT_ONCE = 3  # maximum number of workers that one random fault kills
+MAX_KILLED = 3  # maximum number of workers that one random fault kills
 
 
 class FaultError(UserError, ValueError):
@@ -64,7 +64,7 @@ class Fault:
     times: int = 1
 
     def __str__(self) -> str:
-        """The text that :func:`faults_of` parses."""
+        """The text that :func:`parse_faults` parses."""
         words = [self.action]
         words += [f"ranks={','.join(map(str, self.ranks))}"] if self.ranks else []
         words += [f"node={self.node}"] if self.node is not None else []
@@ -73,21 +73,21 @@ class Fault:
         words += [f"times={self.times}"] if self.times > 1 else []
         return " ".join(words)
 
-    def concerns(self, rank: int, node: int) -> bool:
+    def strikes(self, rank: int, node: int) -> bool:
         """Returns whether it strikes this worker."""
         return (not self.ranks or rank in self.ranks) and self.node in (None, node)
 
 
-def faults_of(text: str) -> tuple[Fault, ...]:
+def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parses faults separated by semicolons, such as ``kill rank=2 iteration=40``.
 
     Raises:
         ValueError: a fault is malformed; the message has the remedy.
     """
-    return tuple(_fault_of(part.split()) for part in text.split(";") if part.strip())
+    return tuple(_parse_fault(part.split()) for part in text.split(";") if part.strip())
 
 
-def _fault_of(words: list[str]) -> Fault:
+def _parse_fault(words: list[str]) -> Fault:
     action, *rest = words
     if action not in ACTIONS:
         raise FaultError(
@@ -98,9 +98,9 @@ def _fault_of(words: list[str]) -> Fault:
     for word in rest:
         name, equals, value = word.partition("=")
         name = "ranks" if name == "rank" else name
-        if not equals or name not in _READ:
+        if not equals or name not in _PARSERS:
             raise FaultError(
-                f"{word} is not understood. Fix: write {', '.join(f'{n}=' for n in _READ)} behind {action}",
+                f"{word} is not understood. Fix: write {', '.join(f'{n}=' for n in _PARSERS)} behind {action}",
                 code="value-unreadable",
             )
         if name in values:
@@ -108,12 +108,12 @@ def _fault_of(words: list[str]) -> Fault:
                 f"{name}= is there twice. Fix: drop one",
                 code="value-unreadable",
             )
-        values[name] = _read(name, value)
-    _check(action, values)
+        values[name] = _parse_value(name, value)
+    _check_values(action, values)
     return Fault(action, **values)
 
 
-def _check(action: str, values: dict) -> None:
+def _check_values(action: str, values: dict) -> None:
     if "iteration" not in values:
         raise FaultError(
             f"{action} has no iteration. Fix: add iteration=",
@@ -136,38 +136,38 @@ def _check(action: str, values: dict) -> None:
         )
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError("a whole number")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     seconds = float(text) if text.replace(".", "", 1).isdecimal() else -1.0
     if seconds < 0:
         raise ValueError("a number of seconds")
     return seconds
 
 
-def _point(text: str) -> str:
+def _parse_point(text: str) -> str:
     if text not in POINTS:
         raise ValueError(f"one of {', '.join(POINTS)}")
     return text
 
 
-_READ: dict[str, Callable] = {
-    "ranks": lambda text: tuple(sorted({_number(rank) for rank in text.split(",")})),
-    "node": _number,
-    "iteration": _number,
-    "point": _point,
-    "seconds": _seconds,
-    "times": _number,
+_PARSERS: dict[str, Callable] = {
+    "ranks": lambda text: tuple(sorted({_parse_number(rank) for rank in text.split(",")})),
+    "node": _parse_number,
+    "iteration": _parse_number,
+    "point": _parse_point,
+    "seconds": _parse_seconds,
+    "times": _parse_number,
 }
 
 
-def _read(name: str, value: str):
+def _parse_value(name: str, value: str):
     try:
-        return _READ[name](value)
+        return _PARSERS[name](value)
     except ValueError as wanted:
         raise FaultError(
             f"{name}= takes {wanted}, not {value or 'nothing'}. Fix: change it",
@@ -181,21 +181,24 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
     Gaps between faults are exponentially distributed, with a mean of ``mean`` iterations.  A fault within recovery
     follows another that triggers a recovery.
     """
-    chance, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
-    while (at := at + chance.expovariate(1 / mean)) < iterations:
-        point, ranks = chance.choice([name for name in POINTS if name not in ELASTIC | AFTER]), _some(chance, size)
+    generator, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
+    while (at := at + generator.expovariate(1 / mean)) < iterations:
+        point, ranks = (
+            generator.choice([name for name in POINTS if name not in ELASTIC | AFTER]),
+            _sample_ranks(generator, size),
+        )
         if point == "published":
             ranks = (0,)  # only rank 0 commits in storage
         if point in RECOVERY:
-            first = ranks if point == "rebuilding" else _some(chance, size)
-            faults.append(Fault("kill", int(at) + 1, first, point=chance.choice(list(STEP))))
+            first = ranks if point == "rebuilding" else _sample_ranks(generator, size)
+            faults.append(Fault("kill", int(at) + 1, first, point=generator.choice(list(STEP))))
         # a survivor may be one iteration behind the killed workers
         faults.append(Fault("kill", int(at) if point in RECOVERY else int(at) + 1, ranks, point=point))
     return tuple(faults)
 
 
-def _some(chance: random.Random, size: int) -> tuple[int, ...]:
-    return tuple(sorted(chance.sample(range(size), chance.randint(1, min(MOST_AT_ONCE, size)))))
+def _sample_ranks(chance: random.Random, size: int) -> tuple[int, ...]:
+    return tuple(sorted(chance.sample(range(size), chance.randint(1, min(MAX_KILLED, size)))))
 
 
 class Injector:
@@ -206,28 +209,30 @@ class Injector:
         rank: rank of this worker.
         node: number of its node.
         directory: directory of the files; replacements of this worker need access.
-        tell: callback before each strike, with ``action``, ``rank``, ``iteration`` and ``point``.
+        on_strike: callback before each strike, with ``action``, ``rank``, ``iteration`` and ``point``.
     """
 
-    def __init__(self, faults: tuple[Fault, ...], rank: int, node: int, directory: Path, tell: Callable[[dict], None]):
-        self._mine: dict[str, list[Fault]] = {}
+    def __init__(
+        self, faults: tuple[Fault, ...], rank: int, node: int, directory: Path, on_strike: Callable[[dict], None]
+    ):
+        self._faults: dict[str, list[Fault]] = {}
         for fault in faults:
-            if fault.concerns(rank, node):
-                self._mine.setdefault(fault.point, []).append(fault)
+            if fault.strikes(rank, node):
+                self._faults.setdefault(fault.point, []).append(fault)
         directory.mkdir(parents=True, exist_ok=True)
-        self._rank, self._directory, self._tell = rank, directory, tell
-        self._begun = open_single(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT)
-        self._iteration = int.from_bytes(os.pread(self._begun, 8, 0), "little")
+        self._rank, self._directory, self._on_strike = rank, directory, on_strike
+        self._iteration_file = open_single(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT)
+        self._iteration = int.from_bytes(os.pread(self._iteration_file, 8, 0), "little")
 
     def reached(self, point: str, iteration: int | None = None) -> None:
         """See :func:`moc.faults.reach`."""
         if point == "start" and iteration is not None:
             self._iteration = iteration
-            os.pwrite(self._begun, iteration.to_bytes(8, "little"), 0)
+            os.pwrite(self._iteration_file, iteration.to_bytes(8, "little"), 0)
         at = self._iteration if iteration is None else iteration
-        for fault in self._mine.get(point, ()):
+        for fault in self._faults.get(point, ()):
             if fault.iteration <= at and self._claim(fault):
-                self._do(fault, at)
+                self._execute(fault, at)
 
     def _claim(self, fault: Fault) -> bool:
         """Returns whether the fault strikes now; if so, the strike is already recorded."""
@@ -238,8 +243,8 @@ class Injector:
                 return True
         return False
 
-    def _do(self, fault: Fault, iteration: int) -> None:
-        self._tell(dict(action=fault.action, rank=self._rank, iteration=iteration, point=fault.point))
+    def _execute(self, fault: Fault, iteration: int) -> None:
+        self._on_strike(dict(action=fault.action, rank=self._rank, iteration=iteration, point=fault.point))
         if fault.action in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.action])
         elif fault.action == "slow":

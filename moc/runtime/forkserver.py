@@ -35,37 +35,37 @@ from moc.files.decode import parse
 from moc.files.tree import open_single
 from moc.output import print_lines, print_traceback
 from moc.runtime import environment, import_hook
-from moc.runtime.child_processes import belong, die_with_parent, reports
-from moc.runtime.program import REFUSED, is_guarded, load, place_of
-from moc.runtime.program import refusal as errors_of_flags
-from moc.runtime.termination import FAILED, STOPS
+from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor
+from moc.runtime.program import REFUSED_EXIT_CODE, import_directory, is_guarded, load_program
+from moc.runtime.program import flag_errors as errors_of_flags
+from moc.runtime.termination import FAILED, STOP_SIGNALS
 
-_DESCRIPTORS = 1 << 16
-_CONTEXTS = "/dev/nvidia-uvm"  # open while there is a CUDA context
+_MAX_DESCRIPTORS = 1 << 16
+_CUDA_CONTEXT_DEVICE = "/dev/nvidia-uvm"  # open while there is a CUDA context
 
 
 def main(script: str, arguments: list[str]) -> None:
     """Imports the modules that workers need, then forks a worker per order until its input ends."""
-    belong()
-    orders, tell = os.dup(0), reports()
+    attach_to_parent()
+    orders, events = os.dup(0), report_descriptor()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs print to stderr
     sys.argv = [script, *arguments]  # a program's imports may depend on its flags
     refusal, code = warm_up(script), FAILED
     if refusal is None:
         refusal, code = (
-            errors_of_flags(script, arguments, int(os.environ.get(environment.SIZE, "1"))),
-            REFUSED,
+            errors_of_flags(script, arguments, int(os.environ.get(environment.JOB_SIZE, "1"))),
+            REFUSED_EXIT_CODE,
         )
     if refusal is not None:
-        os.write(tell, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
+        os.write(events, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
         return
-    forks = not has_touched_cuda()
-    if not forks:
+    can_fork = not has_touched_cuda()
+    if not can_fork:
         print_lines(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
     gc.collect()
     gc.freeze()  # workers share all objects that exist now
-    Zygote(script, arguments, orders, tell, forks).serve()
+    Forkserver(script, arguments, orders, events, can_fork).serve()
 
 
 def has_touched_cuda() -> bool:
@@ -74,8 +74,8 @@ def has_touched_cuda() -> bool:
 
     if torch.cuda.is_initialized():
         return True
-    opened = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    return any(str(path.readlink()).startswith(_CONTEXTS) for path in opened if path.is_symlink())
+    paths = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(str(path.readlink()).startswith(_CUDA_CONTEXT_DEVICE) for path in paths if path.is_symlink())
 
 
 def warm_up(script: str) -> str | None:
@@ -100,109 +100,111 @@ def warm_up(script: str) -> str | None:
             code="program-not-python",
         )
         return f"mocrun: error: {with_code(refusal)}"
-    sys.path.insert(0, place_of(script))
+    sys.path.insert(0, import_directory(script))
     import_hook.install()
     try:
-        program = load(script, "__warm_up__")
+        program = load_program(script, "__warm_up__")
         program.get("warm_up", import_hook.warm_up)()
-    except SystemExit as leaving:
-        if isinstance(leaving.code, str):
-            if codes_in(leaving.code):
-                return leaving.code
+    except SystemExit as exit_request:
+        if isinstance(exit_request.code, str):
+            if codes_in(exit_request.code):
+                return exit_request.code
             refusal = UserError(
-                f"{script} refuses to run: {leaving.code}. Fix: correct what it names", code="worker-cannot-start"
+                f"{script} refuses to run: {exit_request.code}. Fix: correct what it names", code="worker-cannot-start"
             )
             return f"mocrun: error: {with_code(refusal)}"
         raise
     return None
 
 
-class Zygote:
+class Forkserver:
     """Forks and reaps workers; reads orders from one descriptor, and writes events to another."""
 
-    def __init__(self, script: str, arguments: list[str], orders: int, tell: int, forks: bool = True):
-        self._script, self._arguments, self._orders, self._tell = script, arguments, orders, tell
-        self._forks = forks
+    def __init__(self, script: str, arguments: list[str], orders: int, events: int, can_fork: bool = True):
+        self._script, self._arguments, self._orders, self._events = script, arguments, orders, events
+        self._can_fork = can_fork
         self._workers: dict[int, str] = {}
-        self._woken, self._wake = os.pipe()  # a signal wakes select() by writing here
-        for end in (self._woken, self._wake):
+        self._wakeup_reader, self._wakeup_writer = os.pipe()  # a signal wakes select() by writing here
+        for end in (self._wakeup_reader, self._wakeup_writer):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(self._wake)
+        signal.set_wakeup_fd(self._wakeup_writer)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
         """Serves until the input ends; then the workers die with this process."""
-        self._say({"ready": True})
-        waiting = b""
+        self._report({"ready": True})
+        partial_line = b""
         while True:
-            readable, _, _ = select.select([self._orders, self._woken], [], [])
-            if self._woken in readable:
-                os.read(self._woken, 4096)
-                self._tell_ended()
+            readable, _, _ = select.select([self._orders, self._wakeup_reader], [], [])
+            if self._wakeup_reader in readable:
+                os.read(self._wakeup_reader, 4096)
+                self._report_exits()
             if self._orders in readable:
                 data = os.read(self._orders, 1 << 16)
                 if not data:
                     return
-                *lines, waiting = (waiting + data).split(b"\n")
+                *lines, partial_line = (partial_line + data).split(b"\n")
                 for order in map(parse, lines):
                     if "ask" in order:
-                        self._say({"ready": True})
+                        self._report({"ready": True})
                     else:
                         self._start(order)
 
-    def _say(self, what: dict) -> None:
-        os.write(self._tell, json.dumps(what).encode() + b"\n")
+    def _report(self, event: dict) -> None:
+        os.write(self._events, json.dumps(event).encode() + b"\n")
 
-    def _tell_ended(self) -> None:
+    def _report_exits(self) -> None:
         while self._workers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            self._say({"ended": self._workers.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+            self._report({"ended": self._workers.pop(pid), "code": os.waitstatus_to_exitcode(status)})
 
     def _start(self, order: dict) -> None:
-        own = os.getpid()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(order, own)
+            self._become_worker(order, parent)
         self._workers[pid] = order["start"]
-        self._say({"started": order["start"], "pid": pid})
+        self._report({"started": order["start"], "pid": pid})
 
     def _become_worker(self, order: dict, parent: int) -> None:
         try:
             die_with_parent(parent)
-            self._forget_zygote()
+            self._reset_inherited_state()
             os.environ.update(order["environment"])
-            _allow_descriptors()
+            _raise_descriptor_limit()
             if order["output"] is not None:
-                _write_to(order["output"])
-            if not self._forks:
+                _redirect_output(order["output"])
+            if not self._can_fork:
                 flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-                code = "import sys; from moc.runtime.forkserver import work; work(sys.argv[1], sys.argv[2:])"
+                code = (
+                    "import sys; from moc.runtime.forkserver import run_worker; run_worker(sys.argv[1], sys.argv[2:])"
+                )
                 os.execv(sys.executable, [sys.executable, *flags, "-c", code, self._script, *self._arguments])
         except BaseException as error:
             print_traceback(error)
             os._exit(1)
-        work(self._script, self._arguments)
+        run_worker(self._script, self._arguments)
 
-    def _forget_zygote(self) -> None:
+    def _reset_inherited_state(self) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, *STOPS):  # SIGINT too: a KeyboardInterrupt only prints a traceback
+        for number in (signal.SIGCHLD, *STOP_SIGNALS):  # SIGINT too: a KeyboardInterrupt only prints a traceback
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-        for descriptor in (self._orders, self._tell, self._woken, self._wake):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        for descriptor in (self._orders, self._events, self._wakeup_reader, self._wakeup_writer):
             os.close(descriptor)
 
 
-def _allow_descriptors() -> None:
+def _raise_descriptor_limit() -> None:
     """Raises this process's limit of open files; with the usual 1024, too many connections would end gloo."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _write_to(path: str) -> None:
+def _redirect_output(path: str) -> None:
     """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -214,11 +216,11 @@ def _write_to(path: str) -> None:
     os.dup2(output, 2)
 
 
-def work(script: str, arguments: list[str]) -> NoReturn:
+def run_worker(script: str, arguments: list[str]) -> NoReturn:
     """Runs the program as a worker, and exits with its code."""
     code = 1
     try:
-        code = run(script, arguments)
+        code = run_program(script, arguments)
     except BaseException as error:
         print_traceback(error)
     finally:
@@ -230,25 +232,25 @@ def work(script: str, arguments: list[str]) -> NoReturn:
         os._exit(code)
 
 
-def run(script: str, arguments: list[str]) -> int:
+def run_program(script: str, arguments: list[str]) -> int:
     """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
     import_hook.install()
-    directory = place_of(script)
+    directory = import_directory(script)
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
     try:
-        load(script, "__main__")
-    except SystemExit as leaving:
-        if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
-        print_lines(*str(leaving.code).split("\n"), error=True)
+        load_program(script, "__main__")
+    except SystemExit as exit_request:
+        if exit_request.code is None or isinstance(exit_request.code, int):
+            return exit_request.code or 0
+        print_lines(*str(exit_request.code).split("\n"), error=True)
         return 1
     except UserError as error:  # not handled by the program
         print_lines(f"{Path(script).name}: error (worker {os.environ.get('RANK')}): {with_code(error)}", error=True)
         return 1
-    if (sentence := import_hook.reminder()) is not None and os.environ.get("RANK", "0") == "0":
-        print_lines(f"mocrun: {sentence}", error=True)
+    if (warning := import_hook.unused_warning()) is not None and os.environ.get("RANK", "0") == "0":
+        print_lines(f"mocrun: {warning}", error=True)
     return 0
 
 

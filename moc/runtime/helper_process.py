@@ -17,10 +17,10 @@ from typing import Any
 from moc.files.decode import parse
 from moc.runtime import child_processes
 
-PATIENCE_S = 600.0
+CALL_TIMEOUT_S = 600.0
 """Seconds without an answer after which a process counts as hung; a call may read or copy a node's memory."""
 
-_AT_ONCE = select.PIPE_BUF  # bytes that a writable pipe accepts without blocking
+_PIPE_BYTES = select.PIPE_BUF  # bytes that a writable pipe accepts without blocking
 _READ = 1 << 16  # bytes
 
 
@@ -28,33 +28,34 @@ class HelperError(Exception):
     """The process failed; the message is a predicate, as in "has died"."""
 
 
-class Helper:
+class HelperProcess:
     """A worker's handle of the process, which dies with the thread that starts it.
 
     One thread makes calls at a time; others may start and end the process meanwhile.
 
     Args:
-        module: module to run; it calls :func:`~moc.runtime.child_processes.belong_beside`, and then :func:`serve`.
+        module: module to run; it calls :func:`~moc.runtime.child_processes.attach_in_background`, and then
+            :func:`serve`.
         env: environment variables in addition to this process's.
-        patience_s: seconds without an answer after which the process is killed.
+        timeout_s: seconds without an answer after which the process is killed.
     """
 
-    def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), patience_s: float = PATIENCE_S):
-        self._module, self._env, self.patience_s = module, env, patience_s
+    def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), timeout_s: float = CALL_TIMEOUT_S):
+        self._module, self._env, self.timeout_s = module, env, timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._changing = threading.Lock()  # guards starting and closing
+        self._lock = threading.Lock()  # guards starting and closing
         self._started = self._closed = False
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the process runs; it may not have started yet."""
         return self._process is not None and self._process.poll() is None
 
     @property
-    def processes(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Id of the process, once it has started; empty otherwise."""
         process = self._process
-        return [process.pid] if process is not None and self._started and self.runs else []
+        return [process.pid] if process is not None and self._started and self.is_running else []
 
     def start(self) -> bool:
         """Starts the process unless it runs; returns whether it is new.  Its first answer may take seconds.
@@ -62,14 +63,14 @@ class Helper:
         Raises:
             HelperError: it cannot be started, or was closed.
         """
-        with self._changing:
+        with self._lock:
             if self._closed:
                 raise HelperError("has been ended")
-            if self.runs:
+            if self.is_running:
                 return False
             me = os.getpid()
             command, env = (
-                child_processes.command_of(self._module, dies_with=me),
+                child_processes.module_command(self._module, parent=me),
                 {**self._env, child_processes.PARENT: str(me)},
             )
             self._started = False
@@ -80,7 +81,7 @@ class Helper:
                         stdin=subprocess.PIPE,
                         stdout=child_processes.STDERR,
                         bufsize=0,
-                        env=os.environ | env | {child_processes.REPORTS: str(end)},
+                        env=os.environ | env | {child_processes.REPORT_DESCRIPTOR: str(end)},
                         pass_fds=[end],
                     )
             except OSError as error:
@@ -100,22 +101,22 @@ class Helper:
             self._started = True
         return self._started
 
-    def ask(self, call: Any) -> Any:
+    def call_process(self, call: Any) -> Any:
         """Calls the process, which must have been started, and returns its answer; both are JSON values.
 
         Raises:
             HelperError: it has died, or was killed because it did not answer.
         """
-        until = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.timeout_s
         if not self._started:
-            self._receive(until)
+            self._receive(deadline)
             self._started = True
-        self._send(json.dumps(call).encode() + b"\n", until)
-        return parse(self._receive(until))
+        self._send(json.dumps(call).encode() + b"\n", deadline)
+        return parse(self._receive(deadline))
 
     def close(self) -> None:
         """Ends the process immediately; a thread that waits for its answer gets an error."""
-        with self._changing:
+        with self._lock:
             self._closed = True
         self._kill()
 
@@ -126,30 +127,30 @@ class Helper:
         assert process is not None and process.stdin is not None and process.stdout is not None  # it was started
         return process.stdin.fileno(), process.stdout.fileno()
 
-    def _send(self, line: bytes, until: float) -> None:
+    def _send(self, line: bytes, deadline: float) -> None:
         pipe, _ = self._pipes
         while line:
-            self._wait(pipe, select.POLLOUT, until)
+            self._wait(pipe, select.POLLOUT, deadline)
             try:
-                line = line[os.write(pipe, line[:_AT_ONCE]) :]
+                line = line[os.write(pipe, line[:_PIPE_BYTES]) :]
             except OSError:
-                self._fails("has died")
+                self._fail("has died")
 
-    def _receive(self, until: float) -> bytes:
+    def _receive(self, deadline: float) -> bytes:
         (_, pipe), line = self._pipes, b""
         while not line.endswith(b"\n"):
-            self._wait(pipe, select.POLLIN, until)
+            self._wait(pipe, select.POLLIN, deadline)
             read = os.read(pipe, _READ)
             if not read:
-                self._fails("has died")
+                self._fail("has died")
             line += read
         return line
 
-    def _wait(self, pipe: int, event: int, until: float) -> None:
-        if not _ready(pipe, event, until):
-            self._fails(f"has not answered for {self.patience_s:g} s")
+    def _wait(self, pipe: int, event: int, deadline: float) -> None:
+        if not _ready(pipe, event, deadline):
+            self._fail(f"has not answered for {self.timeout_s:g} s")
 
-    def _fails(self, how: str) -> None:
+    def _fail(self, how: str) -> None:
         self._kill()
         raise HelperError(how)
 
@@ -160,16 +161,16 @@ class Helper:
             process.wait()
 
 
-def serve(answer: Callable[[Any], Any]) -> None:
+def serve(handler: Callable[[Any], Any]) -> None:
     """Answers calls, in the process, until the worker ends, possibly before an answer."""
-    with contextlib.suppress(BrokenPipeError), open(child_processes.reports(), "w") as worker:
+    with contextlib.suppress(BrokenPipeError), open(child_processes.report_descriptor(), "w") as worker:
         print("null", file=worker, flush=True)  # reports the start
         for line in sys.stdin:
-            print(json.dumps(answer(parse(line))), file=worker, flush=True)
+            print(json.dumps(handler(parse(line))), file=worker, flush=True)
 
 
-def _ready(pipe: int, event: int, until: float) -> bool:
+def _ready(pipe: int, event: int, deadline: float) -> bool:
     """Waits until a pipe is readable, writable or broken; returns False on timeout."""
     poll = select.poll()
     poll.register(pipe, event)
-    return bool(poll.poll(max(0.0, until - time.monotonic()) * 1e3))
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1e3))

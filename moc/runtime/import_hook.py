@@ -13,15 +13,15 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-VARIABLE = "MOC_NO_MEGATRON"
+DISABLE_VARIABLE = "MOC_NO_MEGATRON"
 """Environment variable that ``mocrun --no-megatron`` sets for workers."""
 
-ENTRY = "moc.megatron"
-WATCHED = ("megatron.core", "megatron.training")
+ENTRY_MODULE = "moc.megatron"
+WATCHED_PACKAGES = ("megatron.core", "megatron.training")
 _ADAPTER = "megatron.pretraining.process.cpu"
 """Module of programs that adapt megatron-core themselves."""
 
-_used = False
+_pretrain_called = False
 
 
 class _Finder(MetaPathFinder):
@@ -30,13 +30,17 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in WATCHED or ENTRY in sys.modules or (fullname == "megatron.core" and not _needs_adapter()):
+        if (
+            fullname not in WATCHED_PACKAGES
+            or ENTRY_MODULE in sys.modules
+            or (fullname == "megatron.core" and not _needs_adapter())
+        ):
             return None
-        importlib.import_module(ENTRY)
-        return _Loaded.spec(sys.modules[fullname])
+        importlib.import_module(ENTRY_MODULE)
+        return _LoadedModuleLoader.spec(sys.modules[fullname])
 
 
-class _Loaded(Loader):
+class _LoadedModuleLoader(Loader):
     """Loader of a module that was imported during the search for it."""
 
     def __init__(self, module: ModuleType):
@@ -64,26 +68,26 @@ def _needs_adapter() -> bool:
 
 
 def install() -> None:
-    """Starts watching imports, unless :data:`VARIABLE` is set."""
-    if os.environ.get(VARIABLE) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Starts watching imports, unless :data:`DISABLE_VARIABLE` is set."""
+    if os.environ.get(DISABLE_VARIABLE) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def warm_up() -> None:
     """Imports the modules that training would import late, if :mod:`moc.megatron` is imported."""
-    if (entry := sys.modules.get(ENTRY)) is not None:
+    if (entry := sys.modules.get(ENTRY_MODULE)) is not None:
         entry.warm_up()
 
 
-def note_use() -> None:
+def record_pretrain_call() -> None:
     """Records that the entry point was called."""
-    global _used
-    _used = True
+    global _pretrain_called
+    _pretrain_called = True
 
 
-def reminder() -> str | None:
+def unused_warning() -> str | None:
     """Returns a warning if the script imported ``megatron.training`` and never called ``pretrain``; otherwise None."""
-    if _used or ENTRY not in sys.modules or "megatron.training" not in sys.modules:
+    if _pretrain_called or ENTRY_MODULE not in sys.modules or "megatron.training" not in sys.modules:
         return None
     return (
         f"{sys.argv[0]} did not call megatron.training.pretrain(), so nothing of it was protected by snapshots; "

@@ -44,7 +44,7 @@ from moc.runtime.orders import (
     Worker,
 )
 from moc.runtime.seating import Crew, Growth, NodeAssignment, Seating
-from moc.runtime.termination import FROM_WHERE, LOST, SAVED, START_OVER, STOPS, USAGE, how_ended
+from moc.runtime.termination import LOST, RESUME_REMEDY, SAVED, START_OVER, STOP_SIGNALS, USAGE, describe_exit
 
 MAX_BROKEN = 3
 """Consecutive workers that a device may end before its node gives up its rank block."""
@@ -313,12 +313,12 @@ class Membership:
             self.seating.refused.add(self.seating.whole)
             refused = f"the program refuses to run on {nodes_counted(self.seating.whole)}"
             return self._change_members(Why(Cause.NODES_REFUSED, refused))
-        how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
+        how = f"worker {worker.rank} {describe_exit(code)}{why and f': it {why}'}"
         if code > 0:
             return self._over(code, how, leaving=code == SAVED, as_asked=code == SAVED)
         if ends := self._ends_with(worker, -code):
             if ends == SAVED:
-                return self._over(ends, f"{how}. Fix: {FROM_WHERE}", code="state-partly-lost")
+                return self._over(ends, f"{how}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
             return self._over(ends, how, as_asked=-code == self.asked)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
@@ -341,14 +341,14 @@ class Membership:
         if self.asked is None:
             return None
         if not self.places.settled or any(other.built for other in self.workers.values()):
-            return 128 + number if worker.built and number in STOPS else None
+            return 128 + number if worker.built and number in STOP_SIGNALS else None
         return SAVED if self.generation > 0 and not worker.built else 128 + number
 
     def _starts_over(self, worker: Worker) -> list[Order]:
         if self.asked is None:
             return self._next_generation(Why(Cause.WORKER_STARTS_OVER, f"worker {worker.rank} starts over"))
         what = f"no snapshot can restore what was lost, and the job was asked to stop (signal {self.asked})"
-        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="state-partly-lost")
+        return self._over(SAVED, f"{what}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Removes a node from the job; its launcher ends, so it does not return unless it is started again."""
@@ -446,7 +446,7 @@ class Membership:
         what = f"{nodes(missing)} missing, and {why}"
         if not self.has_begun:
             return self._over(LOST, f"{what}: nothing has begun. Fix: start all nodes", code="nodes-missing")
-        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="nodes-missing")
+        return self._over(SAVED, f"{what}. Fix: {RESUME_REMEDY}", code="nodes-missing")
 
     @property
     def has_begun(self) -> bool:

@@ -56,7 +56,7 @@ class Message:
         return self.header["kind"]
 
 
-def encode(header: dict) -> bytes:
+def encode_header(header: dict) -> bytes:
     """Encodes a header as JSON.
 
     Raises:
@@ -75,7 +75,7 @@ def encode(header: dict) -> bytes:
     return text
 
 
-def decode(data: bytes) -> dict:
+def decode_header(data: bytes) -> dict:
     """Decodes a header from JSON.
 
     Raises:
@@ -87,7 +87,7 @@ def decode(data: bytes) -> dict:
     return _Header(header)
 
 
-def flat(body) -> memoryview:
+def byte_view(body) -> memoryview:
     """Returns a byte view of any contiguous buffer, without a copy.
 
     Raises:
@@ -133,7 +133,7 @@ class Channel:
     hellos. Token and nonces yield a key for each direction (HKDF, RFC 5869). Every message carries an HMAC-SHA256 over
     its number and all its bytes. Changed, replayed, reordered or missing messages are therefore refused.
 
-    Not thread-safe, except for one thread in :meth:`send` while another is in :meth:`receive` or :meth:`end`.
+    Not thread-safe, except for one thread in :meth:`send` while another is in :meth:`receive` or :meth:`handle_end`.
 
     Args:
         token: the job's secret, 32 bytes.
@@ -148,7 +148,7 @@ class Channel:
         if role not in _ROLES:
             raise ValueError(f"the role of a channel is one of {', '.join(_ROLES)}, not {role}")
         self._token, self._role, self._body_limit, self._peer = token, role, body_limit, peer
-        self._state, self._why_dead = _State.HELLO, WireError()
+        self._state, self._failure = _State.HELLO, WireError()
         self._hello = _HELLO.pack(_MAGIC, VERSION, body_limit, secrets.token_bytes(32))
         self._handshake, self._buffer = self._hello, bytearray()
         self._transcript = self._send_key = self._receive_key = b""
@@ -160,7 +160,7 @@ class Channel:
         return self._state is _State.OPEN
 
     @property
-    def wants(self) -> int:
+    def bytes_wanted(self) -> int:
         """Maximum bytes to read next; before authentication, no more than the peer's hello and proof."""
         if self._state is _State.HELLO:
             return _HELLO.size - len(self._buffer)
@@ -181,7 +181,7 @@ class Channel:
         self._check_alive()
         if self._state is not _State.OPEN:
             raise WireError(f"nothing can be sent to {self._peer} before it has proved that it knows the job's token")
-        header, body = encode(message.header), flat(message.body)
+        header, body = encode_header(message.header), byte_view(message.body)
         if body.nbytes > self._peer_body_limit:
             raise ValueError(
                 f"{message.kind}: {self._peer} takes bodies of up to {self._peer_body_limit} bytes, not {body.nbytes}"
@@ -211,7 +211,7 @@ class Channel:
             messages.append(message)
         return messages
 
-    def end(self) -> None:
+    def handle_end(self) -> None:
         """Handles the end of the peer's stream: raises PeerGoneError; between two messages, sending stays possible."""
         self._check_alive()
         if self._state is not _State.OPEN:
@@ -242,14 +242,14 @@ class Channel:
                 )
         if len(self._buffer) < _HELLO.size:
             return
-        theirs = self._take(_HELLO.size)
-        if theirs == self._hello:
+        peer_hello = self._take(_HELLO.size)
+        if peer_hello == self._hello:
             self._fail(
                 f"{self._peer} sent this process's own hello back. Fix: correct the address",
                 code="connection-loops",
             )
-        self._peer_body_limit = _HELLO.unpack(theirs)[2]
-        client, server = (self._hello, theirs) if self._role == "client" else (theirs, self._hello)
+        self._peer_body_limit = _HELLO.unpack(peer_hello)[2]
+        client, server = (self._hello, peer_hello) if self._role == "client" else (peer_hello, self._hello)
         self._transcript = client + server
         self._handshake += self._proof(self._role)  # after the hello, which may not be sent yet
         self._state = _State.PROOF
@@ -289,7 +289,7 @@ class Channel:
             )
         self._received += 1
         try:
-            return Message(decode(bytes(frame[_PREFIX.size : body_at])), frame[body_at:mac_at])
+            return Message(decode_header(bytes(frame[_PREFIX.size : body_at])), frame[body_at:mac_at])
         except ValueError as error:
             self._fail(f"message {self._received - 1} from {self._peer} has a bad header: {error}")
 
@@ -311,12 +311,12 @@ class Channel:
 
     def _check_alive(self) -> None:
         if self._state is _State.DEAD:
-            raise WireError(f"the connection is over: {self._why_dead}", code=code_of(self._why_dead))
+            raise WireError(f"the connection is over: {self._failure}", code=code_of(self._failure))
 
-    def _fail(self, sentence: str, kind: type[WireError] = WireError, code: str | None = None) -> None:
-        self._state, self._why_dead = _State.DEAD, kind(sentence, code=code)
+    def _fail(self, message: str, kind: type[WireError] = WireError, code: str | None = None) -> None:
+        self._state, self._failure = _State.DEAD, kind(message, code=code)
         self._buffer, self._handshake = bytearray(), b""
-        raise self._why_dead
+        raise self._failure
 
 
 def _hmac(key: bytes, data: bytes) -> bytes:

@@ -25,27 +25,27 @@ SAVED = 75
 START_OVER = 76
 """Exit code of a worker that requests its replacement without an error."""
 
-FROM_WHERE = "start the job again to go on from the newest snapshot or checkpoint that is whole"
+RESUME_REMEDY = "start the job again to go on from the newest snapshot or checkpoint that is whole"
 """Remedy in the message of a job that ends with :data:`SAVED` after part of its last state was lost."""
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Returns a clause that describes a worker's exit code; a negative code is a signal's number."""
     if code < 0:
         return f"was killed by signal {-code}"
     return "was asked to stop, and has ended in good order" if code == SAVED else f"failed (exit code {code})"
 
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a job to stop."""
 
 
-def received_stops() -> list[signal.Signals]:
-    """Returns the signals of :data:`STOPS` that this process receives; with ``nohup`` it ignores SIGHUP."""
-    return [one for one in STOPS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+def handled_stop_signals() -> list[signal.Signals]:
+    """Returns the signals of :data:`STOP_SIGNALS` that this process receives; with ``nohup`` it ignores SIGHUP."""
+    return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
-def stop_sentence(number: int, code: int, iteration: int | None) -> str:
+def stop_message(number: int, code: int, iteration: int | None) -> str:
     """Returns the line of a job that a signal has stopped.
 
     Args:
@@ -53,38 +53,38 @@ def stop_sentence(number: int, code: int, iteration: int | None) -> str:
         code: exit code of the job.
         iteration: last completed iteration, whose state is saved if the code is 75; None if there is none.
     """
-    where = f"after iteration {iteration}" if iteration else "before the first iteration"
-    what = f"stopped by {signal.Signals(number).name} {where} (exit code {code})"
+    position = f"after iteration {iteration}" if iteration else "before the first iteration"
+    event = f"stopped by {signal.Signals(number).name} {position} (exit code {code})"
     if code == SAVED and iteration:
-        return f"{what}: the state of this iteration is saved, and the same command continues from it"
+        return f"{event}: the state of this iteration is saved, and the same command continues from it"
     if iteration:
-        return f"{what}: the same command continues from the newest snapshot or checkpoint"
-    return f"{what}: nothing has to be saved, and the same command starts again"
+        return f"{event}: the same command continues from the newest snapshot or checkpoint"
+    return f"{event}: nothing has to be saved, and the same command starts again"
 
 
-def end_at_signals(report: Callable[[int], str | None], end: Callable[[int], object]) -> None:
-    """Makes signals of :func:`received_stops` end this process immediately, with a line on standard error.
+def end_on_signals(message_of: Callable[[int], str | None], terminate: Callable[[int], object]) -> None:
+    """Makes signals of :func:`handled_stop_signals` end this process immediately, with a line on standard error.
 
     Args:
-        report: returns the line for the number of the signal; None for no line.
-        end: ends the process, which may be importing or waiting for other workers, without ``finally`` blocks.
+        message_of: returns the line for the number of the signal; None for no line.
+        terminate: ends the process, which may be importing or waiting for other workers, without ``finally`` blocks.
     """
 
     def stop(number: int, _frame: object) -> None:
-        if (line := report(number)) is not None:
+        if (line := message_of(number)) is not None:
             os.write(2, f"{line}\n".encode())
-        end(number)
+        terminate(number)
 
-    for number in received_stops():
+    for number in handled_stop_signals():
         signal.signal(number, stop)
 
 
-def exit_by(number: int) -> NoReturn:
+def exit_for_signal(number: int) -> NoReturn:
     """Exits with 128 + n, as a launcher does."""
     os._exit(128 + number)
 
 
-def die_by(number: int) -> None:
+def die_by_signal(number: int) -> None:
     """Ends this process by the signal itself, as for a worker, so that its launcher receives the signal's number."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

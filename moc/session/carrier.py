@@ -29,7 +29,7 @@ _LOW = 10
 
 def main() -> None:
     """Executes calls until the worker ends."""
-    child_processes.belong_beside()
+    child_processes.attach_in_background()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
     serve(lambda call: _answer(carriers, call))

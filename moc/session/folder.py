@@ -18,7 +18,7 @@ _LOWEST = 19
 
 def main() -> None:
     """Executes orders until the worker ends."""
-    child_processes.belong_beside()
+    child_processes.attach_in_background()
     os.nice(_LOWEST)
     import torch  # takes seconds, and the worker may end meanwhile
 

@@ -19,7 +19,7 @@ from moc.store.digest import digest_of
 
 def main() -> None:
     """Hashes until the worker ends."""
-    child_processes.belong_beside()
+    child_processes.attach_in_background()
     serve(_answer)
 
 

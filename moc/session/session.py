@@ -146,7 +146,7 @@ class Session(VoteParticipant):
             parts.report.boost(start.position.iteration, parts.tokens.debt)
         snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
         undo.callback(snapshots.close)
-        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.has_begun_before)))
+        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
         snapshots.take_again()
         self._running = parts, snapshots
 

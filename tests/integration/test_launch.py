@@ -225,7 +225,7 @@ def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_pat
         job.reach(2)
         job.lose(0)
         assert job.wait() == 75
-        assert "no controller has been there for 5 s" in job.console and "start the job again" in job.console
+        assert "no controller was reachable for 5 s" in job.console and "start the job again" in job.console
         assert job.left() == []
 
 

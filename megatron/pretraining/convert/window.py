@@ -143,8 +143,8 @@ def compute_again(
     options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
-    program = child_processes.command_of(PROGRAM, "--config", str(scratch / "flags.yaml"))
-    _run([*child_processes.command_of(*launch), *program], snapshots, window.root)
+    program = child_processes.module_command(PROGRAM, "--config", str(scratch / "flags.yaml"))
+    _run([*child_processes.module_command(*launch), *program], snapshots, window.root)
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)

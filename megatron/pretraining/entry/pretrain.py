@@ -19,7 +19,7 @@ from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.releases import check_releases
 from moc.runtime import import_hook
-from moc.runtime.program import checked
+from moc.runtime.program import end_if_checking
 
 
 def pretrain(
@@ -42,8 +42,8 @@ def pretrain(
 
     Ends the process with a non-zero code if training does not end normally.
     """
-    import_hook.note_use()
-    checked()
+    import_hook.record_pretrain_call()
+    end_if_checking()
     with reported(Path(sys.argv[0]).name):
         _refuse(
             store=store,

@@ -94,7 +94,7 @@ class StockProgram:
             take_parts(config, job)
             let_regroup(config, job, lambda: elastic.build_groups(config, job, ranks))
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
-        with order_of_ranks(config, job.helpers):
+        with order_of_ranks(config, job.partial_model_parts):
             initialize_megatron(allow_no_cuda=True, **ranks)
         if config.elastic.elastic:
             elastic.build_domains_of(config, job)
@@ -110,7 +110,7 @@ class StockProgram:
         # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            nodes = nodes_of(config, world.size, world.job.helpers)
+            nodes = nodes_of(config, world.size, world.job.partial_model_parts)
             plans = first_plans(config, nodes) if config.elastic.elastic else None
             chunks, core, scheduler = self._set_up(config, plans)
         refuse_built(core, chunks)

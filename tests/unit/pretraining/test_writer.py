@@ -30,7 +30,7 @@ def tell(device: Path, told: Path) -> None:
 
 
 def test_it_holds_no_gpu_and_nor_do_its_children(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(child_processes, "DEVICES", str(tmp_path / "nvidia"))
+    monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     with open(tmp_path / "nvidia0", "wb"):
         arguments = (tell, tmp_path, 0, None, tmp_path / "nvidia0", tmp_path / "told")
         process = multiprocessing.get_context("fork").Process(target=writer.write_files, args=arguments)

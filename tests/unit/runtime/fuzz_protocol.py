@@ -18,7 +18,7 @@ import struct
 import time
 from collections import Counter
 
-from moc.runtime.addresses import candidates
+from moc.runtime.addresses import resolve
 from moc.runtime.connections import connect
 from moc.runtime.protocol import Channel, Message, WireError
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, serving
@@ -76,7 +76,7 @@ def between(rng):
         for piece in pieces(rng, stream):
             arrived += receiver.receive(piece)
             assert len(receiver._buffer) < (1 << 20) + BODY_LIMIT + len(piece) + 100
-        receiver.end()
+        receiver.handle_end()
     assert [message.header["number"] for message in arrived] == list(range(len(arrived)))
     assert [message.body for message in arrived] == sent[: len(arrived)]
     return "between, all" if len(arrived) == len(sent) else "between, refused"
@@ -100,10 +100,10 @@ def stranger(rng):
             channel.receive(peer.handshake_bytes())
             heard += channel.handshake_bytes()
         for piece in pieces(rng, handshake_like(rng, heard)):
-            assert 0 < channel.wants <= HANDSHAKE_BYTES
+            assert 0 < channel.bytes_wanted <= HANDSHAKE_BYTES
             channel.receive(piece)
             heard += channel.handshake_bytes()
-        channel.end()
+        channel.handle_end()
     except WireError:
         pass
     assert not channel.is_open
@@ -127,7 +127,7 @@ def attack(rng, address, token):
     Returns:
         which kind of peer it was.
     """
-    family, where = candidates(address)[0]
+    family, where = resolve(address)[0]
     kind = rng.choice(["stranger", "breaks the rules"])
     with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError, WireError):
         sock.settimeout(60)
@@ -157,7 +157,7 @@ def _misbehave(rng, sock, token):
     channel = Channel(token, "client")
     while not channel.is_open:
         sock.sendall(channel.handshake_bytes())
-        channel.receive(sock.recv(channel.wants))
+        channel.receive(sock.recv(channel.bytes_wanted))
     channel._peer_body_limit = 1 << 40
     stream = b"".join(frame(channel, number, rng.randbytes(rng.choice(SIZES))) for number in range(3))
     sock.sendall(changed(rng, stream))

@@ -17,7 +17,7 @@ def answer(call: dict) -> str | int:
 
 
 if __name__ == "__main__":
-    child_processes.belong_beside()
+    child_processes.attach_in_background()
     if "HELPING_DIES" in os.environ:
         sys.exit(1)
     serve(answer)

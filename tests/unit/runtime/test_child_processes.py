@@ -12,7 +12,7 @@ import pytest
 
 from moc.runtime import child_processes, job_token
 from moc.runtime.child_processes import Signals, StoppedError
-from moc.runtime.termination import STOPS
+from moc.runtime.termination import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[3]
 CHILD = "tests.unit.runtime.child"
@@ -24,7 +24,7 @@ async def started(**how):
     return child
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_at_the_moment_of_the_fork_does_not_end_it(number):
     async def main():
         child = await started(preexec_fn=lambda: os.kill(os.getpid(), number))
@@ -34,7 +34,7 @@ def test_a_signal_at_the_moment_of_the_fork_does_not_end_it(number):
         await child.wait()
 
     asyncio.run(main())
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)  # here they are not blocked any more
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # here they are not blocked any more
 
 
 def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
@@ -54,7 +54,7 @@ def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
 def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.setenv(job_token.VARIABLE, "0" * 64)
+    monkeypatch.setenv(job_token.TOKEN_VARIABLE, "0" * 64)
 
     async def main():
         child = await child_processes.start_reporting("moc.runtime.replica_server", "--listen", "127.0.0.1:0", *orders)
@@ -107,7 +107,7 @@ def test_who_listens_late_hears_of_signals_that_have_come():
         signals, heard = Signals(), []
         os.kill(os.getpid(), signal.SIGUSR1)
         await asyncio.sleep(0)
-        with signals.heard_by(heard.append):
+        with signals.deliver_to(heard.append):
             os.kill(os.getpid(), signal.SIGTERM)
             while len(heard) < 2:
                 await asyncio.sleep(0)
@@ -119,10 +119,10 @@ def test_who_listens_late_hears_of_signals_that_have_come():
 def test_what_takes_long_is_not_waited_for_after_a_signal():
     async def main():
         signals = Signals()
-        assert await signals.unless_stopped(asyncio.sleep(0, "done")) == "done"
+        assert await signals.cancel_on_signal(asyncio.sleep(0, "done")) == "done"
         asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(StoppedError, match="SIGTERM"):
-            await signals.unless_stopped(asyncio.sleep(3600))
+            await signals.cancel_on_signal(asyncio.sleep(3600))
 
     asyncio.run(main())
 

@@ -22,8 +22,8 @@ time.sleep(60)
 
 
 def test_a_worker_that_stood_still_tells_nothing_when_it_goes_on(tmp_path):
-    lease = Lease.make()
-    assert lease.left > 1e9
+    lease = Lease.create()
+    assert lease.remaining_s > 1e9
     values = {environment.LEASE: str(lease.descriptor), "RANK": "3"}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     worker = subprocess.Popen(

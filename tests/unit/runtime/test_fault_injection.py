@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moc import faults
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, reach
-from moc.runtime.fault_injection import ACTIONS, Fault, InjectedError, Injector, faults_of, random_faults
+from moc.runtime.fault_injection import ACTIONS, Fault, InjectedError, Injector, parse_faults, random_faults
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,12 +26,12 @@ def told():
 
 
 def injector(text, directory, told, rank=0, node=0):
-    return Injector(faults_of(text), rank, node, directory, told.append)
+    return Injector(parse_faults(text), rank, node, directory, told.append)
 
 
 def test_a_fault_as_it_is_written():
-    assert faults_of("kill rank=2 iteration=40 point=after_vote") == (Fault("kill", 40, (2,), point="after_vote"),)
-    assert faults_of("slow ranks=1,0 seconds=.5 iteration=3 times=2; stop node=1 iteration=0;") == (
+    assert parse_faults("kill rank=2 iteration=40 point=after_vote") == (Fault("kill", 40, (2,), point="after_vote"),)
+    assert parse_faults("slow ranks=1,0 seconds=.5 iteration=3 times=2; stop node=1 iteration=0;") == (
         Fault("slow", 3, (0, 1), seconds=0.5, times=2),
         Fault("stop", 0, node=1),
     )
@@ -51,7 +51,7 @@ def test_a_fault_as_it_is_written():
 def test_what_a_fault_says_of_itself_is_read_again(fault):
     if fault.action == "slow":
         fault = Fault("slow", fault.iteration, fault.ranks, fault.node, fault.point, 0.25, fault.times)
-    assert faults_of(str(fault)) == (fault,)
+    assert parse_faults(str(fault)) == (fault,)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_a_fault_says_of_itself_is_read_again(fault):
 )
 def test_a_mistake_is_named(text, named):
     with raises("value-unreadable", *named):
-        faults_of(text)
+        parse_faults(text)
 
 
 def test_chance_is_a_function_of_its_seed():

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from moc.runtime.abort import open_sockets
-from moc.runtime.generation import meet, neighbours
+from moc.runtime.generation import cut_unauthenticated_connections, neighbours
 
 
 @pytest.mark.parametrize("size", range(3, 18))
@@ -53,7 +53,9 @@ def test_connections_of_strangers_are_cut_and_no_more_are_taken(connected):
     store, barrier = HashStore(), threading.Barrier(2)
     first = [inode(sock) for sock in (listener, with_second, with_stranger)]
     with ThreadPoolExecutor() as pool:
-        known = pool.map(lambda mine: meet(store, "key", mine, barrier.wait), (first, [inode(second)]))
+        known = pool.map(
+            lambda mine: cut_unauthenticated_connections(store, "key", mine, barrier.wait), (first, [inode(second)])
+        )
     assert list(known) == [1, 1]
     stranger.settimeout(60)
     assert stranger.recv(1) == b""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moc.runtime import child_processes
-from moc.runtime.helper_process import Helper, HelperError
+from moc.runtime.helper_process import HelperError, HelperProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.runtime.helping"
@@ -20,7 +20,7 @@ MODULE = "tests.unit.runtime.helping"
 
 @pytest.fixture
 def helper():
-    one = Helper(MODULE)
+    one = HelperProcess(MODULE)
     one.start()
     yield one
     one.close()
@@ -37,9 +37,9 @@ def test_it_answers_one_call_after_the_other_however_long(helper):
 def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    helper = Helper(MODULE)
+    helper = HelperProcess(MODULE)
     helper.start()
-    assert helper.ask({"size": 3}) == "xxx"
+    assert helper.call_process({"size": 3}) == "xxx"
     helper.close()
     assert capfd.readouterr().err == "5\nno end"
 
@@ -48,7 +48,7 @@ def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
 def test_it_ends_quietly_if_the_worker_is_gone(calls):
     reads, writes = os.pipe()
     os.close(reads)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), child_processes.REPORTS: str(writes)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), child_processes.REPORT_DESCRIPTOR: str(writes)}
     serving = (
         "from moc.runtime.helper_process import serve; from tests.unit.runtime.helping import answer; serve(answer)"
     )
@@ -98,8 +98,8 @@ def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
 
 
 def test_one_that_dies_before_it_has_started_is_told():
-    helper = Helper(MODULE, {"HELPING_DIES": "1"})
-    for ask in (lambda: helper.ask({}), lambda: [helper.has_started() for _ in range(10**9)]):
+    helper = HelperProcess(MODULE, {"HELPING_DIES": "1"})
+    for ask in (lambda: helper.call_process({}), lambda: [helper.has_started() for _ in range(10**9)]):
         helper.start()
         with pytest.raises(HelperError, match="has died"):
             ask()
@@ -109,7 +109,7 @@ def test_one_that_dies_before_it_has_started_is_told():
 def test_one_that_cannot_be_started_is_told(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(HelperError, match="cannot be started: .*nowhere"):
-        Helper(MODULE).start()
+        HelperProcess(MODULE).start()
 
 
 def test_whoever_waits_is_told_of_the_end(helper):
@@ -125,10 +125,10 @@ def test_whoever_waits_is_told_of_the_end(helper):
 
 
 def test_it_ends_with_the_thread_that_has_started_it():
-    helper = Helper(MODULE)
+    helper = HelperProcess(MODULE)
     with ThreadPoolExecutor(1) as one:
-        pid = one.submit(lambda: (helper.start(), helper.ask({}))[1]).result()
-    while helper.runs:
+        pid = one.submit(lambda: (helper.start(), helper.call_process({}))[1]).result()
+    while helper.is_running:
         time.sleep(0.001)
     assert not psutil.pid_exists(pid)
     helper.close()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from moc.runtime.groups import Groups, SealError, functions
-from moc.runtime.host_group import PlainError, decode, encode
+from moc.runtime.groups import Groups, ObjectAuthenticationError, authenticated_object_functions
+from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
 from moc.runtime.orders import End, StartWorker
 from moc.state.detail import Detail
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
@@ -32,13 +32,13 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES)
 def test_a_value_arrives_as_it_was_sent(value):
-    read = decode(encode(value))
+    read = decode_object(encode_object(value))
     assert read == value and repr(read) == repr(value)
 
 
 def test_numbers_and_mappings_of_others_arrive_as_pythons():
-    assert decode(encode([np.float64(0.1), MappingProxyType({1: 2})])) == [0.1, {1: 2}]
-    assert math.isnan(decode(encode(math.nan)))
+    assert decode_object(encode_object([np.float64(0.1), MappingProxyType({1: 2})])) == [0.1, {1: 2}]
+    assert math.isnan(decode_object(encode_object(math.nan)))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
 )
 def test_others_are_refused_where_they_are_sent(value):
     with pytest.raises(TypeError, match="workers cannot tell one another a"):
-        encode([value])
+        encode_object([value])
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ def test_others_are_refused_where_they_are_sent(value):
     ],
 )
 def test_nothing_else_is_made_of_what_comes(told):
-    with pytest.raises(PlainError):
-        decode(json.dumps(told).encode())
+    with pytest.raises(ObjectDecodeError):
+        decode_object(json.dumps(told).encode())
 
 
 def test_any_bytes_give_a_value_or_an_error():
-    rng, whole = random.Random(0), encode(VALUES)
+    rng, whole = random.Random(0), encode_object(VALUES)
     for _ in range(3000):
         data = bytearray(whole)
         for _ in range(rng.randrange(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            decode(bytes(data))
-        except PlainError:
+            decode_object(bytes(data))
+        except ObjectDecodeError:
             pass
     for data in (b"", b"[" * 100_000, b"\xff", os.urandom(100)):
-        with pytest.raises(PlainError):
-            decode(data)
+        with pytest.raises(ObjectDecodeError):
+            decode_object(data)
 
 
 class Bomb:
@@ -99,14 +99,16 @@ class Bomb:
 
 def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
     cpu = torch.device("cpu")
-    readers = {job: functions(TOKEN, lambda _, job=job: (job, 3, "group0")) for job in ("job", "another")}
+    readers = {
+        job: authenticated_object_functions(TOKEN, lambda _, job=job: (job, 3, "group0")) for job in ("job", "another")
+    }
     groups = Groups(0, 1, "gloo", timedelta(seconds=60), cpu, TOKEN)
     groups.install()
     try:
         groups.begin(dist.HashStore(), 3, "job")
         sealed = c10d._object_to_tensor("an object", cpu, None)
         assert readers["job"]["_tensor_to_object"](*sealed, None) == "an object"
-        with pytest.raises(SealError):
+        with pytest.raises(ObjectAuthenticationError):
             readers["another"]["_tensor_to_object"](*sealed, None)
     finally:
         groups.destroy()
@@ -124,11 +126,11 @@ def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
 )
 def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, token, where):
     cpu, group0 = torch.device("cpu"), object()
-    mine = functions(TOKEN, lambda _: ("job", 1, "group0"))
+    mine = authenticated_object_functions(TOKEN, lambda _: ("job", 1, "group0"))
     bomb = Bomb(str(tmp_path / "ran"))
-    tensor, size = functions(token, lambda _: where)["_object_to_tensor"](bomb, cpu, group0)
+    tensor, size = authenticated_object_functions(token, lambda _: where)["_object_to_tensor"](bomb, cpu, group0)
     for sent, nbytes in ((tensor, size), c10d._object_to_tensor(bomb, cpu, group0), (tensor[:5], torch.tensor([5]))):
-        with pytest.raises(SealError, match="not of a worker of this job in generation 1"):
+        with pytest.raises(ObjectAuthenticationError, match="not of a worker of this job in generation 1"):
             mine["_tensor_to_object"](sent, nbytes, group0)
     assert not (tmp_path / "ran").exists()
     tensor, size = mine["_object_to_tensor"]({"plain": (1, 2)}, cpu, group0)

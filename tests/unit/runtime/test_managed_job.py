@@ -16,9 +16,9 @@ from tests.unit.runtime.peers import TOKEN, fill, serving
 JOINS = """
 import functools, sys
 from moc.runtime import managed_job
-managed_job.patiently = functools.partial(managed_job.patiently, patience_s=float(sys.argv[1]))
+managed_job.retry_connect = functools.partial(managed_job.retry_connect, timeout_s=float(sys.argv[1]))
 print("joins", flush=True)
-managed_job.JobMember.join()
+managed_job.ManagedJob.join()
 print("is there", flush=True)
 sys.stdin.read()
 """
@@ -31,8 +31,8 @@ def joining(tmp_path):
         environment.AGENT: f"unix:{tmp_path}/socket",
         environment.WORKER: "0.1",
         environment.GENERATION: "0",
-        environment.TOGETHER: "1",
-        job_token.VARIABLE: TOKEN.hex(),
+        environment.STARTS_TOGETHER: "1",
+        job_token.TOKEN_VARIABLE: TOKEN.hex(),
     }
 
     def start(seconds):

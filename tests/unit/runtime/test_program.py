@@ -11,8 +11,8 @@ CHECKS = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 sys.modules["moc.megatron"] = sys
-from moc.runtime.program import refusal
-refusal(sys.argv[1], [], 1)
+from moc.runtime.program import flag_errors
+flag_errors(sys.argv[1], [], 1)
 """
 SLEEPS = """
 import os, pathlib, time

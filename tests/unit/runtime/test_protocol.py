@@ -155,10 +155,10 @@ def test_no_more_than_hello_and_proof_is_wanted_of_a_stranger():
     for _ in range(2):
         client.receive(channel.handshake_bytes())
         for byte in client.handshake_bytes():
-            assert 0 < channel.wants <= 82 - wanted
+            assert 0 < channel.bytes_wanted <= 82 - wanted
             channel.receive(bytes([byte]))
             wanted += 1
-    assert wanted == 82 and channel.is_open and channel.wants == protocol.READ_BYTES
+    assert wanted == 82 and channel.is_open and channel.bytes_wanted == protocol.READ_BYTES
 
 
 @given(st.data())
@@ -172,7 +172,7 @@ def test_a_flipped_bit_anywhere_is_refused(data):
     with pytest.raises(WireError):
         for byte in stream:  # bytewise, so that a message before the bad one is seen
             arrived += receiver.receive(bytes([byte]))
-        receiver.end()
+        receiver.handle_end()
     assert [message.header["number"] for message in arrived] in ([], [0])
     with pytest.raises(WireError, match="the connection is over"):
         receiver.receive(b"")
@@ -203,18 +203,18 @@ def test_a_cut_stream_is_told_from_one_that_ended():
     stream = frame(sender) + frame(sender)
     receiver.receive(stream[: len(stream) // 2])
     with pytest.raises(PeerGoneError, match="^the peer closed the connection. Fix: "):
-        receiver.end()
+        receiver.handle_end()
     assert receiver.send(Message({"kind": "test"}))  # it may still listen
     receiver.receive(stream[len(stream) // 2 : -1])
     with pytest.raises(PeerGoneError, match="in the middle of a message"):
-        receiver.end()
+        receiver.handle_end()
     with pytest.raises(WireError):
         receiver.receive(stream[-1:])
 
 
 def test_an_end_within_the_handshake_hints_at_the_token():
     with raises("token-mismatch"):
-        Channel(TOKEN, "client").end()
+        Channel(TOKEN, "client").handle_end()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
 )
 def test_a_bad_header_from_a_peer_that_knows_the_token_is_refused(header, words, monkeypatch):
     sender, receiver = open_pair()
-    monkeypatch.setattr(protocol, "encode", lambda _: header)
+    monkeypatch.setattr(protocol, "encode_header", lambda _: header)
     with pytest.raises(WireError, match=f"message 0 from the peer has a bad header: .*{words}"):
         receiver.receive(frame(sender))
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime.connections import connect
-from moc.runtime.generation import _gloo, _gloo_devices
+from moc.runtime.generation import _build_gloo, _gloo_devices
 from moc.runtime.protocol import Message, PeerGoneError, WireError
-from moc.runtime.rendezvous_client import LateError, MeetingClient
-from moc.runtime.rendezvous_store import MeetingStore
+from moc.runtime.rendezvous_client import RendezvousClient, ValueTimeoutError
+from moc.runtime.rendezvous_store import RendezvousStore
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
 SOON, MINUTE = timedelta(seconds=0.2), timedelta(minutes=1)
@@ -22,7 +22,7 @@ SOON, MINUTE = timedelta(seconds=0.2), timedelta(minutes=1)
 @pytest.fixture
 def store():
     """A server with a store, whose address tests connect to."""
-    kept = MeetingStore()
+    kept = RendezvousStore()
 
     async def serve(connection):
         await kept.serve(connection, (await connection.recv()).header["generation"])
@@ -32,7 +32,7 @@ def store():
 
 
 def test_what_one_worker_sets_the_others_get(store):
-    first, second = (MeetingClient(store.address, TOKEN, 0, MINUTE) for _ in range(2))
+    first, second = (RendezvousClient(store.address, TOKEN, 0, MINUTE) for _ in range(2))
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(second.get, "late")
         assert not first.check(["late"])
@@ -59,8 +59,8 @@ def test_gloo_connects_over_it(store):
             self.rank, self.size = lambda: rank, lambda: 2
 
     def sums(rank):
-        client = MeetingClient(store.address, TOKEN, 3, MINUTE)
-        backend = _gloo(Pair(rank), PrefixStore("pair", client), _gloo_devices())
+        client = RendezvousClient(store.address, TOKEN, 3, MINUTE)
+        backend = _build_gloo(Pair(rank), PrefixStore("pair", client), _gloo_devices())
         told = torch.tensor([float(rank + 1)])
         backend.allreduce([told], dist.AllreduceOptions()).wait()
         return told.item()
@@ -70,32 +70,32 @@ def test_gloo_connects_over_it(store):
 
 
 def test_a_stranger_neither_reads_nor_plants_anything(store):
-    MeetingClient(store.address, TOKEN, 0, MINUTE).set("key", b"value")
+    RendezvousClient(store.address, TOKEN, 0, MINUTE).set("key", b"value")
     with pytest.raises(WireError):
-        MeetingClient(store.address, OTHER_TOKEN, 0, MINUTE)
+        RendezvousClient(store.address, OTHER_TOKEN, 0, MINUTE)
     host, _, port = store.address.rpartition(":")
     with pytest.raises(RuntimeError):  # torch's own client, which asks without a proof
         dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
 
 
 def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
-    old = MeetingClient(store.address, TOKEN, 0, MINUTE)
+    old = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     old.set("key", b"old")
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(old.get, "never")
-        new = MeetingClient(store.address, TOKEN, 1, MINUTE)
+        new = RendezvousClient(store.address, TOKEN, 1, MINUTE)
         assert not new.check(["key"])
         with pytest.raises(PeerGoneError):
             waits.result(60)
     with pytest.raises(PeerGoneError):
-        MeetingClient(store.address, TOKEN, 0, MINUTE).check(["key"])
+        RendezvousClient(store.address, TOKEN, 0, MINUTE).check(["key"])
 
 
 def test_a_wait_ends_by_its_timeout_and_by_closing(store):
-    client = MeetingClient(store.address, TOKEN, 0, MINUTE)
+    client = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     client.set("there", "")
-    with pytest.raises(LateError, match="^never did not come within 0.2 s"):
-        MeetingClient(store.address, TOKEN, 0, MINUTE).wait(["there", "never"], SOON)
+    with pytest.raises(ValueTimeoutError, match="^never did not come within 0.2 s"):
+        RendezvousClient(store.address, TOKEN, 0, MINUTE).wait(["there", "never"], SOON)
     assert client.check(["there"]) and not client.check(["never"])
     threading.Timer(0.1, client.close).start()
     with pytest.raises(PeerGoneError):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moc.runtime import async_connections as wire
+from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
-from moc.runtime.replica_transfer import CHUNK, Pulled, Wanted, pull
+from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest, CopyResult, copy_snapshot
 from moc.state.region import Region
 from moc.store.manifest import ALIKE, Manifest, OperatorEntry
 from moc.store.regions import RegionTensor, write_regions
@@ -20,7 +20,7 @@ from tests.unit.runtime.peers import TOKEN
 ITERATION = 7
 SHARED = "decoder.final_layernorm.weight"  # of the operator "output"
 EXPERTS = [f"decoder.layers.0.mlp.experts.experts.{number}.linear_fc1.weight" for number in range(3)]
-LARGE = CHUNK // 4 + 3  # elements, of more than one chunk
+LARGE = REQUEST_BYTES // 4 + 3  # elements, of more than one chunk
 
 
 def store(root: Path) -> Store:
@@ -47,15 +47,15 @@ def save(root: Path, names: list[str], alike: dict[str, list[str]], cut: int, **
     return store(root).manifest(ITERATION)
 
 
-def copied(a: Path, b: Path, operators: dict[str, str] | None = None) -> Pulled:
+def copied(a: Path, b: Path, operators: dict[str, str] | None = None) -> CopyResult:
     """What node b pulls of node a's part, which it must then have as it is."""
 
-    async def both() -> Pulled:
+    async def both() -> CopyResult:
         server = ReplicaServer(TOKEN)
         server._roots["a"] = a
-        async with await wire.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
-            wanted = Wanted(ITERATION, "a", "a", served.address, operators=operators)
-            return await pull(wanted, TOKEN, b / "of_a", own=b)
+        async with await async_connections.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
+            wanted = CopyRequest(ITERATION, "a", "a", served.address, operators=operators)
+            return await copy_snapshot(wanted, TOKEN, b / "of_a", own_directory=b)
 
     return asyncio.run(both())
 
@@ -77,7 +77,7 @@ def test_only_what_is_not_held_alike_is_sent(tmp_path):
     theirs = save(a, [SHARED, *EXPERTS[:2]], ALL, cut=100)
     save(b, [SHARED, EXPERTS[0], EXPERTS[2]], ALL, cut=100)
     told = copied(a, b)
-    assert told == Pulled(headers(theirs) + 4 * LARGE, 2 * 4 * LARGE, [], [])  # expert 1 is sent
+    assert told == CopyResult(headers(theirs) + 4 * LARGE, 2 * 4 * LARGE, [], [])  # expert 1 is sent
     assert content(b / "of_a") == content(a)
 
 
@@ -86,7 +86,7 @@ def test_of_some_operators_too(tmp_path):
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, EXPERTS[2]], ALL, cut=100)
     wanted = {"layers.0.expert.1": "full", "layers.0.expert.2": "full"}
-    assert copied(a, b, wanted) == Pulled(headers(theirs) + 4 * LARGE, 4 * LARGE, [], [])
+    assert copied(a, b, wanted) == CopyResult(headers(theirs) + 4 * LARGE, 4 * LARGE, [], [])
     there = store(b / "of_a").manifest(ITERATION)
     assert there.operators == {name: theirs.operators[name] for name in wanted}
     for name, entry in there.files.items():
@@ -102,7 +102,7 @@ def test_where_nothing_is_held_alike_everything_is_sent(harm, tmp_path):
         mine = save(b, [SHARED, *EXPERTS], ALL, cut=200 if harm == "other boxes" else 100)
         if harm == "other launch":
             store(b).rewrite(replace(mine, job="another"))
-    assert copied(a, b) == Pulled(theirs.bytes, 0, [], [])
+    assert copied(a, b) == CopyResult(theirs.bytes, 0, [], [])
     assert content(b / "of_a") == content(a)
 
 
@@ -110,7 +110,7 @@ def test_replicas_that_have_drifted_apart_are_named_and_sent(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, *EXPERTS], ALL, cut=100, **{"1": 1.0})
-    assert copied(a, b) == Pulled(headers(theirs) + 4 * LARGE, 3 * 4 * LARGE, ["layers.0.expert.1"], [])
+    assert copied(a, b) == CopyResult(headers(theirs) + 4 * LARGE, 3 * 4 * LARGE, ["layers.0.expert.1"], [])
     assert content(b / "of_a") == content(a)
 
 
