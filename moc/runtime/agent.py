@@ -247,7 +247,7 @@ class Agent:
             one.rank for one in self._workers.values() if not one.guest
         }  # exits of replaced workers are known
         exited = [(worker, code) for worker, code in self._unacknowledged.values() if worker.rank not in live_ranks]
-        workers = [worker.told for worker in [*self._workers.values(), *(w for w, _ in exited)]]
+        workers = [worker.told() for worker in [*self._workers.values(), *(w for w, _ in exited)]]
         hello = dict(
             node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.stop_signal
         )
@@ -346,8 +346,12 @@ class Agent:
             worker.last_message_at = self._clock.now
             if message["kind"] == "built":
                 worker.built, worker.stays = True, message["stays"]
-            elif message["kind"] in ("here", "met", "parted"):
-                setattr(worker, message["kind"], message["generation"])
+            elif message["kind"] == "here":
+                worker.here = message["generation"]
+            elif message["kind"] == "met":
+                worker.met = message["generation"]
+            elif message["kind"] == "parted":
+                worker.parted = message["generation"]
             elif message["kind"] == "alive":
                 worker.section, worker.section_s, worker.is_waiting = (
                     message["section"],

@@ -103,7 +103,7 @@ class Peer:
         for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
             hello[name]
         try:
-            workers = [Worker(**worker) for worker in hello["workers"]]
+            workers = [Worker.from_message(worker) for worker in hello["workers"]]
             state = None if hello["state"] is None else ControlState(**hello["state"])
         except TypeError as error:
             raise WireError(f"its hello cannot be decoded ({error})") from None

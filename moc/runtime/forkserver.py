@@ -179,7 +179,7 @@ class Forkserver:
             if not self._can_fork:
                 flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
                 code = (
-                    "import sys; from moc.runtime.forkserver import run_worker; run_worker(sys.argv[1], sys.argv[2:])"
+                    "import sys; from moc.runtime import forkserver; forkserver.run_worker(sys.argv[1], sys.argv[2:])"
                 )
                 os.execv(sys.executable, [sys.executable, *flags, "-c", code, self._script, *self._arguments])
         except BaseException as error:

@@ -25,7 +25,7 @@ A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from moc.errors import UserError, with_code
 from moc.runtime.orders import (
@@ -164,7 +164,7 @@ class Membership:
             "parts": self.seating.parts,
             "helpers": list(self.seating.helpers),
             "waited": self.growth.waited,
-            "end": asdict(self.end) if self.end else None,
+            "end": self.end.to_message() if self.end else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -178,7 +178,7 @@ class Membership:
         self.growth.under_way, self.growth.waited = state["growing"], state["waited"]
         self.seating.refused, self._broken.ended = set(state["refused"]), dict(state["broken"])
         self.seating.parts, self.seating.helpers = state["parts"], tuple(state["helpers"])
-        self.end = End(**state["end"]) if state["end"] else None
+        self.end = End.from_message(state["end"]) if state["end"] else None
 
     def joined(
         self, node: int, workers: Iterable[Worker] = (), generation: int = 0, asked: int | None = None
