@@ -14,7 +14,7 @@ from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_mode
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.policy.errors import refusal_of
-from moc.runtime.environment import numbers_of_nodes
+from moc.runtime.environment import node_limits
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
@@ -67,7 +67,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
 
 def _job_shape(config: Config, engine: Engine) -> JobShape:
     world, chunks = engine.world, config.virtual_pipeline_model_parallel_size or 1
-    of_copies = world.size - len(world.job.helpers) * per_node()
+    of_copies = world.size - len(world.job.partial_model_parts) * per_node()
     share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, of_copies), chunks)
     return replace(
         job_shape(config),
@@ -117,7 +117,7 @@ def lasting(config: Config) -> Lasting | None:
 
     None if the number of nodes is fixed, or a change restarts the workers.
     """
-    least, most = numbers_of_nodes()
+    least, most = node_limits()
     if least == most or not goes_on_in_process(config):
         return None
     elastic, experts = config.elastic, config.moe.num_experts

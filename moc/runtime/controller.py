@@ -9,30 +9,136 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import logging
 import math
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from moc.errors import UserError, with_code
 from moc.output import Parser, escapes_output, log_to_stderr, refused
-from moc.runtime import async_connections as wire
-from moc.runtime.children import belong, reports
-from moc.runtime.control_state import ControlState, newest
-from moc.runtime.election import BEGIN_S, Election, Times
-from moc.runtime.flags import parse_nodes
+from moc.runtime import async_connections
+from moc.runtime.child_processes import attach_to_parent, report_descriptor
+from moc.runtime.clocks import RunningClock
+from moc.runtime.election import MIN_JOIN_TIMEOUT_S, Election, SilenceLimits
+from moc.runtime.flags import parse_node_range
 from moc.runtime.job_token import token_from_environment
-from moc.runtime.meeting_store import MeetingStore
 from moc.runtime.membership import Membership, nodes
-from moc.runtime.message import Message
-from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome
-from moc.runtime.peers import Peer, process_has_died
-from moc.runtime.running_clock import RunningClock
-from moc.runtime.wire import WireError
+from moc.runtime.orders import Abort, End, GiveUp, Go, Kill, Leave, Order, Seat, StartWorker, Welcome, Worker
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.rendezvous_store import RendezvousStore
+
+
+@dataclass
+class ControlState:
+    """State of one controller; JSON-serializable by ``vars()``.
+
+    Attributes:
+        epoch: epoch of the controller that sent the state.
+        version: increases with every change within an epoch.
+        job: unique ID of this launch.
+        membership: from :meth:`moc.runtime.membership.Membership.state_dict`.
+        doors: by node (a string, for JSON), the listening address of its agent's process.
+    """
+
+    epoch: int
+    version: int
+    job: str
+    membership: dict = field(default_factory=dict)
+    doors: dict[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, epoch: int) -> ControlState:
+        """Returns the state of a new job."""
+        return cls(epoch, 0, secrets.token_hex(8))
+
+    @property
+    def seated(self) -> set[int]:
+        """Nodes that filled rank blocks and were not known to be lost."""
+        places = self.membership
+        return {node for place, node in places["places"] if place not in places["vacant"]}
+
+    def changes(self, membership: dict) -> bool:
+        """Updates the membership; returns whether it changed."""
+        if membership == self.membership:
+            return False
+        self.membership, self.version = membership, self.version + 1
+        return True
+
+
+def newest(states: Iterable[ControlState | None]) -> ControlState | None:
+    """Returns the newest of the agents' copies; None if no agent has one."""
+    there = (state for state in states if state is not None and state.membership)
+    return max(there, key=lambda state: (state.epoch, state.version), default=None)
+
+
+_PROBE_S = 1.0
+
+
+@dataclass(eq=False)
+class Peer:
+    """A connected agent."""
+
+    node: int
+    connection: async_connections.AsyncConnection
+    hello: dict  # header of its first message
+    workers: list[Worker]  # listed in that message
+    state: ControlState | None  # its copy of an earlier controller's state
+    heard: float  # time of its last message, by the controller's clock
+    epoch: int  # epoch that it has promised
+    asked: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
+    admitted: bool = False  # it belongs to the job; earlier messages are held
+    held: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
+    knows_end: bool = False  # it has acknowledged the end of the job
+    lost: bool = False  # it has itself reported its workers dead
+
+    @classmethod
+    def from_hello(cls, hello: dict, connection: async_connections.AsyncConnection, now: float) -> Peer:
+        """Parses an agent's hello; raises WireError if it is malformed."""
+        for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
+            hello[name]
+        try:
+            workers = [Worker.from_message(worker) for worker in hello["workers"]]
+            state = None if hello["state"] is None else ControlState(**hello["state"])
+        except TypeError as error:
+            raise WireError(f"its hello cannot be decoded ({error})") from None
+        return cls(hello["node"], connection, hello, workers, state, now, hello["epoch"])
+
+    @property
+    def instance(self) -> str:
+        """Id of its process, which a restart changes."""
+        return self.hello["instance"]
+
+    @property
+    def called(self) -> str:
+        """Name of its process, for messages."""
+        return self.hello["called"]
+
+    @property
+    def door(self) -> str | None:
+        """Address at which its process listens while it lives."""
+        return self.hello["door"]
+
+
+async def process_has_died(door: str) -> bool:
+    """Returns whether a machine refuses connections to a process's address; without an answer, it may still live."""
+    host, _, port = door.rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
+
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
 """Seconds before the console first names missing nodes, and between repetitions."""
@@ -73,7 +179,7 @@ class Controller:
         self._membership, self._election, self._max_wait_s = membership, election, max_wait_s
         self._grow_wait_s, self._grows_at = grow_wait_s, math.inf
         self._times = election.times
-        self._clock = RunningClock(most_s=10 * _TICK_S)
+        self._clock = RunningClock(max_step_s=10 * _TICK_S)
         self._agents: dict[int, Peer] = {}
         self._gone: dict[int, Gone] = {}  # disconnected nodes that may return
         self._probing: set[asyncio.Task] = set()
@@ -81,7 +187,7 @@ class Controller:
         self._names_them_at = 0.0  # time of the next console message about them
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
-        self._store = MeetingStore()
+        self._store = RendezvousStore()
         self._over = False  # the end was logged
         self._has_news = False  # agents joined since the last broadcast
         self._disturbed = 0.0
@@ -96,14 +202,16 @@ class Controller:
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
         """
-        serving = wire.serve(address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener)
+        serving = async_connections.serve(
+            address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener
+        )
         async with await serving as server:
-            with open(reports(), "w") as launcher:  # the launcher may have requested port 0
+            with open(report_descriptor(), "w") as launcher:  # the launcher may have requested port 0
                 launcher.write(f"{server.address}\n")
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()
-                if self._election.is_over(time.monotonic()) and not self._membership.end:
+                if self._election.has_lost_leadership(time.monotonic()) and not self._membership.end:
                     _log.warning("this controller has lost the majority of the nodes: another one may lead")
                     return STEPS_DOWN
                 self._tick(self._clock.now)
@@ -111,12 +219,12 @@ class Controller:
 
     def _tick(self, now: float) -> None:
         """Performs all actions that depend only on time."""
-        self._election.stands(time.monotonic())
-        epoch, sure = self._election.epoch, self._election.sure
+        self._election.start_candidacy(time.monotonic())
+        epoch, sure = self._election.epoch, self._election.is_safe_request
         for peer in self._agents.values():  # agents that joined since the candidacy or were not free then
             if epoch not in (None, peer.epoch) and peer.asked != (epoch, sure):
                 self._ask(peer, epoch, sure)
-        if self._election.leads and self._state is None:
+        if self._election.is_leader and self._state is None:
             self._take_over_when_all_are_there(now)
         if not self._may_order:
             return
@@ -141,7 +249,7 @@ class Controller:
             if now - peer.heard > self._times.lease_s:
                 _log.warning("node %d has said nothing for %g s", peer.node, self._times.lease_s)
                 del self._agents[peer.node]
-                self._election.goes(peer.node)
+                self._election.remove_agent(peer.node)
                 peer.connection.abort()
                 self._obey(membership.left(peer.node))
         for node in [node for node, gone in self._gone.items() if now >= gone.lost_at]:
@@ -156,7 +264,10 @@ class Controller:
             return
         if self._waits_since is None:
             self._waits_since, self._names_them_at = now, now + TELL_FIRST_S
-        most, limit = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S), "--max-wait"
+        most, limit = (
+            self._max_wait_s if membership.has_begun else max(self._max_wait_s, MIN_JOIN_TIMEOUT_S),
+            "--max-wait",
+        )
         if membership.asked is not None and most > self._times.lease_s:  # nodes lost since the signal, or disconnected
             most, limit = self._times.lease_s, "--silence-timeout"
         left = self._waits_since + most - now
@@ -190,10 +301,10 @@ class Controller:
 
     # connections
 
-    async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
+    async def _serve_agent(self, connection: async_connections.AsyncConnection) -> None:
         first = await connection.recv()
         if first.kind == "ask":
-            await connection.send(Message({"kind": "well", "leads": self._election.leads}))
+            await connection.send(Message({"kind": "well", "leads": self._election.is_leader}))
             return
         if first.kind == "meets":
             await self._store.serve(connection, first.header["generation"])
@@ -215,7 +326,7 @@ class Controller:
         while True:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
-            if other is not None and taken and self._clock.now - other.heard < 4 * self._times.says_s:
+            if other is not None and taken and self._clock.now - other.heard < 4 * self._times.heartbeat_interval_s:
                 refusal = UserError(
                     f"node {peer.node} is there already, as {other.called}. Fix: give each launcher its "
                     "own --node-rank",
@@ -236,7 +347,7 @@ class Controller:
         self._agents[peer.node] = peer
         self._gone.pop(peer.node, None)
         hello = peer.hello
-        self._election.comes(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
+        self._election.add_agent(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
         if self._membership.end is not None:
             self._post(peer, "end", **_told(self._membership.end))
             peer.admitted = True
@@ -245,7 +356,7 @@ class Controller:
 
     def _goes(self, peer: Peer) -> None:
         del self._agents[peer.node]
-        self._election.goes(peer.node)
+        self._election.remove_agent(peer.node)
         if not peer.admitted or peer.knows_end:
             return
         if peer.lost:
@@ -272,10 +383,10 @@ class Controller:
         peer.heard = self._clock.now
         if message.kind == "alive":
             if said["echo"] is not None:
-                self._election.echoed(peer.node, said["echo"])
+                self._election.record_echo(peer.node, said["echo"])
             self._beat(peer, said["at"])
         elif message.kind == "promise":
-            if self._election.promised(peer.node, said["epoch"], said["free_in"], time.monotonic()):
+            if self._election.handle_promise(peer.node, said["epoch"], said["free_in"], time.monotonic()):
                 self._leads_since = self._clock.now
             peer.epoch = said["epoch"]
             if self._state is not None and peer.epoch == self._election.epoch and not peer.admitted:
@@ -291,8 +402,8 @@ class Controller:
 
     def _beat(self, peer: Peer, at: float) -> None:
         now = time.monotonic()
-        age = now - self._election.heard(now)
-        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.leads)
+        age = now - self._election.majority_contact(now)
+        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.is_leader)
 
     # taking over
 
@@ -305,7 +416,9 @@ class Controller:
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
-        everybody = self._election.everybody and len(follow) == len(self._agents)  # all nodes are connected and follow
+        everybody = self._election.all_connected and len(follow) == len(
+            self._agents
+        )  # all nodes are connected and follow
         enough = everybody if known is None else expected <= {peer.node for peer in follow}
         if not enough and now < self._leads_since + GATHER_S:
             return
@@ -316,7 +429,7 @@ class Controller:
             self._membership.load_state_dict(known.membership)
             self._over = self._membership.end is not None
             _log.warning("this controller has taken over the job (epoch %d)", epoch)
-        lost_in = max(0.0, self._election.absent_are_lost_at - time.monotonic())
+        lost_in = max(0.0, self._election.leases_expire_at - time.monotonic())
         doors = {} if known is None else known.doors
         for node in expected - {peer.node for peer in follow}:
             self._is_gone(node, Gone(now + lost_in), doors.get(str(node)))
@@ -442,7 +555,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
-    add("--nnodes", type=parse_nodes, required=True, metavar="[MIN:]MAX", help="as the launchers'")
+    add("--nnodes", type=parse_node_range, required=True, metavar="[MIN:]MAX", help="as the launchers'")
     add("--nproc-per-node", type=int, required=True, help="as the launchers'")
     add("--spares", type=int, default=0, help="as the launchers' (default: 0)")
     add("--max-restarts", type=int, default=1000, help="as the launchers' (default: 1000)")
@@ -473,12 +586,12 @@ def main() -> int:
     """Runs the controller as a separate process; returns the exit code."""
     own = parser().parse_args()
     if own.listen_fd is not None:  # started by a launcher, not standalone
-        belong()
+        attach_to_parent()
     log_to_stderr()
     index, candidates = own.candidate
     least, most = own.nnodes
     membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)
-    election = Election(index, candidates, most + own.spares, Times(own.silence_timeout))
+    election = Election(index, candidates, most + own.spares, SilenceLimits(own.silence_timeout))
     controller = Controller(membership, election, own.max_wait, own.grow_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)
     try:

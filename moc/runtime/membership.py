@@ -6,7 +6,7 @@ A *generation* is a numbered membership.  A lost worker starts the next one:
 * When all workers have reported that they are *here*, all are ordered to *go*.
 * A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.
 
-Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.assignment`.
+Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.seating`.
 
 A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces a lost one.  The program decides how:
 
@@ -14,7 +14,7 @@ A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces 
   meanwhile, as *guests*.  When they are ready, the others get a scale-up notice (*welcome*) and drain (*part*) after
   the same iteration.  Then the guests get ranks.
 * If a copy of the model takes several nodes, each node has a part of it.  Complete copies train, and other nodes with a
-  part are *helpers* (:mod:`moc.runtime.seats`).  A worker keeps its part while it lives.
+  part are *helpers* (:mod:`moc.runtime.seating`).  A worker keeps its part while it lives.
 * All workers of any other program are restarted, since their number changes.  Before new nodes are added, they are
   asked to save and exit.
 
@@ -25,14 +25,9 @@ A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from moc.errors import UserError, with_code
-from moc.runtime.assignment import NodeAssignment
-from moc.runtime.broken_devices import MAX_BROKEN, BrokenDevices
-from moc.runtime.crew import Crew
-from moc.runtime.exit_codes import FROM_WHERE, LOST, SAVED, START_OVER, USAGE, how_ended
-from moc.runtime.growth import Growth
 from moc.runtime.orders import (
     Abort,
     Cause,
@@ -48,8 +43,42 @@ from moc.runtime.orders import (
     Why,
     Worker,
 )
-from moc.runtime.seating import Seating
-from moc.runtime.stop_report import STOPS
+from moc.runtime.seating import Crew, Growth, NodeAssignment, Seating
+from moc.runtime.termination import LOST, RESUME_REMEDY, SAVED, START_OVER, STOP_SIGNALS, USAGE, describe_exit
+
+MAX_BROKEN = 3
+"""Consecutive workers that a device may end before its node gives up its rank block."""
+
+
+@dataclass
+class BrokenDevices:
+    """Devices that have recently ended workers.
+
+    Attributes:
+        per_node: devices per node, with one worker each.
+        ended: by device, the number of consecutive workers that it has ended.
+    """
+
+    per_node: int
+    ended: dict[str, int] = field(default_factory=dict)
+
+    def wears_out(self, worker: Worker) -> bool:
+        """Counts a worker that its device has ended; returns whether the device has reached the limit."""
+        device = self._device_of(worker)
+        self.ended[device] = self.ended.get(device, 0) + 1
+        return self.ended[device] >= MAX_BROKEN
+
+    def is_well(self, worker: Worker) -> None:
+        """Resets the count of a worker's device, because it works or the node gives up its rank block."""
+        self.ended.pop(self._device_of(worker), None)
+
+    def number_of(self, worker: Worker) -> int:
+        """Returns the number of a worker's device on its node."""
+        return worker.rank % self.per_node
+
+    def _device_of(self, worker: Worker) -> str:
+        return f"{worker.node}.{self.number_of(worker)}"
+
 
 MAX_SUSPICIONS = 10
 """Maximum number of consecutive generations that begin without a loss; one more ends the job."""
@@ -135,7 +164,7 @@ class Membership:
             "parts": self.seating.parts,
             "helpers": list(self.seating.helpers),
             "waited": self.growth.waited,
-            "end": asdict(self.end) if self.end else None,
+            "end": self.end.to_message() if self.end else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -149,7 +178,7 @@ class Membership:
         self.growth.under_way, self.growth.waited = state["growing"], state["waited"]
         self.seating.refused, self._broken.ended = set(state["refused"]), dict(state["broken"])
         self.seating.parts, self.seating.helpers = state["parts"], tuple(state["helpers"])
-        self.end = End(**state["end"]) if state["end"] else None
+        self.end = End.from_message(state["end"]) if state["end"] else None
 
     def joined(
         self, node: int, workers: Iterable[Worker] = (), generation: int = 0, asked: int | None = None
@@ -284,12 +313,12 @@ class Membership:
             self.seating.refused.add(self.seating.whole)
             refused = f"the program refuses to run on {nodes_counted(self.seating.whole)}"
             return self._change_members(Why(Cause.NODES_REFUSED, refused))
-        how = f"worker {worker.rank} {how_ended(code)}{why and f': it {why}'}"
+        how = f"worker {worker.rank} {describe_exit(code)}{why and f': it {why}'}"
         if code > 0:
             return self._over(code, how, leaving=code == SAVED, as_asked=code == SAVED)
         if ends := self._ends_with(worker, -code):
             if ends == SAVED:
-                return self._over(ends, f"{how}. Fix: {FROM_WHERE}", code="state-partly-lost")
+                return self._over(ends, f"{how}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
             return self._over(ends, how, as_asked=-code == self.asked)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
@@ -312,14 +341,14 @@ class Membership:
         if self.asked is None:
             return None
         if not self.places.settled or any(other.built for other in self.workers.values()):
-            return 128 + number if worker.built and number in STOPS else None
+            return 128 + number if worker.built and number in STOP_SIGNALS else None
         return SAVED if self.generation > 0 and not worker.built else 128 + number
 
     def _starts_over(self, worker: Worker) -> list[Order]:
         if self.asked is None:
             return self._next_generation(Why(Cause.WORKER_STARTS_OVER, f"worker {worker.rank} starts over"))
         what = f"no snapshot can restore what was lost, and the job was asked to stop (signal {self.asked})"
-        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="state-partly-lost")
+        return self._over(SAVED, f"{what}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
 
     def _give_up(self, worker: Worker, how: str) -> list[Order]:
         """Removes a node from the job; its launcher ends, so it does not return unless it is started again."""
@@ -417,7 +446,7 @@ class Membership:
         what = f"{nodes(missing)} missing, and {why}"
         if not self.has_begun:
             return self._over(LOST, f"{what}: nothing has begun. Fix: start all nodes", code="nodes-missing")
-        return self._over(SAVED, f"{what}. Fix: {FROM_WHERE}", code="nodes-missing")
+        return self._over(SAVED, f"{what}. Fix: {RESUME_REMEDY}", code="nodes-missing")
 
     @property
     def has_begun(self) -> bool:

@@ -116,6 +116,21 @@ class End:
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
     asked: int | None = None  # number of the signal that requested this end; launchers report it
 
+    def to_message(self) -> dict:
+        """Returns its description in messages and in the controller's state."""
+        return {
+            "code": self.code,
+            "reason": self.reason,
+            "leaving": self.leaving,
+            "gives_back": self.gives_back,
+            "asked": self.asked,
+        }
+
+    @classmethod
+    def from_message(cls, values: dict) -> End:
+        """Returns the order of a description."""
+        return cls(*(values[key] for key in ("code", "reason", "leaving", "gives_back", "asked")))
+
 
 Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End
 
@@ -138,7 +153,26 @@ class Worker:
     size: int = 0  # number of workers in the generations of its rank
     helpers: Sequence[int] = ()  # as StartWorker.helpers, in these generations
 
-    @property
     def told(self) -> dict:
-        """Description that an agent sends to its controller."""
-        return {each.name: getattr(self, each.name) for each in fields(Worker)}
+        """Returns the description that an agent sends to its controller."""
+        return {_WIRE_NAMES.get(each.name, each.name): getattr(self, each.name) for each in fields(Worker)}
+
+    @classmethod
+    def from_message(cls, values: dict) -> Worker:
+        """Returns the worker of a description; raises TypeError if it is malformed."""
+        names = {key: name for name, key in _WIRE_NAMES.items()}
+        return cls(**{names.get(key, key): value for key, value in values.items()})
+
+
+_WIRE_NAMES = {
+    "starts_together": "together",
+    "is_ready": "built",
+    "reported_generation": "here",
+    "connected_generation": "met",
+    "drained_generation": "parted",
+    "rank_generation": "born",
+    "survives_resize": "stays",
+    "is_joining": "guest",
+    "partial_model_parts": "helpers",
+}
+"""Keys of a worker's fields in messages, if they differ from the names."""

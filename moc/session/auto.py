@@ -29,7 +29,7 @@ from moc.policy.measurements import Measurements
 from moc.policy.pec import busiest_by_experts
 from moc.policy.plan import Busiest, Load
 from moc.policy.sparse import operators_by_stage
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
 from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from moc.policy import Policy
 from moc.recovery.redundancy import Redundancy, redundancy
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.results import check_generation
-from moc.runtime.world import World
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.device import check_generation
+from moc.runtime.job import World
 from moc.session.carriers import Carriers
 from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.snapshot.bubbles import Bubbles
 from moc.state.adam import Rules
 from moc.state.fragments import Fragment

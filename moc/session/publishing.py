@@ -14,7 +14,7 @@ from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.retention import retain
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.tiers import Tiers
 from moc.snapshot.background import GivenUpError, background, with_retries

@@ -18,7 +18,7 @@ import psutil
 
 from moc.errors import code_of
 from moc.policy import Load, SnapshotPlan
-from moc.runtime.agreement import gather, run_on_all
+from moc.runtime.collectives import gather, run_on_all
 from moc.session.carrying import experts_of
 from moc.session.components import Components
 from moc.session.memory import (

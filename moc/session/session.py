@@ -27,7 +27,7 @@ from typing import Any
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.policy.errors import refusal_of
 from moc.recovery.folds import RULES
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, holdings_of, may_replay
@@ -157,7 +157,7 @@ class Session(VoteParticipant):
             parts.report.boost(start.position.iteration, parts.tokens.debt)
         snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
         undo.callback(snapshots.close)
-        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.has_begun_before)))
+        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
         snapshots.take_again()
         self._running = parts, snapshots
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.components import Components
 from moc.state.detail import Detail
 

@@ -27,7 +27,7 @@ from typing import Any
 from moc.errors import code_of, with_code
 from moc.faults import reach
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported, gather, run_on_rank0, sum_over_workers
+from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moc.policy import Policy
 from moc.recovery.inventory import whole_in
 from moc.recovery.retention import retain
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.tiers import Tiers
 from moc.state.operators import operator_of
 from moc.state.region import Region

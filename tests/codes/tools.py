@@ -323,7 +323,7 @@ CASES = {
     "logits-differ": convert("--to hf --check-logits", patched(f"{LOGITS}._run", some_logits, mixtral)),
     "logits-not-computed": convert(
         "--to hf --check-logits",
-        patched(f"{LOGITS}.children.command_of", lambda *_: ["sh", "-c", "exit 3"], mixtral),
+        patched(f"{LOGITS}.child_processes.module_command", lambda *_: ["sh", "-c", "exit 3"], mixtral),
         named="--check-logits",
     ),
     "output-unusable": convert("--to hf", without_names),

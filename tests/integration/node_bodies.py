@@ -161,7 +161,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 @contextlib.contextmanager
 def replica_server(directory: Path) -> Iterator[None]:
     """Keeps copies for this worker's node."""
-    os.environ[job_token.VARIABLE] = "ab" * 32
+    os.environ[job_token.TOKEN_VARIABLE] = "ab" * 32
     os.environ[environment.REPLICA_SERVER] = orders = f"unix:{directory}/{os.environ['RANK']}"
     command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", "127.0.0.1:0", "--orders", orders]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:

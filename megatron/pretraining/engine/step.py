@@ -30,9 +30,9 @@ from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.topology import Topology
 from moc.errors import UserError
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 from moc.session.engine import VoteParticipant
 from moc.state.record import StepRecord, mean_loss
 

@@ -27,7 +27,7 @@ from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogEntry, LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported
+from moc.runtime.collectives import first_reported
 from moc.session.engine import PipelineTap
 from moc.store.errors import CheckpointError, MissingRegionError
 

@@ -28,7 +28,7 @@ from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
-from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files

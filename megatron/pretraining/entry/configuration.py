@@ -22,7 +22,7 @@ from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.model.initial import EXACT
-from moc.runtime.agreement import first_line
+from moc.runtime.collectives import first_line
 
 OWN_PROGRAM = "moc_own_program"
 """Name of the argument that is true if this project's program is running, and not a user's script."""

@@ -17,7 +17,7 @@ from megatron.pretraining.entry.schedule import Reports
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.logging.records import Records
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.state.record import StepRecord
 
 

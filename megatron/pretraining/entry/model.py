@@ -15,8 +15,8 @@ from megatron.pretraining.engine.owned import MASTER, owned_slices
 from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces
 from moc.files.text import shown
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.state.operators import Operator, operator_of
 from moc.store.errors import CheckpointError
 

@@ -49,10 +49,9 @@ from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 
 
 @dataclass
@@ -95,7 +94,7 @@ class StockProgram:
             take_parts(config, job)
             let_regroup(config, job, lambda: elastic.build_groups(config, job, ranks))
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
-        with order_of_ranks(config, job.helpers):
+        with order_of_ranks(config, job.partial_model_parts):
             initialize_megatron(allow_no_cuda=True, **ranks)
         if config.elastic.elastic:
             elastic.build_domains_of(config, job)
@@ -111,7 +110,7 @@ class StockProgram:
         # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            nodes = nodes_of(config, world.size, world.job.helpers)
+            nodes = nodes_of(config, world.size, world.job.partial_model_parts)
             plans = first_plans(config, nodes) if config.elastic.elastic else None
             chunks, core, scheduler = self._set_up(config, plans)
         refuse_built(core, chunks)

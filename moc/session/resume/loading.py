@@ -15,7 +15,7 @@ from moc.recovery.live import live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
+from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
@@ -200,7 +200,7 @@ class SnapshotLoader:
             with self._repair.of(self._torn(plan, held, left)):
                 saved, bad, changed = self._follow(plan, left)
             if saved is not None:
-                settled_on_all(self._world)
+                synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
                     mine.live = LiveState(position_of(saved), saved)
                 return ResumeResult(plan, position_of(saved), _record(saved), held)

@@ -16,7 +16,7 @@ from moc.errors import warning
 from moc.recovery.going_on import Course
 from moc.recovery.plan import RecoveryPlan
 from moc.recovery.sources import LIVE, MEMORY
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
 from moc.session.resume.folding import Folder
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader

@@ -10,7 +10,7 @@ from moc.recovery.live import still_needed
 from moc.recovery.persisted import newest_full
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
 from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener

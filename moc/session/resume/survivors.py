@@ -8,8 +8,8 @@ from functools import partial
 
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.world import World
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
 from moc.session.publishing import Publisher

@@ -279,12 +279,12 @@ def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_
 ):
     elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=48, ckpt_dir="there")
     flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
-    places = {environment.LEAST_PLACES: 4, environment.PLACES: 8, "LOCAL_WORLD_SIZE": per_node}
+    places = {environment.MIN_NODES: 4, environment.MAX_NODES: 8, "LOCAL_WORLD_SIZE": per_node}
     for name, value in places.items():
         monkeypatch.setenv(name, str(value))
     config = config_of(flags, workers=2 * stages * more.get("tensor_model_parallel_size", 1))
     found = lasting(config)
     assert (found.least, found.most, found.ranks, found.parts) == (4, 8, ranks, parts)
     assert all(0.0 <= chance <= 1.0 for chance in found.survivals())
-    monkeypatch.setenv(environment.LEAST_PLACES, "8")
+    monkeypatch.setenv(environment.MIN_NODES, "8")
     assert lasting(config) is None

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from moc.runtime import async_connections as wire
+from moc.runtime import async_connections
+from moc.runtime.clocks import Lease
 from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
-from moc.runtime.election import Election, Times
-from moc.runtime.lease import Lease
+from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
 from tests.errors import raises
 from tests.unit.runtime.peers import TOKEN
@@ -30,7 +30,7 @@ class Job:
             for probe in probes:
                 probe.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-        self.controllers, self.agents, self.times = {}, {}, Times(silence_s)
+        self.controllers, self.agents, self.times = {}, {}, SilenceLimits(silence_s)
 
     def start_controller(self, index):
         election = Election(index, len(self.addresses), NODES + SPARES, self.times)
@@ -68,7 +68,7 @@ class Agent:
 
     def __init__(self, node, addresses, times, patience_s, begin_s):
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
-        self.lease = Lease.make()
+        self.lease = Lease.create()
         self.link = ControllerLink(addresses, TOKEN, times, patience_s, begin_s, self.lease, self.hello, self.obey)
         self.following = asyncio.create_task(self.link.run())
 
@@ -169,7 +169,7 @@ def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
 def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
     async def main():
         job = Job()
-        silent = await wire.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
+        silent = await async_connections.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
         job.start_controller(1)
         for node in range(NODES + SPARES):
             job.start_agent(node)

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from moc.errors import codes_in
-from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import LOST, SAVED, START_OVER
-from moc.runtime.membership import MAX_SUSPICIONS, Membership
+from moc.runtime.membership import MAX_BROKEN, MAX_SUSPICIONS, Membership
 from moc.runtime.orders import Abort, Cause, End, GiveUp, Go, Kill, StartWorker, Worker
+from moc.runtime.termination import LOST, SAVED, START_OVER
 
 SIZE, PER_NODE = 4, 2
 

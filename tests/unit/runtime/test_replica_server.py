@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from moc.recovery.inventory import summary
-from moc.runtime import environment, job_token, pull
+from moc.runtime import environment, job_token, replica_transfer
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, Wanted
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.replica_server import ReplicaServer
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_server import ReplicaClient, ReplicaServer
+from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
 from moc.state.region import Region
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
@@ -36,7 +34,7 @@ from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 ROOT = Path(__file__).parents[3]
 HEADER = 64
 SIZES = 3000, 100, HEADER
-LARGE = 2 * CHUNK + 5, CHUNK, 100
+LARGE = 2 * REQUEST_BYTES + 5, REQUEST_BYTES, 100
 
 
 class Keeping:
@@ -55,7 +53,7 @@ class Keeping:
 
 
 def with_token():
-    return os.environ | {job_token.VARIABLE: TOKEN.hex()}
+    return os.environ | {job_token.TOKEN_VARIABLE: TOKEN.hex()}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def replica_servers(tmp_path_factory):
 @pytest.fixture
 def lead(monkeypatch, tmp_path):
     """Offers the memory of a node as its leading worker does, in a directory of its name."""
-    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
     clients = []
 
     def offer(replica_server: Keeping, node: str) -> ReplicaClient:
@@ -109,14 +107,14 @@ def content(root: Path, manifest: Manifest) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
 
 
-def of_a(replica_servers, iteration, **how) -> Wanted:
-    return Wanted(iteration, "a", "a", replica_servers[0].address, **how)
+def of_a(replica_servers, iteration, **how) -> CopyRequest:
+    return CopyRequest(iteration, "a", "a", replica_servers[0].address, **how)
 
 
 def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
-    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
+    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (REQUEST_BYTES + 7)})
     assert b.pull(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
     assert b.pull(of_a(replica_servers, 3))[0].bytes == 0  # it is here
@@ -129,7 +127,7 @@ def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_
     lead(replica_servers[1], "b").pull(of_a(replica_servers, 3))
     before = content(tmp_path / "a", manifest)
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").pull(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert content(tmp_path / "a", manifest) == before
 
 
@@ -195,7 +193,7 @@ def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_
     manifest = publish(tmp_path / "a", 3, LARGE)
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for patient, rate in ((False, 1e6), (True, 5e6)):  # so slow that it is killed midway on a busy machine too
-        wanted = Wanted(3, "a", "a", replica_server.address, rate=rate, patient=patient)
+        wanted = CopyRequest(3, "a", "a", replica_server.address, rate=rate, patient=patient)
         b._connection.send(Message({"kind": "pull", "wanted": vars(wanted)}))
         while not list(copies.glob("slots/*")):
             time.sleep(0.01)
@@ -232,24 +230,26 @@ def test_a_rate_is_kept(replica_servers, lead, tmp_path):
 
 
 def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "SILENCE_S", 2.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 2.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
     way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
-    wanted = Wanted(3, "a", "a", way.address)
-    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
+    wanted = CopyRequest(3, "a", "a", way.address)
+    assert asyncio.run(replica_transfer.copy_snapshot(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
 def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "SILENCE_S", 0.5)
-    monkeypatch.setattr(replica_server_module, "_TELL_S", 0.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replica_server_module, "_WARN_AFTER_S", 0.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, LARGE)
-    way = SlowWay(replica_servers[0].address, stalls_after=CHUNK)
+    way = SlowWay(replica_servers[0].address, stalls_after=REQUEST_BYTES)
     with serving(ReplicaServer(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
         client = ReplicaClient(connect(b.address, TOKEN), "b", tmp_path / "b")
-        client._connection.send(Message({"kind": "pull", "wanted": vars(Wanted(3, "a", "a", way.address, None, True))}))
+        client._connection.send(
+            Message({"kind": "pull", "wanted": vars(CopyRequest(3, "a", "a", way.address, None, True))})
+        )
         while "node b waits for the snapshot of node a: node a has sent nothing" not in caplog.text:
             time.sleep(0.01)
         assert_nothing_is_published(tmp_path / "b" / "of_a")
@@ -366,7 +366,7 @@ def values(root: Path, iteration: int = 3) -> dict[tuple[str, str], list]:
     return {key: reader.get(*key, Region((0, 0), (ROWS, 2))).tolist() for key in there}
 
 
-def some_of_a(replica_servers, **details) -> Wanted:
+def some_of_a(replica_servers, **details) -> CopyRequest:
     named = {f"layers.0.{name[:6]}.{name[6:]}" if name.startswith("expert") else name: d for name, d in details.items()}
     return of_a(replica_servers, 3, operators=named)
 
@@ -415,7 +415,7 @@ def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers
     save(tmp_path / "a")
     lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert1="full"))
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").pull(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from moc.runtime.seats import Candidate, copies_at_once, helpers, seats
+from moc.runtime.seating import Candidate, copies_at_once, helpers, seats
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
 from moc.simulate.lasting import AT_ONCE, Lasting, survival
 from moc.simulate.live_costs import Running, Saved
