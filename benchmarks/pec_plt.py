@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, write_json
 from moc.policy import Every, SnapshotPlan, policy_named
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Ledger
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 

@@ -13,9 +13,7 @@ import numpy as np
 
 from benchmarks.papers.equations import pec_size
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.bubbles import bubble_share
-from moc.policy.pec_selection import sequential_experts
-from moc.policy.selection import (
+from moc.policy.expert_selection import (
     Counts,
     Experts,
     Limit,
@@ -24,6 +22,8 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
+from moc.policy.flags import bubble_share
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import StateBytes
 
 _STATE = StateBytes(weights=2, master=0, moments=8)  # section 2.3

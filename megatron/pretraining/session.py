@@ -11,8 +11,8 @@ from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
-from moc.policy.bubbles import bubble_share
 from moc.policy.errors import refusal_of
+from moc.policy.flags import bubble_share
 from moc.runtime.environment import numbers_of_nodes
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener

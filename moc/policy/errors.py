@@ -1,6 +1,8 @@
-"""Defines errors of settings, flags, states and plans of policies."""
+"""Defines errors of policies, and rounds limits for their messages."""
 
 from __future__ import annotations
+
+from decimal import ROUND_CEILING, Context, Decimal
 
 from moc.errors import FIX, UserError
 
@@ -21,3 +23,14 @@ def refusal_of(policy: str, refused: str | Exception) -> PolicyError:
     error = PolicyError(f"--ckpt-policy {policy}: {cause}. Fix: {remedy or 'change the flags that it names'}")
     error.code = refused.code if isinstance(refused, UserError) else error.code
     return error
+
+
+_DIGITS = Context(prec=3, rounding=ROUND_CEILING)
+
+
+def rounded_up(value: float, unit: float = 1e9) -> str:
+    """Returns the smallest number of ``unit`` with three significant digits that is at least ``value`` (above 0)."""
+    found = _DIGITS.create_decimal(Decimal(value) / Decimal(unit))
+    while float(found) * unit < value:
+        found = found.next_plus(_DIGITS)
+    return f"{found:f}"

@@ -1,4 +1,4 @@
-"""Defines policy flags, and the job properties that policies may use."""
+"""Defines the flags of policies, and the properties of a job that flags depend on."""
 
 from __future__ import annotations
 
@@ -114,3 +114,18 @@ def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> It
             f"{what} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
             code="gradients-need-separate-experts",
         )
+
+
+def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Returns the share of forward and backward that a stage waits, with the 1F1B schedule.
+
+    A stage computes for ``micro_batches (t_f + t_b)`` and waits for ``t_bubble = (stages - 1) (t_f + t_b) / chunks``.
+    ``t_f`` and ``t_b`` are the times of a micro batch on all chunks of a stage.
+
+    Args:
+        stages: pipeline stages.
+        micro_batches: micro batches of an iteration.
+        chunks: virtual stages of each worker (interleaved schedule).
+    """
+    bubble = (stages - 1) / chunks
+    return bubble / (micro_batches + bubble)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from moc.files import decode
 from moc.files.decode import Count, StateError
+from moc.policy.costs import Machine, Price, Settings, SnapshotSizes
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto, obstacles
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
-from moc.policy.window import WindowTuner, stage_of
+from moc.policy.windows import WindowTuner, stage_of
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -144,7 +144,7 @@ class Gradient(Policy):
         full, part, window = machine.everything, machine.gradient, settings.get("window") or _hiding(machine)
         share = 1 / window + part * (1 - 1 / window)
         waits = part * (1 - 1 / window) * full.busiest
-        size = Sizes(share * full.busiest, share * full.total)
+        size = SnapshotSizes(share * full.busiest, share * full.total)
         snapshots = (size.busiest,) * window
         return Price(size, snapshots, length=window, kept=window, every=1, waits=waits, folded=(window - 1) / 2)
 

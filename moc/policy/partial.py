@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
 from moc.files import decode
-from moc.files.decode import Count
+from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
+from moc.policy.expert_selection import Place
 from moc.policy.plan import Load, Policy, SnapshotPlan
-from moc.policy.selection import Place
-from moc.policy.tables import check_tables, experts_by_layer
 from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+
+def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
+    """Returns the number of experts by layer, ascending; only layers with experts."""
+    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
+
+
+def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
+    """Checks that saved values by layer, or by layer and expert, include all layers and experts, or none.
+
+    Raises:
+        ValueError: a layer or an expert is missing, or there are too many.
+    """
+    for table in filter(None, tables):
+        rows = {
+            layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
+        }
+        if rows != num_experts:
+            raise StateError(
+                f"this is no state of {of} of this model (its experts are others). Fix: start without it",
+            )
+
 
 Table = dict[Count, list[Count]]
 """Integers by layer and expert."""

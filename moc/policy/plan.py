@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from moc.policy.debt import Boost
+from moc.policy.costs import Machine, Price, Settings
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
-from moc.policy.prices import Machine, Price, Settings
+from moc.policy.token_ledger import Boost
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -145,7 +145,7 @@ class Policy(ABC):
         windows: a run resumes from several snapshots together; set by the registry if the policy ``replays``.
         replays: resuming may replay iterations with some operators frozen.
         flags: the policy's own flags; listed in ``--help``, refused with other policies.
-        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
+        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.pec_selection`.
     """
 
     operators: Sequence[Operator]

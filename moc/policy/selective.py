@@ -8,24 +8,46 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from moc.policy import gradient_prices
-from moc.policy.budgets import Sizes
-from moc.policy.choice import STORAGE_CYCLES, Choice, cycle, oldest
-from moc.policy.debt import Boost
-from moc.policy.errors import PolicyError
+from moc.policy.costs import (
+    GRADIENTS_OFF,
+    Machine,
+    Price,
+    Settings,
+    hidden_expert_counts,
+    selective_candidates,
+    selective_price,
+)
+from moc.policy.errors import PolicyError, rounded_up
+from moc.policy.expert_selection import RULES, SCORES, Limit, Place, number_of_experts
 from moc.policy.flags import Asked, JobShape, PolicyFlag
-from moc.policy.gradient_prices import OFF
 from moc.policy.interval import Every, Interval
-from moc.policy.limits import rounded_up
 from moc.policy.partial import Partial
 from moc.policy.plan import Busiest, Load, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.selection import RULES, SCORES, Limit, Place, number_of_experts
-from moc.policy.selective_flags import BOOST, FLAGS, FOLDS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
-from moc.policy.selective_state import SelectiveState
-from moc.policy.selective_tuner import SelectiveTuner
-from moc.policy.transfers import Chosen, chains_of, continuing
+from moc.policy.selective_choice import (
+    STORAGE_CYCLES,
+    Choice,
+    Chosen,
+    ExpertSizes,
+    SelectiveState,
+    SelectiveTuner,
+    chains_of,
+    continuing,
+    cycle,
+    oldest,
+)
+from moc.policy.selective_flags import (
+    BOOST,
+    FLAGS,
+    FOLDS,
+    HIDES,
+    MLT_LIMIT,
+    SURVIVORS,
+    gradients_of,
+    selective_misfits,
+    selective_refusals,
+)
+from moc.policy.token_ledger import Boost
 from moc.state.detail import Detail
 
 
@@ -85,7 +107,7 @@ class Selective(Partial):
     no_gradients: str | None = None
     fold: str = "recovery"
     told: SelectiveState = field(default_factory=SelectiveState, compare=False, kw_only=True)
-    sizes: list[Sizes] = field(default_factory=list, compare=False)
+    sizes: list[ExpertSizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
         sets = {"rule": RULES, "score": SCORES, "survivors": SURVIVORS, "hide": HIDES, "fold": FOLDS}
@@ -118,7 +140,7 @@ class Selective(Partial):
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
         """As :meth:`Policy.refusals`."""
-        return refusals(asked)
+        return selective_refusals(asked)
 
     @classmethod
     def most_lost(cls, asked: Asked) -> float:
@@ -128,7 +150,7 @@ class Selective(Partial):
     @classmethod
     def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
         """As :meth:`Policy.misfits`."""
-        return misfits(asked, job)
+        return selective_misfits(asked, job)
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -146,20 +168,20 @@ class Selective(Partial):
 
         Budgets would choose the maximum; with fewer experts, snapshots may be more frequent.
         """
-        return gradient_prices.candidates(machine)
+        return selective_candidates(machine)
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
         """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
         if not machine.num_experts:
             return Price(machine.everything)
-        k = settings.get("experts") or max(gradient_prices.hiding(machine))
-        return gradient_prices.price(machine, k, settings.get("gradients") != OFF)
+        k = settings.get("experts") or max(hidden_expert_counts(machine))
+        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF)
 
     @classmethod
     def described(cls, settings: Settings) -> str:
         """As :meth:`Policy.described`."""
-        alone = ", states alone" if settings.get("gradients") == OFF else ""
+        alone = ", states alone" if settings.get("gradients") == GRADIENTS_OFF else ""
         return f"{settings['experts']} experts{alone}" if "experts" in settings else ""
 
     @classmethod
@@ -207,7 +229,7 @@ class Selective(Partial):
         found = busiest.by_rank({"": dense} | plans)
         each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
         gradients = each.get(Detail.GRAD, {})
-        self.sizes[:] = [sizes := Sizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
+        self.sizes[:] = [sizes := ExpertSizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
         for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moc.policy.errors import PolicyError
+from moc.policy.expert_selection import RULES, SCORES
 from moc.policy.flags import Asked, JobShape, PolicyFlag, obstacles
-from moc.policy.selection import RULES, SCORES
 
 SURVIVORS = ("keep", "reload")
 
@@ -134,7 +134,7 @@ FLAGS = (
 )
 
 
-def refusals(asked: Asked) -> Iterator[PolicyError]:
+def selective_refusals(asked: Asked) -> Iterator[PolicyError]:
     """Yields the refused combinations of these flags."""
     budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
     flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
@@ -172,7 +172,7 @@ def refusals(asked: Asked) -> Iterator[PolicyError]:
         )
 
 
-def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
+def selective_misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
     """Yields requirements of these flags that the job does not meet."""
     if asked.selective_gradients == "on":
         yield from _obstacles(asked, job, "--selective-gradients on", "drop --selective-gradients")

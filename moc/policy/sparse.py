@@ -11,22 +11,27 @@ from typing import Any, ClassVar
 
 from moc.files import decode
 from moc.files.decode import Amount, Count, StateError
-from moc.policy import popularity
+from moc.policy.costs import Machine, Price, Settings, SnapshotSizes
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
+from moc.policy.partial import check_tables, experts_by_layer
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
-from moc.policy.tables import check_tables, experts_by_layer
-from moc.policy.window import (
+from moc.policy.windows import (
     OperatorBytes,
+    Scores,
     Turn,
     WindowTuner,
+    decayed,
     find_window_size,
+    frequencies,
     generate_schedule,
+    has_changed,
     order_operators,
+    relative,
     side_by_side,
+    skew_gauges,
     snapshot_bytes,
     stage_of,
 )
@@ -53,7 +58,7 @@ class Current:
     length: int = 0
     turns: tuple[Turn, ...] = ()
     order: tuple[int, ...] = ()
-    shares: popularity.Scores = field(default_factory=dict)
+    shares: Scores = field(default_factory=dict)
 
     def has(self, iteration: int) -> bool:
         """Returns whether a snapshot of this iteration is part of the window."""
@@ -75,10 +80,10 @@ class SparseState:
 
     current: Current = field(default_factory=Current)
     iteration: int = 0
-    load: popularity.Scores = field(default_factory=dict)
-    counts: popularity.Scores = field(default_factory=dict)
-    mean: popularity.Scores = field(default_factory=dict)
-    probabilities: popularity.Scores = field(default_factory=dict)
+    load: Scores = field(default_factory=dict)
+    counts: Scores = field(default_factory=dict)
+    mean: Scores = field(default_factory=dict)
+    probabilities: Scores = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,7 @@ class Sparse(Policy):
                 active = find_window_size(stage, machine.hidden_s, machine.rate).active
             windows.append(snapshot_bytes(stage, active))
         snapshots = max(windows, key=sum)
-        size = Sizes(sum(snapshots), machine.ranks * sum(snapshots))
+        size = SnapshotSizes(sum(snapshots), machine.ranks * sum(snapshots))
         length = max(map(len, windows))
         return Price(size, snapshots, length=length, kept=kept_of_windows(length))
 
@@ -269,7 +274,7 @@ class Sparse(Policy):
         """As :meth:`Policy.begin_anew`; keeps the order."""
         self.told.current = dataclasses.replace(self.told.current, start=0, length=0, turns=())
 
-    def on_routing(self, probabilities: popularity.Scores) -> None:
+    def on_routing(self, probabilities: Scores) -> None:
         """As :meth:`Policy.on_routing`."""
         before = self.told.probabilities
         self.told.probabilities = {
@@ -279,7 +284,7 @@ class Sparse(Policy):
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: window length and recent skewness of experts (Appendix D)."""
-        return self.chosen() | popularity.skew_gauges(self.told.counts)
+        return self.chosen() | skew_gauges(self.told.counts)
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`."""
@@ -324,8 +329,8 @@ class Sparse(Policy):
             return current
         order, shares = current.order, current.shares
         scores = self._scores(iteration, load)
-        now = {} if scores is None else popularity.frequencies(scores)
-        if len(order) != len(self.operators) or now.keys() != shares.keys() or popularity.has_changed(shares, now):
+        now = {} if scores is None else frequencies(scores)
+        if len(order) != len(self.operators) or now.keys() != shares.keys() or has_changed(shares, now):
             places = {one.name: place for place, one in enumerate(self.operators)}
             queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
             order, shares = tuple(places[one.name] for queue in queues for one in queue), now
@@ -359,7 +364,7 @@ class Sparse(Policy):
         queued = ([sizes[one.name] for one in queue] for queue in queues)
         return seen.limited(max(find_window_size(queue, seconds, bandwidth).length for queue in queued))
 
-    def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
+    def _scores(self, iteration: int, load: Load | None) -> Scores | None:
         if load is None or self.order == "index":
             return None
         if self.order == "soft":
@@ -367,7 +372,7 @@ class Sparse(Policy):
         if self.order == "decayed":
             return self._mean(iteration, load)
         if self.order == "capacity" and self.capacities:
-            return popularity.relative(load, self.capacities)
+            return relative(load, self.capacities)
         return load
 
     def _counts(self, iteration: int, load: Load) -> dict[int, list[float]]:
@@ -379,7 +384,7 @@ class Sparse(Policy):
         }
 
     def _mean(self, iteration: int, load: Load) -> dict[int, list[float]]:
-        return popularity.decayed(self.told.mean, self._counts(iteration, load), self.alpha)
+        return decayed(self.told.mean, self._counts(iteration, load), self.alpha)
 
     @cached_property
     def _stages(self) -> dict[int, list[Operator]]:

@@ -22,10 +22,9 @@ from typing import Any, Protocol
 from moc.files import decode
 from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, Observed
+from moc.policy.errors import rounded_up
 from moc.policy.full import Full
-from moc.policy.interval import BLOCK, BLOCKS
-from moc.policy.limits import rounded_up
-from moc.policy.measurements import Measurements
+from moc.policy.interval import BLOCK, BLOCKS, Measurements
 from moc.policy.pec import busiest_by_experts
 from moc.policy.plan import Busiest, Load
 from moc.policy.sparse import operators_by_stage

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from moc.errors import cause_of, warning
 from moc.output import counted
 from moc.policy import Policy
-from moc.policy.debt import Debt
+from moc.policy.token_ledger import Debt
 from moc.session.engine import Listener
 from moc.session.memory import ReservedMemory
 from moc.session.settings import Settings

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moc.policy import Load, Policy, SnapshotPlan
-from moc.policy.debt import Debt
-from moc.policy.ledger import Ledger
-from moc.policy.risk import lost_by_layer
+from moc.policy.expert_selection import lost_by_layer
+from moc.policy.token_ledger import Debt, Ledger
 from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
 from moc.state.detail import Detail

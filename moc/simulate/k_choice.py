@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from moc.policy.adaptive import Measured, TunedSettings
+from moc.policy.pec_tuner import Measured, TunedSettings
 from moc.simulate.errors import SimulationError
 from moc.simulate.tables import sentences
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy
 
 from moc.policy import POLICIES, owners
-from moc.policy.adaptive import candidates
+from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.pec_tuner import candidate_ks
 from moc.policy.plan import Load
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.risk import by_share
-from moc.policy.window import OperatorBytes, order_operators
+from moc.policy.tokens_at_risk import by_share
+from moc.policy.windows import OperatorBytes, order_operators
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, longest
 from moc.simulate.errors import SimulationError
@@ -138,8 +138,8 @@ class Running:
             rate = min(rate, self.write_rate * self.iteration_s / self.forward_backward_s)
         return Machine(
             ranks=ranks,
-            everything=Sizes(self.saved.full, ranks * self.saved.full),
-            with_experts=lambda k: Sizes(one := self.saved.with_experts(k), ranks * one),
+            everything=SnapshotSizes(self.saved.full, ranks * self.saved.full),
+            with_experts=lambda k: SnapshotSizes(one := self.saved.with_experts(k), ranks * one),
             stages=self.saved.stages,
             hidden_s=self.forward_backward_s,
             rate=rate,
@@ -193,7 +193,7 @@ def saved_by_rules(
         ordered = order_operators(stage, None, layout.ep)
         stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
     experts = len({operator.expert for operator in operators if operator.expert is not None})
-    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidates(experts)}
+    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidate_ks(experts)}
     gradient = state.gradient if gradients else None
     return Saved(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from moc.policy.dynamic_k import PLT_LIMIT
-from moc.policy.prices import Settings
+from moc.policy.costs import Settings
+from moc.policy.pec_selection import PLT_LIMIT
 
 _NAMED = ("k", "window")  # settings of policies that are fields of Options
 
@@ -21,7 +21,7 @@ class Options:
         mtbf_s: MTBF that determines intervals.
         k: experts of each layer in a partial checkpoint; None for one in eight.
         dynamic: raise K when faults have used up its share of ``plt_limit``.
-        plt_limit: see ``moc.policy.dynamic_k``.
+        plt_limit: see ``moc.policy.pec_selection``.
         window: W; None for Algorithm 1's.
         replicas: copies in peers' memory.
         persist_interval: iterations between checkpoints in storage; None for the shortest possible.

@@ -11,12 +11,12 @@ from statistics import fmean
 
 from moc.policy import POLICIES as REGISTERED
 from moc.policy import Policy
-from moc.policy.adaptive import candidates
-from moc.policy.dynamic_k import DynamicK
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.risk import by_share
-from moc.policy.selection import Counts
-from moc.policy.window import OperatorBytes
+from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.expert_selection import Counts
+from moc.policy.pec_selection import DynamicK
+from moc.policy.pec_tuner import candidate_ks
+from moc.policy.tokens_at_risk import by_share
+from moc.policy.windows import OperatorBytes
 from moc.recovery.placement import place
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
@@ -92,7 +92,7 @@ class Setup:
         return self.members or Members(-(-nodes // 2), nodes)
 
     @cached_property
-    def full(self) -> Sizes:
+    def full(self) -> SnapshotSizes:
         """Sizes of a full snapshot."""
         return full_sizes(self.operators, self.layout, self.state)
 
@@ -130,7 +130,7 @@ class Setup:
         return self.timing.iteration_s
 
     @cached_property
-    def _with_experts(self) -> Callable[[int], Sizes]:
+    def _with_experts(self) -> Callable[[int], SnapshotSizes]:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
     @cached_property
@@ -151,7 +151,7 @@ class Setup:
             stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
             hidden_s=self.timing.forward_backward_s,
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
-            ks=candidates(self.num_experts),
+            ks=candidate_ks(self.num_experts),
             at_risk=self._at_risk,
             gradient=self.state.gradient if replicas and interval in (None, 1) else None,
         )
@@ -426,7 +426,7 @@ def _at_best_interval(setup: Setup, options: Options, saving: PolicyCosts, least
     return at_interval(saving, interval, iteration_s)
 
 
-def _copy_s(setup: Setup, sizes: Sizes) -> float:
+def _copy_s(setup: Setup, sizes: SnapshotSizes) -> float:
     return sizes.busiest / setup.cluster.host_bandwidth
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from moc.policy.adaptive import uniform_plt
-from moc.policy.dynamic_k import DynamicK
-from moc.policy.prices import Price
+from moc.policy.costs import Price
+from moc.policy.pec_selection import DynamicK
+from moc.policy.pec_tuner import uniform_plt
 from moc.recovery.placement import Placement, survival
 from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members
@@ -179,7 +179,7 @@ class Strategy:
 class PecStrategy(Strategy):
     """Policy of K experts at a time; K is raised as faults lose tokens (MoC, sections 3.2 and 5.3).
 
-    A fault loses the expected tokens (:func:`at_risk`); ``moc.policy.dynamic_k`` decides whether K is raised.
+    A fault loses the expected tokens (:func:`at_risk`); ``moc.policy.pec_selection`` decides whether K is raised.
 
     Args:
         by_k: the costs for every K that can occur.

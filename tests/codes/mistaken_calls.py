@@ -10,11 +10,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moc.elastic.boxes import transfers
 from moc.elastic.plan import Plan
-from moc.logs.files import LogEntry, LogReader, directory_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter, directory_of
 from moc.policy import Every, policy_named
-from moc.policy.adaptive import TuningLimits, choose
-from moc.policy.ledger import Ledger
+from moc.policy.pec_tuner import TuningLimits, choose
+from moc.policy.token_ledger import Ledger
 from moc.sharding import Layout, StateBytes, contents
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import PolicyCosts

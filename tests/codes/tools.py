@@ -143,7 +143,7 @@ def written_by_another(root: Path) -> None:
 
 def stale(root: Path) -> None:
     from megatron.pretraining.convert.snapshot import write_snapshot
-    from moc.policy.ledger import Ledger
+    from moc.policy.token_ledger import Ledger
     from tests.unit.pretraining.convert.models import EXPERTS, LAYERS
     from tests.unit.pretraining.convert.test_stale import SAVED
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from moc.logs.files import LogEntry, LogReader
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter
 
 SHAPE = (1024, 2, 2048)
 

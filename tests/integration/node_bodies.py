@@ -20,7 +20,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session import settings_of
 from moc.policy.selective import Selective
-from moc.policy.selective_tuner import SelectiveTuner
+from moc.policy.selective_choice import SelectiveTuner
 from moc.runtime import environment, job_token
 from moc.session.publishing import Publisher
 from moc.session.session import Session

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.job import Events
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Ledger
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
 from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
 from moc.policy.errors import PolicyError, refusal_of
-from moc.policy.measurements import UNDISTURBED_MTBF_S
-from moc.policy.pec_flags import experts_of
+from moc.policy.interval import UNDISTURBED_MTBF_S
+from moc.policy.pec import experts_of
 from moc.session.settings import TIERS, node_names
 from moc.sharding import scheme_named
 

@@ -19,7 +19,7 @@ from megatron.pretraining.convert.regions import (
 )
 from moc.inspect.coverage import operators_of
 from moc.inspect.older import chained, recovery_from, sentence, stale
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Ledger
 from moc.recovery.sources import RecoveryPath, part_of_slot
 from moc.state.detail import Detail
 from moc.state.operators import operator_of

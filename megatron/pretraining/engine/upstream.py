@@ -24,8 +24,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, TimedCommunicator, pipeline_of
 from megatron.pretraining.process.topology import Topology
 from moc.logs.crossings import Crossing, Direction
-from moc.logs.files import LogEntry, LogReader, directory_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter, directory_of
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported
 from moc.session.engine import PipelineTap

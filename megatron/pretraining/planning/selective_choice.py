@@ -15,14 +15,11 @@ from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
 from moc.files.tree import MANIFEST, open_named
 from moc.output import ToolError, counted
-from moc.policy.bubbles import bubble_share
-from moc.policy.budgets import fitting
-from moc.policy.chained_risk import ChainedRisk, alike
-from moc.policy.chained_risk import replay as chained_replay
-from moc.policy.risk import Risk, replay, rules, steady
-from moc.policy.selection import Counts, number_of_experts
+from moc.policy.expert_selection import Counts, number_of_experts
+from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
-from moc.policy.selective_tuner import SelectiveTuner
+from moc.policy.selective_choice import SelectiveTuner, fitting
+from moc.policy.tokens_at_risk import ChainedRisk, Risk, alike, replay, replay_chains, rules, steady
 from moc.sharding import Layout
 from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
@@ -303,7 +300,7 @@ def _replayed(policy: Selective, loads: list[Counts], share: float, gradient: fl
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
         sizes, cheaper = policy.sizes[0], limits
     apart = policy.iterations_apart
-    chained = None if gradient is None else chained_replay(loads, cheaper, sizes, policy.oldest, _SKIPPED)
+    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.oldest, _SKIPPED)
     risks = {name: replay(loads, choose, apart, _SKIPPED) for name, choose in rules(limits, policy.oldest).items()}
     return Replayed(
         shape=(len(loads), layers, num_experts),

@@ -11,8 +11,8 @@ from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.presets import PRESETS
 from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
-from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_tuner import TuningLimits, candidate_ks, choose
 from moc.sharding import (
     RULES,
     SCHEMES,
@@ -222,7 +222,7 @@ class SizePlan:
 
     def rows_wanted(self) -> list[int | None]:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
-        return [*candidates(self.num_experts), None]
+        return [*candidate_ks(self.num_experts), None]
 
     def items(self, k: int | None) -> list[Item]:
         """Returns the items to save with k experts of each layer; None for everything."""

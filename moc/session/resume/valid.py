@@ -9,8 +9,8 @@ from moc.files import decode
 from moc.files.text import shown
 from moc.policy import Policy
 from moc.policy.interval import Interval
-from moc.policy.ledger import Ledger
-from moc.policy.tables import experts_by_layer
+from moc.policy.partial import experts_by_layer
+from moc.policy.token_ledger import Ledger
 from moc.recovery.folds import RULES
 from moc.session.auto import AutoState
 from moc.session.engine import Engine

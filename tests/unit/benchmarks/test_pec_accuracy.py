@@ -13,9 +13,9 @@ from benchmarks.accuracy import plots, report, runs
 from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expected, expected_plt
 from benchmarks.accuracy.results import Results
 from megatron.pretraining.entry.offline import config_of_words
-from moc.policy.adaptive import uniform_plt
-from moc.policy.ledger import Ledger
 from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_tuner import uniform_plt
+from moc.policy.token_ledger import Ledger
 
 PLAN = Plan()
 ROOT = Path(__file__).resolve().parents[3]

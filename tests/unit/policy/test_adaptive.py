@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.policy.adaptive import Measured, TuningLimits, candidates, choose, uniform_plt
-from moc.policy.ledger import Ledger
+from moc.policy.pec_tuner import Measured, TuningLimits, candidate_ks, choose, uniform_plt
+from moc.policy.token_ledger import Ledger
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.test_pec import persist
@@ -163,8 +163,8 @@ def test_the_reason_is_said():
 
 
 def test_numbers_of_experts_that_are_looked_at():
-    assert candidates(1) == [1] and candidates(3) == [1, 2, 3] and candidates(16) == list(range(1, 17))
-    assert candidates(17) == [1, 2, 4, 8, 16, 17] and candidates(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert candidate_ks(1) == [1] and candidate_ks(3) == [1, 2, 3] and candidate_ks(16) == list(range(1, 17))
+    assert candidate_ks(17) == [1, 2, 4, 8, 16, 17] and candidate_ks(64) == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(

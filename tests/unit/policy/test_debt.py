@@ -3,8 +3,7 @@
 import dataclasses
 import json
 
-from moc.policy.debt import Debt
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Debt, Ledger
 from tests.errors import raises
 
 LAYERS = {0: 2, 3: 2}

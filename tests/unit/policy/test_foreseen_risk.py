@@ -7,7 +7,7 @@ from moc.policy.selective import Selective
 from moc.simulate.live_costs import Running, Saved, flags_of_candidate, priced
 from moc.simulate.policies import Options
 from tests.unit.policy.test_pec import operators, persist, take
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 24, 32
 SKIPPED = 10

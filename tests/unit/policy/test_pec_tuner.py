@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, Observed, Transfer
-from moc.policy.adaptive import Measured, TuningLimits, choose
 from moc.policy.interval import PROFILE_BLOCKS, WARM_UP
 from moc.policy.pec import Pec
+from moc.policy.pec_tuner import Measured, TuningLimits, choose
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, JobShape, Observed, Transfer, policy_named
-from moc.policy.budgets import Sizes
-from moc.policy.debt import Boost
+from moc.policy.costs import Machine, SnapshotSizes
 from moc.policy.interval import BLOCK, WARM_UP
-from moc.policy.prices import Machine
-from moc.policy.prices import Sizes as SnapshotSizes
 from moc.policy.selective import FLAGS, Selective
-from moc.policy.selective_tuner import SelectiveTuner
+from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
+from moc.policy.token_ledger import Boost
 from moc.state.detail import Detail
 from tests.errors import raises
 from tests.unit.policy.test_pec import operators, persist, saved, take
@@ -262,7 +260,7 @@ def test_a_given_budget_that_is_too_small_is_refused():
 
 
 def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
-    sizes = Sizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
+    sizes = ExpertSizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
     assert sizes.by_rank(120).room == {0: 15.0, 1: 15.0} and sizes.by_rank(90).room == {0: 0.0, 1: 0.0}
     assert sizes.least_of_rank == 110
 

@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.pretraining.engine.boost import slots_beyond
 from megatron.pretraining.engine.routing import RouterCounts
-from moc.policy.debt import Boost, Debt
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Boost, Debt, Ledger
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Operator
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from moc.policy import POLICIES, Every, policy_named
-from moc.policy.ledger import Ledger
-from moc.policy.selection import steady_risk
+from moc.policy.expert_selection import steady_risk
+from moc.policy.token_ledger import Ledger
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.session.queues import Taken
@@ -25,7 +25,7 @@ from moc.session.stored import OUTSTANDING, Stored
 from moc.state.detail import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 2, 16
 OPERATORS = model_operators(

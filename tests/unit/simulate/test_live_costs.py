@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from moc.policy import POLICIES
-from moc.policy.adaptive import candidates
-from moc.policy.window import OperatorBytes
+from moc.policy.pec_tuner import candidate_ks
+from moc.policy.windows import OperatorBytes
 from moc.sharding import Layout
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
@@ -276,7 +276,7 @@ def test_gradients_of_everything_are_offered_with_copies_alone_and_training_wait
 @pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
 def test_any_number_of_experts_can_be_priced(tier, experts):
     rng, layers = random.Random(experts), range(2)
-    by_k = {k: REST + k * EXPERT for k in candidates(experts)}
+    by_k = {k: REST + k * EXPERT for k in candidate_ks(experts)}
     stage = [OperatorBytes(EXPERT, EXPERT / 6)] * experts + [OperatorBytes(REST / 4, REST / 24)] * 4
     saved = Saved(by_k[experts], by_k, [stage], 1 / 3)
     for loads in (None, {layer: [rng.randrange(1000) for _ in range(experts)] for layer in layers}):

@@ -12,7 +12,7 @@ from megatron.pretraining.convert.dense import DenseContents
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.inspect import summary
 from moc.inspect.coverage import operator_or_other
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Ledger
 from tests.errors import only_code
 from tests.unit.inspect.test_snapshots import CHAINED, LEFT_OUT, chain
 from tests.unit.inspect.test_summary import inspect

@@ -2,7 +2,8 @@
 
 Without partial checkpoints, the state that a run resumes from contains every update. With them, an expert may be
 restored to an earlier state than the rest. For each expert, the token ledger counts the tokens *given* to it until now,
-and the tokens that its live state has *learned*. The difference is *lost*.
+and the tokens that its live state has *learned*. The difference is *lost*. Experts may process lost tokens later with
+extra capacity (MoEtion, section 6).
 
 Like the training state, a ledger belongs to an iteration and is stored with it. A recovery loads the ledger of the
 iteration that it resumes from. So replayed tokens are not counted twice, losses before that iteration stay booked, and
@@ -14,13 +15,77 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moc.files import decode
 from moc.files.decode import Count, StateError
-from moc.policy.debt import Debt, Table
 from moc.policy.errors import PolicyError
+
+TokenTable = tuple[tuple[Count, ...], ...]
+"""Tokens by index of the layer among layers with experts, and by expert."""
+
+
+class Boost(NamedTuple):
+    """Capacity boost of experts that lost tokens, as a fraction, for at most ``iterations`` iterations."""
+
+    fraction: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Debt:
+    """Tokens that experts must compensate; immutable, identical on every rank.
+
+    Attributes:
+        tokens: tokens to compensate.
+        made_up: tokens compensated so far: processed beyond capacity.
+        left: iterations left; 0 once all tokens are compensated.
+    """
+
+    tokens: TokenTable
+    made_up: TokenTable
+    left: Count
+
+    @classmethod
+    def of(cls, lost: Sequence[Sequence[int]], iterations: int, before: Debt | None = None) -> Debt | None:
+        """Returns the debt after a recovery: its lost tokens, and tokens still owed from before.
+
+        Args:
+            lost: tokens lost to this recovery; negative where a newer state than before was found.
+            iterations: iterations for compensation; they restart if any tokens were lost.
+            before: debt of the iteration from which the run resumes; continues unchanged if nothing was lost.
+        """
+        if not any(map(any, lost)):
+            return before
+        owed = _summed(before.owed, lost) if before is not None else lost
+        tokens = tuple(tuple(max(0, number) for number in row) for row in owed)
+        return cls(tokens, _zeros(lost), iterations if any(map(any, tokens)) else 0)
+
+    @property
+    def owed(self) -> TokenTable:
+        """Tokens not compensated yet; 0 when the iterations are over."""
+        pairs = zip(self.tokens, self.made_up, strict=True)
+        return tuple(tuple(max(0, t - m) * bool(self.left) for t, m in zip(*rows, strict=True)) for rows in pairs)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Tokens to compensate over all experts, and how many of them are compensated."""
+        pairs = [pair for rows in zip(self.tokens, self.made_up, strict=True) for pair in zip(*rows, strict=True)]
+        return sum(tokens for tokens, _ in pairs), sum(map(min, pairs))
+
+    def after(self, beyond: Sequence[Sequence[int]]) -> Debt:
+        """Returns the debt after one more iteration, in which experts processed these tokens beyond their capacity."""
+        now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
+        return now if any(map(any, now.owed)) else replace(now, left=0)
+
+
+def _summed(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> TokenTable:
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(one, other, strict=True))
+
+
+def _zeros(like: Sequence[Sequence[int]]) -> TokenTable:
+    return tuple((0,) * len(row) for row in like)
 
 
 class Version(NamedTuple):
@@ -41,7 +106,7 @@ class PendingSave(NamedTuple):
 
     iteration: Count
     experts: tuple[tuple[Count, tuple[Count, ...]], ...]
-    learned: Table
+    learned: TokenTable
 
 
 @dataclass(frozen=True)
@@ -64,8 +129,8 @@ class Ledger:
 
     iteration: Count
     layers: tuple[Count, ...]
-    given: Table
-    learned: Table
+    given: TokenTable
+    learned: TokenTable
     routed: tuple[Count, ...]
     memory: Versions
     storage: Versions
@@ -316,7 +381,7 @@ class Ledger:
         }
 
 
-def _added(table: Table, rows: Iterable[Sequence[int]]) -> Table:
+def _added(table: TokenTable, rows: Iterable[Sequence[int]]) -> TokenTable:
     return tuple(tuple(map(sum, zip(old, new, strict=True))) for old, new in zip(table, rows, strict=True))
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moc.policy.risk import Risk, by_share, in_turn, lost_by_layer, replay, rules, steady
-from moc.policy.selection import number_of_experts
+from moc.policy.expert_selection import lost_by_layer, number_of_experts
+from moc.policy.tokens_at_risk import Risk, by_share, in_turn, replay, rules, steady
 from tests.errors import raises
 
 PLACES = [(0, 0), (0, 1)]

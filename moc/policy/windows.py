@@ -1,6 +1,7 @@
 """Chooses the length of sparse snapshots' windows, and the operators that each iteration saves in full.
 
-The functions of MoEvement's Algorithm 1 (section 3.5), and its profiler.
+The functions of MoEvement's Algorithm 1 (section 3.5), its profiler, and the popularity of experts that orders them
+(section 3.5, Appendices B and D).
 """
 
 from __future__ import annotations
@@ -10,14 +11,99 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
-from moc.policy.popularity import Scores
 from moc.state.operators import Operator
+
+Scores = Mapping[int, Sequence[float]]
+"""Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""
+
+CHANGE, OF_EXPERTS = 0.10, 0.25
+"""Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
+
+
+def frequencies(scores: Scores) -> dict[int, list[float]]:
+    """Returns each expert's share of its layer's total, by layer; zeros if the total is zero."""
+    shares = {}
+    for layer, row in scores.items():
+        total = sum(row)
+        shares[layer] = [score / total if total else 0.0 for score in row]
+    return shares
+
+
+def has_changed(before: Scores, now: Scores) -> bool:
+    """Returns whether activation frequencies differ by more than 10 % for at least 25 % of experts (section 3.5).
+
+    Args:
+        before: :func:`frequencies` at the last reordering.
+        now: current frequencies, with the same layers and experts.
+    """
+    pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
+    changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)
+    return bool(pairs) and changed >= OF_EXPERTS * len(pairs)
+
+
+def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
+    """Returns the time-decayed popularity A(t) = alpha A(t-1) + (1 - alpha) counts of an iteration (Appendix B).
+
+    Args:
+        mean: A(t-1); empty before the first iteration.
+        counts: tokens of this iteration.
+        alpha: weight of the previous value, from 0 to 1.
+    """
+    nothing = {layer: [0.0] * len(row) for layer, row in counts.items()}
+    return {
+        layer: [alpha * old + (1 - alpha) * new for old, new in zip((mean or nothing)[layer], row, strict=True)]
+        for layer, row in counts.items()
+    }
+
+
+def relative(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
+    """Returns popularity relative to each expert's capacity, A / C (Appendix B, capacity-aware ordering)."""
+    return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
+
+
+def hhi(counts: Sequence[float]) -> float:
+    """Returns the Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
+
+    Raises:
+        ValueError: the layer has no tokens.
+    """
+    total = sum(counts)
+    if not total > 0:
+        raise PolicyError(
+            "no expert of this layer was given a token. Fix: count tokens first",
+            code="counts-misfit",
+        )
+    return sum((count / total) ** 2 for count in counts)
+
+
+def skewness(counts: Sequence[float]) -> float:
+    """Returns S of Appendix D, from 0 (all experts of a layer are equally busy) to 1 (one expert has all tokens).
+
+    Raises:
+        ValueError: there are fewer than two experts, or no token.
+    """
+    if len(counts) < 2:
+        raise PolicyError(
+            f"skewness is between experts, and there is {len(counts)}. Fix: count the tokens of two experts or more",
+            code="counts-misfit",
+        )
+    least = 1 / len(counts)
+    return (hhi(counts) - least) / (1 - least)
+
+
+def skew_gauges(counts: Scores) -> dict[str, float]:
+    """Returns mean ``hhi`` and ``skewness`` of an iteration, over the layers with several experts and any tokens."""
+    rows = [row for row in counts.values() if len(row) > 1 and sum(row) > 0]
+    if not rows:
+        return {}
+    return {"hhi": fmean(map(hhi, rows)), "skewness": fmean(map(skewness, rows))}
+
 
 FEWEST = 2
 """Minimum number of operators in full per snapshot, even if it does not fit: Algorithm 1, line 10."""
@@ -146,7 +232,7 @@ def stage_of(operator: Operator, stages: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredWindowTuner:
     """State of a window tuner: seconds, and bytes per second."""
 
     forward_backward_s: tuple[decode.Positive, ...] = ()
@@ -205,7 +291,7 @@ class WindowTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`."""
-        stored = decode.state(state, _Stored, "a tuner")
+        stored = decode.state(state, _StoredWindowTuner, "a tuner")
 
         def load() -> None:
             self._seconds = deque(stored.forward_backward_s, maxlen=BLOCK)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.selection import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
+from moc.policy.expert_selection import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
 
 MANY = 10**9
 

@@ -303,3 +303,13 @@ def steady_risk(rates: Iterable[float], number: float, always: float = 1.0) -> f
             least = min(least, (scale * rest - squares) / 2)
         rest, squares = rest - root, squares - root * root
     return least
+
+
+def lost_by_layer(unsaved: Counts, each: Mapping[int, float]) -> list[float]:
+    """Returns the momentary lost tokens of each layer that receives tokens, in iterations.
+
+    Args:
+        unsaved: tokens of each expert since it was last saved.
+        each: tokens of an iteration by layer, over all its experts.
+    """
+    return [sum(row) / each[layer] for layer, row in unsaved.items() if each[layer] > 0]

@@ -1,15 +1,30 @@
-"""Computes tokens at risk under selective snapshots, by replaying loads of experts through selection rules."""
+"""Computes the tokens at risk under selective snapshots.
+
+Replays loads of experts through selection rules, or through the policy's choice with gradients in place of state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from moc.policy.errors import PolicyError
+from moc.policy.expert_selection import (
+    Counts,
+    Experts,
+    Limit,
+    lost_by_layer,
+    per_byte,
+    proportional,
+    scores,
+    steady_risk,
+)
+from moc.policy.partial import Saves
 from moc.policy.pec_selection import sequential_experts
-from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, steady_risk
+from moc.policy.selective_choice import Choice, ExpertSizes, minus
+from moc.state.detail import Detail
 
 Choose = Callable[[Counts, Counts, int], Experts]
 """Selects a snapshot's experts by tokens and iterations since each one's last save, and the snapshot's index from 0."""
@@ -28,16 +43,6 @@ class Risk:
     mlt: float
     mlt_per_layer: float
     oldest: int
-
-
-def lost_by_layer(unsaved: Counts, each: Mapping[int, float]) -> list[float]:
-    """Returns the momentary lost tokens of each layer that receives tokens, in iterations.
-
-    Args:
-        unsaved: tokens of each expert since it was last saved.
-        each: tokens of an iteration by layer, over all its experts.
-    """
-    return [sum(row) / each[layer] for layer, row in unsaved.items() if each[layer] > 0]
 
 
 def of_iteration(loads: Sequence[Counts]) -> dict[int, float]:
@@ -144,3 +149,61 @@ def steady(loads: Sequence[Counts], total: float, apart: int = 1, always: float 
         for now in loads
     ]
     return sum(risks) / len(risks) / max(1, len(each))
+
+
+@dataclass(frozen=True)
+class ChainedRisk:
+    """Tokens at risk and contents of snapshots of every iteration, as means over snapshots.
+
+    Attributes:
+        risk: momentary lost tokens.
+        experts: experts of each layer in a snapshot, mean over layers.
+        gradients: share of these experts whose gradients are saved.
+    """
+
+    risk: Risk
+    experts: float
+    gradients: float
+
+
+def replay_chains(
+    loads: Sequence[Counts], limits: Sequence[Limit], sizes: ExpertSizes, max_age: int, skipped: int
+) -> ChainedRisk:
+    """Simulates a snapshot in every iteration, with experts ranked by tokens at risk per byte; starts from a full save.
+
+    Args:
+        loads: by iteration, tokens of each expert by layer; more iterations than ``skipped``.
+        limits: the budget.
+        sizes: sizes of states and gradients.
+        max_age: iterations after which an expert, or the base of a chain, is saved first.
+        skipped: number of first iterations whose snapshots do not count.
+    """
+    each, numbers = of_iteration(loads), {layer: len(row) for layer, row in loads[0].items()}
+    saves, total, oldest = Saves({}, {}, {}), {layer: [0] * number for layer, number in numbers.items()}, 0
+    saves.note(numbers, {place: Detail.FULL for place in sizes.experts}, 1, total)
+    lost, chosen = [], []
+    for iteration, now in enumerate(loads, 2):
+        total = {layer: [a + b for a, b in zip(total[layer], row, strict=True)] for layer, row in now.items()}
+        oldest = max(oldest, iteration - min(map(min, saves.at.values())))
+        found = Choice(iteration, total, "per-byte", "tokens", max_age, True, sizes).choose(saves, limits)
+        saves.note(numbers, found, iteration, total)
+        if iteration > skipped + 1:
+            lost.append(lost_by_layer(minus(total, saves.tokens), each))
+            chosen.append(found.values())
+    mlt, number = sum(map(sum, lost)) / len(lost), sum(map(len, chosen))
+    chained = sum(detail is Detail.GRAD for details in chosen for detail in details)
+    risk = Risk(mlt, mlt / max(1, len(lost[0])), oldest)
+    return ChainedRisk(risk, number / len(chosen) / len(numbers), chained / max(1, number))
+
+
+def alike(loads: Counts, gradient: float) -> ExpertSizes:
+    """Returns sizes of equally large experts on a single rank.
+
+    Args:
+        loads: defines layers and experts.
+        gradient: bytes of gradients relative to a state.
+    """
+    unit = 1000
+    places = [(layer, expert) for layer, row in loads.items() for expert in range(len(row))]
+    states, gradients = (dict.fromkeys(places, {0: nbytes}) for nbytes in (unit, round(unit * gradient)))
+    return ExpertSizes({}, states, (0,), 0, gradients)

@@ -6,18 +6,20 @@ policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moc.policy.window import OperatorBytes
+from moc.policy.expert_selection import steady_risk
+from moc.policy.windows import OperatorBytes
 
 Settings = Mapping[str, Any]
 """Settings of a policy by flag name without the policy's prefix, such as ``k`` for ``pec_k``."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SnapshotSizes:
     """Bytes of one snapshot: of the busiest rank, and of all ranks."""
 
     busiest: float
@@ -38,14 +40,14 @@ class Machine:
         ks: candidate values of K, ascending, the last being all experts; empty without experts.
         at_risk: tokens at risk right after a snapshot, in iterations, if experts are selected by popularity. Its
             arguments are the share of experts in the snapshot and the cost of an expert in every snapshot
-            (:func:`moc.policy.risk.by_share`). None if tokens were not counted.
+            (:func:`moc.policy.tokens_at_risk.by_share`). None if tokens were not counted.
         gradient: bytes of an expert's gradients relative to its state. None if no snapshot may have gradients, or a
             loss would leave only storage, which has none.
     """
 
     ranks: int
-    everything: Sizes
-    with_experts: Callable[[int], Sizes] = field(hash=False)
+    everything: SnapshotSizes
+    with_experts: Callable[[int], SnapshotSizes] = field(hash=False)
     stages: Sequence[Sequence[OperatorBytes]]
     hidden_s: float
     rate: float
@@ -77,7 +79,7 @@ class Price:
         chained: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
     """
 
-    size: Sizes
+    size: SnapshotSizes
     snapshots: Sequence[float] = ()
     k: int | None = None
     length: int = 1
@@ -87,3 +89,65 @@ class Price:
     waits: float = 0.0
     folded: float = 0.0
     chained: float = 0.0
+
+
+GRADIENTS_OFF = "off"
+"""The setting of ``gradients`` that saves only states."""
+
+
+def always_cost(gradient: float, max_age: int) -> float:
+    """Returns the mean cost, in states, of an expert in every snapshot whose base is renewed after ``max_age``.
+
+    Args:
+        gradient: bytes of its gradients relative to its state.
+        max_age: iterations after which its state is saved again.
+    """
+    return gradient + (1 - gradient) / (max_age + 1)
+
+
+def hidden_expert_counts(machine: Machine) -> Sequence[int]:
+    """Returns the numbers of experts of each layer whose copy hides; the smallest candidate if none does."""
+    room = machine.hidden_s * machine.rate
+    return [k for k in machine.ks if machine.with_experts(k).busiest <= room] or machine.ks[:1]
+
+
+def selective_candidates(machine: Machine) -> Iterator[Settings]:
+    """Yields snapshots of the experts that hide: with states only, and if possible with gradients in place of state."""
+    for k in hidden_expert_counts(machine):
+        yield {"experts": k, "gradients": GRADIENTS_OFF}
+        if machine.gradient is not None:
+            yield {"experts": k}
+
+
+def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
+    """Returns the price of a snapshot with the bytes of K experts of each layer, in the steady state.
+
+    With gradients, every iteration takes a snapshot. Training waits for the copies of gradients, which the next
+    iteration clears. Memory keeps as many chains as fit, at most at their maximum length. A recovery repeats half of
+    that on average.
+
+    Args:
+        machine: has experts.
+        k: S, the number of states with the bytes of a snapshot.
+        gradients: they are used where ``machine`` allows them.
+    """
+    number = machine.num_experts
+    if machine.gradient is None or not gradients:
+        risk = None if machine.at_risk is None else machine.at_risk(k / number, 1.0)
+        return Price(machine.with_experts(k), k=k, at_risk=risk)
+    max_age = 4 * -(-number // k)
+    cost = always_cost(machine.gradient, max_age)
+    if machine.at_risk is None:
+        risk = steady_risk([1 / number] * number, k, cost)  # as if equally busy
+    else:
+        risk = machine.at_risk(k / number, cost)
+    share = min(1.0, k / (cost * number))
+    size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
+    every = machine.everything
+    busiest, total = (
+        share * machine.gradient * (whole - least) * number / max(1, number - 1)
+        for whole, least in ((every.busiest, one.busiest), (every.total, one.total))
+    )
+    waits = busiest * max_age / (max_age + 1)  # otherwise the state is saved again
+    chained = max_age * total
+    return Price(size, k=k, at_risk=risk, every=1, waits=waits, folded=share * max_age / 2, chained=chained)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import Ledger
 from tests.errors import raises
 
 LAYERS = {1: 3, 4: 2}

@@ -1,4 +1,4 @@
-"""Gradients in place of state: which experts, at which cost, and never over a gap."""
+"""Budgets are told from the rank, and the node, that has the most to save."""
 
 import json
 from types import SimpleNamespace
@@ -7,15 +7,125 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import Every, JobShape
-from moc.policy.chained_risk import alike, replay
-from moc.policy.selection import Given, number_of_experts, proportional
+from moc.policy import Every, JobShape, Observed, Transfer
+from moc.policy.expert_selection import Given, number_of_experts, proportional
+from moc.policy.interval import BLOCK, WARM_UP
+from moc.policy.pec import PecState
+from moc.policy.pec_tuner import PecTuner, TuningLimits
 from moc.policy.selective import FLAGS, Selective
-from moc.policy.transfers import chains_of, continuing, renewed
+from moc.policy.selective_choice import ExpertSizes, SelectiveTuner, chains_of, continuing, fitting, renewed
+from moc.policy.tokens_at_risk import alike, replay
 from moc.state.detail import Detail
+from tests.errors import raises
+from tests.unit.policy.test_expert_selection import at_risk
 from tests.unit.policy.test_pec import operators, take
-from tests.unit.policy.test_selection import at_risk
 from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
+
+SIZES = ExpertSizes({0: 10}, {(1, 0): {0: 4}, (1, 1): {1: 8}, (2, 0): {1: 3, 2: 3}}, (0, 0, 1), 2)
+
+
+def test_the_busiest_rank_is_that_of_most_dense_bytes_and_its_largest_expert():
+    assert SIZES.busiest == (0, 4)
+    assert ExpertSizes({0: 10, 1: 7}, SIZES.experts).busiest == (1, 8)
+
+
+def test_the_smallest_budgets_leave_room_for_an_expert_beside_dense_operators():
+    assert SIZES.least_of_rank == 10 + 4
+    assert SIZES.least_of_node == 2 * (10 + 8)
+    assert SIZES.of_ranks == {0: 14, 1: 11, 2: 3}
+
+
+def test_k_is_unchanged_until_faults_raise_it():
+    assert PecState().k == 0
+
+
+def test_as_many_equally_popular_experts_fit_as_every_rank_has_room_for():
+    sizes = ExpertSizes({}, {(1, number): {number % 2: 4} for number in range(6)})
+    assert fitting({1: 6}, [sizes.by_rank(8.0)]) == 4
+    assert fitting({1: 6}, [sizes.by_rank(8.0), sizes.number(3)]) == 3
+
+
+def observe(tuner, number=1, seconds=1.0, **seen):
+    for _ in range(number):
+        tuner.observe(Observed(2 * seconds, forward_backward_s=seconds, **seen))
+    return tuner
+
+
+def test_nothing_is_due_before_iterations_and_the_cost_of_the_first_snapshot_are_measured():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK - 1)
+    assert not tuner.due(14) and tuner.local is None and tuner.stretched(9.0) == 1
+    observe(tuner)
+    assert tuner.due(15) and not tuner.due(0) and tuner.remote("peers") is None
+    observe(tuner, started=True, busy=True)
+    assert not tuner.due(16)
+    observe(tuner, busy=True, copied=Transfer(80.0, 2.0))
+    assert tuner.due(17) and tuner.local == 40.0
+
+
+def test_a_first_snapshot_whose_cost_nobody_told_is_not_waited_for_once_it_is_safe():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, started=True, busy=True)
+    assert not tuner.due(17)
+    observe(tuner)
+    assert tuner.due(18)
+
+
+def test_every_nth_iteration_is_due():
+    tuner = observe(SelectiveTuner(3), WARM_UP + BLOCK)
+    assert [iteration for iteration in range(15, 25) if tuner.due(iteration)] == [15, 18, 21, 24]
+
+
+def test_budgets_are_what_moves_unnoticed():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, seconds=2.0)
+    observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0), replicated=Transfer(30.0, 1.0), written=Transfer(7.0, 1.0))
+    assert tuner.local == 80.0  # forward and backward
+    assert (tuner.remote("peers"), tuner.remote("disk"), tuner.remote("memory")) == (120.0, 28.0, None)  # an iteration
+    assert tuner.stretched(80.0) == 1 and tuner.stretched(89.6) == 2  # 0.24 s, of at most 3 % of 4 s
+
+
+def test_in_bubbles_as_much_as_they_have_time_for():
+    """By the estimate until they are timed; only what does not hide beside the computation either stalls training."""
+    tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
+    observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
+    assert tuner.local == 20.0
+    assert tuner.stretched(80.0) == 1 and tuner.stretched(89.6) == 2
+    observe(tuner, BLOCK, seconds=2.0, bubble_s=0.75)
+    assert tuner.local == 30.0
+    compute = SelectiveTuner()
+    compute.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert compute.local == 80.0
+    resumed = SelectiveTuner(bubble_share=0.25)
+    resumed.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert resumed.local == 30.0
+
+
+def test_budgets_follow_measurements_that_change_by_a_tenth():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, copied=Transfer(100.0, 1.0))
+    observe(tuner, 5, copied=Transfer(105.0, 1.0))
+    assert tuner.local == 100.0
+    observe(tuner, BLOCK, copied=Transfer(120.0, 1.0))
+    assert tuner.local == 112.5  # the first median that is a tenth away; 120 is not, from there
+
+
+def test_a_resumed_run_has_the_same_budgets():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, copied=Transfer(100.0, 1.0))
+    observe(tuner, 5, copied=Transfer(105.0, 1.0))
+    other = SelectiveTuner()
+    other.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert other.local == 100.0 and other.due(1) and other.state_dict() == tuner.state_dict()
+
+
+def test_another_tuners_state_is_ignored_and_a_damaged_one_refused():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, copied=Transfer(100.0, 1.0))
+    state = tuner.state_dict()
+    tuner.load_state_dict(PecTuner(TuningLimits(0.1), 1.0).state_dict())
+    assert tuner.local is None and not tuner.due(1)
+    for damaged in ([], state | {"copied": 3}, state | {"faults": "many"}):
+        with raises("saved-state-invalid"):
+            tuner.load_state_dict(damaged)
+
 
 FULL, GRAD = Detail.FULL, Detail.GRAD
 FULL_BYTES, GRAD_BYTES = 12, 4

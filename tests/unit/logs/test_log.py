@@ -6,8 +6,7 @@ import threading
 import pytest
 import torch
 
-from moc.logs.files import LogEntry, LogReader, directory_of, path_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter, directory_of, path_of
 from moc.store.blobs import LocalBlob
 from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
@@ -96,7 +95,7 @@ def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, m
         raise OSError("no-more-names")
 
     damages: list[str | None] = []
-    monkeypatch.setattr("moc.logs.writer.os.link", fail)
+    monkeypatch.setattr("moc.logs.log.os.link", fail)
     writer = log(make(), 1)
     assert damages == [None] * len(KEYS) and LogReader(directory).iterations() == []
     assert only_code(writer.failure()) == "storage-unwritable" and "no-more-names" in writer.failure()
@@ -143,7 +142,7 @@ def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
     def no_more(*_, **__):
         raise CheckpointError("no room")
 
-    monkeypatch.setattr("moc.logs.writer.Buffer", no_more)
+    monkeypatch.setattr("moc.logs.log.Buffer", no_more)
     log(writer, 1, 2, 3)
     assert LogReader(directory).iterations() == [2, 3] and writer.given_up == 1
 
@@ -228,7 +227,7 @@ def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(mak
     writer.write(KEYS[0], tensor(3, KEYS[0]))  # then another worker is lost
     writer.pause()
     assert LogReader(directory).iterations() == writer.iterations == [1, 2] and writer.bytes == 3 * SLOT
-    monkeypatch.setattr("moc.logs.writer.Buffer", None)  # nothing is allocated
+    monkeypatch.setattr("moc.logs.log.Buffer", None)  # nothing is allocated
     log(writer, 3)
     for iteration in (1, 2, 3):
         check(directory, iteration)
@@ -277,7 +276,7 @@ def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_a
     ).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr("moc.logs.writer.Buffer", Plain)
+    monkeypatch.setattr("moc.logs.log.Buffer", Plain)
     device = torch.device("cuda", 1)
     writer = log(make(device=device), 1)
     assert asked == [("device", device, False), ("event", False)]
