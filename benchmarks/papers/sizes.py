@@ -83,7 +83,7 @@ def _faults(count: int, above: float) -> tuple[float, list[int]]:
     for _ in range(count):
         lost = fault * _age(dynamic.k)
         plt += lost
-        dynamic = dynamic.recovered(lost)
+        dynamic = dynamic.after_recovery(lost)
         ks.append(dynamic.k)
     return plt, ks
 

@@ -14,7 +14,7 @@ from typing import Any
 from moc.policy.expert_selection import steady_risk
 from moc.policy.windows import OperatorBytes
 
-Settings = Mapping[str, Any]
+PolicySettings = Mapping[str, Any]
 """Settings of a policy by flag name without the policy's prefix, such as ``k`` for ``pec_k``."""
 
 
@@ -40,25 +40,25 @@ class Machine:
         ks: candidate values of K, ascending, the last being all experts; empty without experts.
         at_risk: tokens at risk right after a snapshot, in iterations, if experts are selected by popularity. Its
             arguments are the share of experts in the snapshot and the cost of an expert in every snapshot
-            (:func:`moc.policy.tokens_at_risk.by_share`). None if tokens were not counted.
+            (:func:`moc.policy.tokens_at_risk.risk_by_share`). None if tokens were not counted.
         gradient: bytes of an expert's gradients relative to its state. None if no snapshot may have gradients, or a
             loss would leave only storage, which has none.
     """
 
     ranks: int
-    everything: SnapshotSizes
+    full_snapshot: SnapshotSizes
     with_experts: Callable[[int], SnapshotSizes] = field(hash=False)
     stages: Sequence[Sequence[OperatorBytes]]
-    hidden_s: float
-    rate: float
-    ks: Sequence[int] = ()
-    at_risk: Callable[[float, float], float] | None = field(default=None, hash=False)
-    gradient: float | None = None
+    overlap_s: float
+    copy_rate: float
+    expert_counts: Sequence[int] = ()
+    tokens_at_risk: Callable[[float, float], float] | None = field(default=None, hash=False)
+    gradient_ratio: float | None = None
 
     @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 without experts."""
-        return max(self.ks, default=0)
+        return max(self.expert_counts, default=0)
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,20 @@ class Price:
     size: SnapshotSizes
     snapshots: Sequence[float] = ()
     k: int | None = None
-    length: int = 1
-    kept: int | None = None
-    at_risk: float | None = None
-    every: int | None = None
-    waits: float = 0.0
-    folded: float = 0.0
-    chained: float = 0.0
+    window_length: int = 1
+    snapshots_in_memory: int | None = None
+    tokens_at_risk: float | None = None
+    interval: int | None = None
+    blocking_bytes: float = 0.0
+    repeated_updates: float = 0.0
+    chained_bytes: float = 0.0
 
 
 GRADIENTS_OFF = "off"
 """The setting of ``gradients`` that saves only states."""
 
 
-def always_cost(gradient: float, max_age: int) -> float:
+def chained_expert_cost(gradient: float, max_age: int) -> float:
     """Returns the mean cost, in states, of an expert in every snapshot whose base is renewed after ``max_age``.
 
     Args:
@@ -107,15 +107,15 @@ def always_cost(gradient: float, max_age: int) -> float:
 
 def hidden_expert_counts(machine: Machine) -> Sequence[int]:
     """Returns the numbers of experts of each layer whose copy hides; the smallest candidate if none does."""
-    room = machine.hidden_s * machine.rate
-    return [k for k in machine.ks if machine.with_experts(k).busiest <= room] or machine.ks[:1]
+    room = machine.overlap_s * machine.copy_rate
+    return [k for k in machine.expert_counts if machine.with_experts(k).busiest <= room] or machine.expert_counts[:1]
 
 
-def selective_candidates(machine: Machine) -> Iterator[Settings]:
+def selective_candidates(machine: Machine) -> Iterator[PolicySettings]:
     """Yields snapshots of the experts that hide: with states only, and if possible with gradients in place of state."""
     for k in hidden_expert_counts(machine):
         yield {"experts": k, "gradients": GRADIENTS_OFF}
-        if machine.gradient is not None:
+        if machine.gradient_ratio is not None:
             yield {"experts": k}
 
 
@@ -132,22 +132,30 @@ def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
         gradients: they are used where ``machine`` allows them.
     """
     number = machine.num_experts
-    if machine.gradient is None or not gradients:
-        risk = None if machine.at_risk is None else machine.at_risk(k / number, 1.0)
-        return Price(machine.with_experts(k), k=k, at_risk=risk)
+    if machine.gradient_ratio is None or not gradients:
+        risk = None if machine.tokens_at_risk is None else machine.tokens_at_risk(k / number, 1.0)
+        return Price(machine.with_experts(k), k=k, tokens_at_risk=risk)
     max_age = 4 * -(-number // k)
-    cost = always_cost(machine.gradient, max_age)
-    if machine.at_risk is None:
+    cost = chained_expert_cost(machine.gradient_ratio, max_age)
+    if machine.tokens_at_risk is None:
         risk = steady_risk([1 / number] * number, k, cost)  # as if equally busy
     else:
-        risk = machine.at_risk(k / number, cost)
+        risk = machine.tokens_at_risk(k / number, cost)
     share = min(1.0, k / (cost * number))
     size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
-    every = machine.everything
+    every = machine.full_snapshot
     busiest, total = (
-        share * machine.gradient * (whole - least) * number / max(1, number - 1)
+        share * machine.gradient_ratio * (whole - least) * number / max(1, number - 1)
         for whole, least in ((every.busiest, one.busiest), (every.total, one.total))
     )
     waits = busiest * max_age / (max_age + 1)  # otherwise the state is saved again
     chained = max_age * total
-    return Price(size, k=k, at_risk=risk, every=1, waits=waits, folded=share * max_age / 2, chained=chained)
+    return Price(
+        size,
+        k=k,
+        tokens_at_risk=risk,
+        interval=1,
+        blocking_bytes=waits,
+        repeated_updates=share * max_age / 2,
+        chained_bytes=chained,
+    )

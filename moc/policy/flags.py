@@ -27,7 +27,7 @@ class PolicyFlag:
     """
 
     name: str
-    kind: type
+    value_type: type
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
@@ -36,8 +36,8 @@ class PolicyFlag:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    chosen: bool = False
-    needs: str | None = None
+    chosen_by_auto: bool = False
+    required_flag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class JobShape:
     ep: int = 1
     stages: tuple[int, ...] = ()
     optimizer: str = "adam"
-    experts_apart: bool = True
+    has_separate_experts: bool = True
     pp: int = 1
     num_experts: int = 0
     bubble_share: float = 0.0
-    drops: bool = False
-    elastic: bool = False
+    drops_tokens: bool = False
+    is_elastic: bool = False
 
     @property
     def memory_remedy(self) -> str:
         """The remedy for a policy that needs snapshots in memory."""
-        return "drop --elastic, which keeps none there" if self.elastic else "add --ckpt-tier memory or peers"
+        return "drop --elastic, which keeps none there" if self.is_elastic else "add --ckpt-tier memory or peers"
 
 
 def number_or_auto(text: Any) -> str:
@@ -88,30 +88,30 @@ def number_or_auto(text: Any) -> str:
     return text
 
 
-def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
+def gradient_obstacles(asked: Asked, job: JobShape, flag: str, alternative: str = "") -> Iterator[PolicyError]:
     """Yields the reasons why snapshots cannot have gradients in place of state.
 
     Args:
         asked: flags.
         job: the job to check.
-        what: the flag that asks for gradients, as the subject of the sentences.
-        otherwise: another remedy.
+        flag: the flag that asks for gradients, as the subject of the sentences.
+        alternative: another remedy.
     """
-    instead = f", or {otherwise}" if otherwise else ""
-    if asked.ckpt_tier == "disk" or job.elastic:
+    instead = f", or {alternative}" if alternative else ""
+    if asked.ckpt_tier == "disk" or job.is_elastic:
         yield PolicyError(
-            f"{what} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}",
+            f"{flag} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}",
             code="gradients-need-memory",
         )
     if job.optimizer != "adam":
         yield PolicyError(
-            f"{what} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
+            f"{flag} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
             f"adam{instead}",
             code="gradients-need-adam",
         )
-    if not job.experts_apart:
+    if not job.has_separate_experts:
         yield PolicyError(
-            f"{what} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
+            f"{flag} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
             code="gradients-need-separate-experts",
         )
 

@@ -10,26 +10,26 @@ from typing import Any, ClassVar, Self
 
 from moc.files import decode
 from moc.files.decode import Amount, Count
-from moc.policy.costs import Machine, Price, Settings
+from moc.policy.costs import Machine, PolicySettings, Price
 from moc.policy.errors import PolicyError
-from moc.policy.expert_selection import Place
+from moc.policy.expert_selection import ExpertId
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
-from moc.policy.partial import Partial, PartialState, Table
+from moc.policy.partial import ExpertTable, PartialPolicy, PartialState
 from moc.policy.pec_selection import (
     PLT_LIMIT,
     Ages,
     DynamicK,
-    ages,
-    cycle,
+    expert_ages,
+    is_starved,
     load_aware_experts,
-    next_turn,
+    next_rotation_step,
     persist_selection,
     sequential_experts,
-    starves,
+    storage_cycle_length,
 )
-from moc.policy.pec_tuner import PecTuner, TunedSettings, TuningLimits, candidate_ks
-from moc.policy.plan import Busiest, Load, SnapshotPlan
+from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_expert_counts
+from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import AUTO, policy
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -48,7 +48,7 @@ FLAGS = (
         "storage from measurements, and with --snapshot-interval auto also the interval.",
         parse=number_or_auto,
         metavar="K|auto",
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "pec_k_snapshot",
@@ -56,7 +56,7 @@ FLAGS = (
         None,
         "Experts of each layer in a snapshot in memory, if not --pec-k.",
         at_least=1,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "pec_k_persist",
@@ -64,7 +64,7 @@ FLAGS = (
         None,
         "Experts of each layer that are also written to --ckpt-dir, if not --pec-k.",
         at_least=1,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "pec_selection",
@@ -89,7 +89,7 @@ FLAGS = (
         "Largest proportion of lost tokens (MoC-System's PLT).",
         above=0.0,
         at_most=1.0,
-        needs="pec_dynamic_k",
+        required_flag="pec_dynamic_k",
     ),
 )
 
@@ -167,7 +167,7 @@ class PecState(PartialState):
 
 @policy("pec")
 @dataclass(frozen=True)
-class Pec(Partial):
+class Pec(PartialPolicy):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
 
     The first snapshot of a run is full. Each later one saves all dense operators and K experts of each layer. With a
@@ -207,7 +207,7 @@ class Pec(Partial):
     mtbf_s: float = 86400.0
     one_level: bool = False
     persist_every: int = 1
-    told: PecState = field(default_factory=PecState, compare=False, kw_only=True)
+    state: PecState = field(default_factory=PecState, compare=False, kw_only=True)
 
     def __post_init__(self):
         if self.selection not in SELECTIONS:
@@ -246,12 +246,12 @@ class Pec(Partial):
                 )
         if self.auto and self._tuner is None:
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
-            limits = TuningLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
+            limits = PecLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
 
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.refusals`."""
+        """As :meth:`Policy.pec_refusals`."""
         return pec_refusals(asked)
 
     @classmethod
@@ -277,43 +277,43 @@ class Pec(Partial):
         }
 
     @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
         """As :meth:`Policy.candidates`: every candidate K except all experts."""
-        return ({"k": k} for k in machine.ks[:-1])
+        return ({"k": k} for k in machine.expert_counts[:-1])
 
     @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
+    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
         """As :meth:`Policy.price`; by default, K is one in eight experts."""
         if not machine.num_experts:
-            return Price(machine.everything)
+            return Price(machine.full_snapshot)
         k = settings.get("k") or max(1, machine.num_experts // 8)
         return Price(machine.with_experts(k), k=k)
 
     @classmethod
-    def described(cls, settings: Settings) -> str:
+    def described(cls, settings: PolicySettings) -> str:
         """As :meth:`Policy.described`."""
         return f"K {settings['k']}" if "k" in settings else ""
 
-    def on_sizes(self, busiest: Busiest) -> None:
+    def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: for every candidate K."""
         if self._tuner is not None and self.num_experts:
-            self._tuner.busiest = {
+            self._tuner.busiest_rank_bytes = {
                 k: busiest(self._partial(0, self._in_turn(k, 0, 0, self._never())).operators)
-                for k in candidate_ks(min(self.num_experts.values()))
+                for k in candidate_expert_counts(min(self.num_experts.values()))
             }
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
-        """As :meth:`Partial.plan_partial`."""
+        """As :meth:`PartialPolicy.plan_partial`."""
         return self._partial(iteration, self._selected(iteration, load, persists))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
         super().on_snapshot(plan, load)
-        self.told.partial += not plan.complete
+        self.state.partial += not plan.complete
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Partial.for_storage`: all dense operators and K_persist experts of each layer, after a full one."""
-        if not self.told.stored:
+        """As :meth:`PartialPolicy.for_storage`: after a full one, dense operators and K_persist experts per layer."""
+        if not self.state.stored:
             return super().for_storage(plan)
         chosen = persist_selection(self._in_full(plan), self.expected_in_storage().at, self.k_to_persist, self.ep)
         return self._partial(plan.iteration, chosen)
@@ -327,17 +327,17 @@ class Pec(Partial):
         if self.selection != "sequential":
             return None
         numbers, k, k_persist = self.num_experts.values(), self.k_to_snapshot, self.k_to_persist
-        return 2 * max((cycle(number, k, k_persist) for number in numbers), default=1)
+        return 2 * max((storage_cycle_length(number, k, k_persist) for number in numbers), default=1)
 
     def on_recovery(self, plt: float) -> None:
         """As :meth:`Policy.on_recovery`: lost tokens may raise the number of saved experts."""
         if self.plt_limit and self.num_experts:
             number, first = min(self.num_experts.values()), self.k_persist or self.k
-            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.told.booked)
-            after = before.recovered(max(0.0, plt))  # negative if a newer state was found later
-            self.told.booked = after.booked
+            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.state.booked)
+            after = before.after_recovery(max(0.0, plt))  # negative if a newer state was found later
+            self.state.booked = after.lost
             if after.k > before.k:  # otherwise do not limit the choice
-                self.told.k = after.k
+                self.state.k = after.k
             self._limit_choice()
 
     @property
@@ -355,7 +355,7 @@ class Pec(Partial):
     @property
     def _raised(self) -> int:
         """K_persist as raised by faults; 0 without Dynamic-K."""
-        return min(self.told.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
+        return min(self.state.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
 
     @property
     def _before_faults(self) -> tuple[int, int]:
@@ -363,7 +363,7 @@ class Pec(Partial):
         return (choice.k_snapshot, choice.k_persist) if choice else (self.k, self.k_persist or self.k)
 
     @property
-    def _choice(self) -> TunedSettings | None:
+    def _choice(self) -> PecChoice | None:
         return self._tuner and self._tuner.choice
 
     @property
@@ -385,8 +385,8 @@ class Pec(Partial):
             return None
         number, every, interval = max(self.num_experts.values()), self.persist_every, self.interval.interval
         k, k_persist = self.k_to_snapshot, self.k_to_persist
-        memory, storage = ages(number, k, k_persist, every)
-        return memory.times(interval), storage.times(every * interval) if persists else None
+        memory, storage = expert_ages(number, k, k_persist, every)
+        return memory.scaled(interval), storage.scaled(every * interval) if persists else None
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
@@ -423,20 +423,20 @@ class Pec(Partial):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
-        load_told = super().loading(state)
+        load_state = super().loading(state)
 
         def load() -> None:
-            load_told()
+            load_state()
             self._limit_choice()
 
         return load
 
-    def _selected(self, iteration: int, load: Load | None, persists: bool) -> Table:
+    def _selected(self, iteration: int, load: Load | None, persists: bool) -> ExpertTable:
         """Returns the experts that memory lacks, or storage if the snapshot ``persists``."""
-        memory, storage = self.told.in_memory, self.expected_in_storage()
+        memory, storage = self.state.in_memory, self.expected_in_storage()
         if self.selection == "sequential":
             stored = storage.at if persists else None
-            return self._in_turn(self.k_to_snapshot, self.told.partial, iteration, self._never() | memory.at, stored)
+            return self._in_turn(self.k_to_snapshot, self.state.partial, iteration, self._never() | memory.at, stored)
         if load is None:
             raise PolicyError(
                 "the tokens of experts are not counted. Fix: count them, or select experts sequentially",
@@ -446,16 +446,18 @@ class Pec(Partial):
         unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
         return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
 
-    def _in_turn(self, k: int, first: int, iteration: int, memory: Table, storage: Table | None = None) -> Table:
+    def _in_turn(
+        self, k: int, first: int, iteration: int, memory: ExpertTable, storage: ExpertTable | None = None
+    ) -> ExpertTable:
         """Returns the K experts of each layer with the oldest versions in memory, or in storage if any starve there."""
         layers, selected = list(self.num_experts), {}
         for number in set(self.num_experts.values()):
             places = [place for place, layer in enumerate(layers) if self.num_experts[layer] == number]
             marks = [[memory[layers[place]] for place in places]]
             stored = [storage[layers[place]] for place in places] if storage else []
-            if stored and starves(stored, iteration, cycle(number, k, self.k_to_persist)):
+            if stored and is_starved(stored, iteration, storage_cycle_length(number, k, self.k_to_persist)):
                 marks = [stored, *marks]
-            turn = next_turn(first, k, number, self.ep, places, marks)
+            turn = next_rotation_step(first, k, number, self.ep, places, marks)
             selected |= {layers[place]: sequential_experts(turn, place, k, number, self.ep) for place in places}
         return {layer: selected[layer] for layer in layers}
 
@@ -469,24 +471,24 @@ class Pec(Partial):
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
-    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+    def _experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts that a plan saves in full."""
-        return {place: detail for place, detail in super()._experts_in(plan).items() if detail is Detail.FULL}
+        return {place: detail for place, detail in super()._experts_of_plan(plan).items() if detail is Detail.FULL}
 
-    def _in_full(self, plan: SnapshotPlan) -> Table:
+    def _in_full(self, plan: SnapshotPlan) -> ExpertTable:
         """Returns the experts that a plan saves in full, by layer."""
-        found: Table = {layer: [] for layer in self.num_experts}
-        for layer, expert in self._experts_in(plan):
+        found: ExpertTable = {layer: [] for layer in self.num_experts}
+        for layer, expert in self._experts_of_plan(plan):
             found[layer].append(expert)
         return found
 
-    def _never(self) -> Table:
+    def _never(self) -> ExpertTable:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
 
 
-def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
+def busiest_by_experts(busiest: SnapshotSizer, operators: Sequence[Operator], ep: int) -> dict[int, int]:
     """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts."""
     policy = Pec(operators, Every(1), auto=True, ep=ep)
     policy.on_sizes(busiest)
     assert isinstance(policy.interval, PecTuner)  # since auto is set
-    return dict(policy.interval.busiest)
+    return dict(policy.interval.busiest_rank_bytes)

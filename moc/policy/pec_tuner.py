@@ -1,6 +1,6 @@
 """Chooses K_snapshot, K_persist and the interval together, from measurements during training.
 
-:func:`choose` is the pure choice, :class:`PecTuner` measures its input.
+:func:`choose_details` is the pure choice, :class:`PecTuner` measures its input.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
-from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observed, Transfer
-from moc.policy.pec_selection import ages
+from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, ObservedIteration, Transfer
+from moc.policy.pec_selection import expert_ages
 
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
@@ -28,7 +28,7 @@ PltOf = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class PecMeasurements:
     """Measurements of a machine, a model and a layout.
 
     Attributes:
@@ -44,7 +44,7 @@ class Measured:
         ValueError: a value is not positive (``restart_s`` may be 0), or ``busiest`` has no valid K.
     """
 
-    busiest: Mapping[int, int]
+    busiest_rank_bytes: Mapping[int, int]
     forward_backward_s: float
     iteration_s: float
     snapshot_bandwidth: float
@@ -60,7 +60,7 @@ class Measured:
                     f"{name} is {value}. Fix: measure it again, or set a number above 0",
                     code="value-out-of-range",
                 )
-        if not self.busiest or min(self.busiest) < 1:
+        if not self.busiest_rank_bytes or min(self.busiest_rank_bytes) < 1:
             raise PolicyError(
                 "there is no K to choose from. Fix: measure the bytes by number of experts, from 1",
                 code="value-out-of-range",
@@ -69,15 +69,15 @@ class Measured:
     @property
     def num_experts(self) -> int:
         """N, experts of a layer."""
-        return max(self.busiest)
+        return max(self.busiest_rank_bytes)
 
     def snapshot_s(self, k: int) -> float:
         """Returns the seconds that a snapshot takes: T_snapshot."""
-        return self.busiest[k] / self.snapshot_bandwidth
+        return self.busiest_rank_bytes[k] / self.snapshot_bandwidth
 
     def persist_s(self, k: int) -> float:
         """Returns the seconds that a write to storage takes."""
-        return self.busiest[k] / self.persist_bandwidth
+        return self.busiest_rank_bytes[k] / self.persist_bandwidth
 
     def save_s(self, k: int) -> float:
         """Returns the seconds that training waits for a snapshot: O_save (MoC, section 6.2.5, eq. 10)."""
@@ -90,14 +90,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class TunedSettings:
+class PecChoice:
     """Chosen configuration, with the reason.
 
     Attributes:
         k_snapshot: experts of each layer in a snapshot.
         k_persist: number of these that are persisted.
         interval: iterations between snapshots: I_ckpt.
-        overhead_s: see :meth:`Measured.overhead_s`.
+        overhead_s: see :meth:`PecMeasurements.overhead_s`.
         save_s: O_save, seconds that training waits.
         full_overhead_s: the overhead with all experts at its own optimal interval (eq. 12).
         plt: expected proportion of lost tokens.
@@ -121,7 +121,7 @@ class _Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TuningLimits:
+class PecLimits:
     """Constraints of a choice.
 
     Attributes:
@@ -137,7 +137,9 @@ class TuningLimits:
     one_level: bool = False
 
 
-def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf | None = None) -> TunedSettings:
+def choose_pec_settings(
+    measured: PecMeasurements, limits: PecLimits | None = None, plt_of: PltOf | None = None
+) -> PecChoice:
     """Returns the configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
 
     A snapshot that overlaps fully with forward and backward of the next iteration costs nothing (eq. 10). A snapshot
@@ -153,9 +155,9 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
         ValueError: no candidate has a PLT within the limit, which only a custom ``plt_of`` can cause.
     """
     n = measured.num_experts
-    plt_of, limits = plt_of or partial(uniform_plt, n, measured.faults_per_iteration, 0.5), limits or TuningLimits()
-    found = _candidates(measured, limits, plt_of)
-    chosen = min(found, key=lambda c: (c.overhead_s, -c.k_snapshot, -c.k_persist, c.interval), default=None)
+    plt_of, limits = plt_of or partial(uniform_plt, n, measured.faults_per_iteration, 0.5), limits or PecLimits()
+    candidates = _candidates(measured, limits, plt_of)
+    chosen = min(candidates, key=lambda c: (c.overhead_s, -c.k_snapshot, -c.k_persist, c.interval), default=None)
     if chosen is None:
         raise PolicyError(
             f"no number of experts keeps the expected PLT within {limits.plt}. Fix: raise the limit",
@@ -164,10 +166,10 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
     save_s, plt = measured.save_s(chosen.k_snapshot), plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval)
     full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
     reason = " ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, limits.plt))
-    return TunedSettings(*chosen, save_s, full_overhead_s, plt, reason)
+    return PecChoice(*chosen, save_s, full_overhead_s, plt, reason)
 
 
-def candidate_ks(num_experts: int) -> list[int]:
+def candidate_expert_counts(num_experts: int) -> list[int]:
     """Returns the candidate values of K: 1 to N, or powers of two and N if N is large."""
     return [k for k in range(1, num_experts + 1) if num_experts <= _MANY or k == num_experts or k & (k - 1) == 0]
 
@@ -193,11 +195,11 @@ def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
     """Returns the mean age in checkpoints of a layer's experts, if K_persist of a snapshot's experts are kept."""
     if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
         return sum(place // k_persist for place in range(num_experts)) / num_experts
-    return ages(num_experts, k_snapshot, k_persist)[1].mean
+    return expert_ages(num_experts, k_snapshot, k_persist)[1].mean
 
 
-def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iterator[_Candidate]:
-    pairs = itertools.product(measured.busiest, measured.busiest)
+def _candidates(measured: PecMeasurements, limits: PecLimits, plt_of: PltOf) -> Iterator[_Candidate]:
+    pairs = itertools.product(measured.busiest_rank_bytes, measured.busiest_rank_bytes)
     for k_snapshot, k_persist in pairs:
         if not limits.k_persist <= k_persist <= k_snapshot or limits.one_level and k_persist < k_snapshot:
             continue
@@ -209,7 +211,7 @@ def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iter
             yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
 
 
-def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
+def _intervals(measured: PecMeasurements, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
     """Returns the intervals from the shortest that storage sustains to the one with the least overhead."""
     least = max(1, math.ceil(measured.persist_s(k_persist) / measured.iteration_s))
     if wanted is not None:
@@ -221,12 +223,17 @@ def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int 
 
 
 def _reasons(
-    measured: Measured, chosen: _Candidate, save_s: float, full_overhead_s: float, plt: float, plt_limit: float | None
+    measured: PecMeasurements,
+    chosen: _Candidate,
+    save_s: float,
+    full_overhead_s: float,
+    plt: float,
+    plt_limit: float | None,
 ) -> Iterator[str]:
     k, snapshot_s = chosen.k_snapshot, measured.snapshot_s(chosen.k_snapshot)
     counted = f"{k} expert{'' if k == 1 else 's'}"
     hidden = f"{snapshot_s:.3g} s beside {measured.forward_backward_s:.3g} s of forward and backward"
-    larger = min((other for other in measured.busiest if other > k), default=None)
+    larger = min((other for other in measured.busiest_rank_bytes if other > k), default=None)
     if save_s:
         yield f"A snapshot of {counted} takes {hidden}, so training waits for {save_s:.3g} s."
     elif larger is None:
@@ -248,7 +255,7 @@ def _reasons(
 
 
 class PecTuner(IntervalTuner):
-    """Measures as :class:`IntervalTuner`, and uses :func:`~moc.policy.pec_tuner.choose` (MoC, section 5.3).
+    """Measures as :class:`IntervalTuner`, and uses :func:`~moc.policy.pec_tuner.choose_details` (MoC, section 5.3).
 
     The first snapshot is full. It follows the same number of undisturbed iterations, and measures copy and write
     bandwidth. From then on, K and interval follow from the medians of recent measurements. A snapshot starts only when
@@ -259,42 +266,45 @@ class PecTuner(IntervalTuner):
         mtbf_s: mean time between failures of the job in seconds.
     """
 
-    def __init__(self, limits: TuningLimits, mtbf_s: float):
+    def __init__(self, limits: PecLimits, mtbf_s: float):
         super().__init__()
         self.limits, self.mtbf_s = limits, mtbf_s
-        self.busiest: Mapping[int, int] = {}
+        self.busiest_rank_bytes: Mapping[int, int] = {}
         """Bytes of the busiest rank, by K; set before training."""
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK)
         self._copied: deque[Transfer] = deque(maxlen=SNAPSHOTS)
         self._written: deque[Transfer] = deque(maxlen=SNAPSHOTS)
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, observed: ObservedIteration) -> None:
         """As :meth:`IntervalTuner.observe`; a transfer may be reported during the next snapshot."""
-        super().observe(seen)
-        for transfers, one in ((self._copied, seen.copied), (self._written, seen.written)):
+        super().observe(observed)
+        for transfers, one in ((self._copied, observed.copied), (self._written, observed.written)):
             if one.bytes and one.seconds:
                 transfers.append(one)
 
-    def _count_undisturbed(self, seen: Observed) -> None:
-        super()._count_undisturbed(seen)
-        if seen.forward_backward_s > 0:
-            self._forward_backward_s.append(seen.forward_backward_s)
+    def _add_undisturbed(self, observed: ObservedIteration) -> None:
+        super()._add_undisturbed(observed)
+        if observed.forward_backward_s > 0:
+            self._forward_backward_s.append(observed.forward_backward_s)
 
     @property
-    def choice(self) -> TunedSettings | None:
+    def choice(self) -> PecChoice | None:
         """The current choice; None before the first measurements, and without experts."""
-        measured = self._measured_machine()
-        return None if measured is None else _chosen(measured, self.limits)
+        measured = self._measurements()
+        return None if measured is None else _cached_choice(measured, self.limits)
 
-    def _measured_machine(self) -> _Machine | None:
-        if not (self.busiest and self._copied and self._written and self._forward_backward_s) or not self.iteration_s:
+    def _measurements(self) -> _Machine | None:
+        if (
+            not (self.busiest_rank_bytes and self._copied and self._written and self._forward_backward_s)
+            or not self.iteration_s
+        ):
             return None
         return (
-            tuple(self.busiest.items()),
+            tuple(self.busiest_rank_bytes.items()),
             median(self._forward_backward_s),
             self.iteration_s,
-            _bandwidth(self._copied),
-            _bandwidth(self._written),
+            _median_bandwidth(self._copied),
+            _median_bandwidth(self._written),
             0.0,  # the restart time does not depend on the choice
             self.iteration_s / self.mtbf_s,
         )
@@ -346,12 +356,12 @@ _Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float,
 
 
 @lru_cache(maxsize=BLOCKS)
-def _chosen(machine: _Machine, limits: TuningLimits) -> TunedSettings:
+def _cached_choice(machine: _Machine, limits: PecLimits) -> PecChoice:
     """Returns the choice for these measurements; cached, since every iteration needs it."""
     busiest, *rest = machine
-    return choose(Measured(dict(busiest), *rest), limits)
+    return choose_pec_settings(PecMeasurements(dict(busiest), *rest), limits)
 
 
-def _bandwidth(transfers: deque[Transfer]) -> float:
+def _median_bandwidth(transfers: deque[Transfer]) -> float:
     """Returns the median bandwidth in bytes per second."""
     return median(one.bytes / one.seconds for one in transfers)

@@ -20,19 +20,19 @@ from typing import Any, ClassVar, Self
 from moc.files import decode
 from moc.files.decode import Amount, Count
 from moc.policy.expert_selection import (
-    Counts,
-    Experts,
-    Given,
+    CountsByLayer,
+    ExpertId,
+    ExpertsByLayer,
     Limit,
-    Place,
-    lost_by_layer,
+    Preselection,
+    expert_ids,
+    lost_tokens_by_layer,
     per_byte,
-    places_of,
     proportional,
     scores,
 )
-from moc.policy.interval import Interval, Measurements, Observed
-from moc.policy.partial import PartialState, Saves, Table
+from moc.policy.interval import Interval, Measurements, ObservedIteration
+from moc.policy.partial import ExpertTable, PartialState, SavedVersions
 from moc.policy.plan import Load
 from moc.state.detail import Detail
 
@@ -54,42 +54,44 @@ class SelectiveState(PartialState):
 
     of: ClassVar[str] = "selective checkpoints"
 
-    copied: Table = field(default_factory=dict)
-    copied_at: Table = field(default_factory=dict)
-    bases: Table = field(default_factory=dict)
-    copied_bases: Table = field(default_factory=dict)
+    copied: ExpertTable = field(default_factory=dict)
+    copied_at: ExpertTable = field(default_factory=dict)
+    bases: ExpertTable = field(default_factory=dict)
+    copied_bases: ExpertTable = field(default_factory=dict)
     given: dict[Count, Count] = field(default_factory=dict)
     iteration: Count = 0
     mlt: Amount = 0.0
     mlt_peers: Amount = 0.0
 
     @property
-    def in_memory(self) -> Saves:
+    def in_memory(self) -> SavedVersions:
         """Saves to memory, or to the only tier."""
-        return Saves(self.saved, self.saved_at, self.bases)
+        return SavedVersions(self.saved, self.saved_at, self.bases)
 
     @property
-    def in_peers(self) -> Saves:
+    def in_peers(self) -> SavedVersions:
         """Copies in other nodes' memory."""
-        return Saves(self.copied, self.copied_at, self.copied_bases)
+        return SavedVersions(self.copied, self.copied_at, self.copied_bases)
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`PartialState.resumed`; chains of gradients end."""
-        super().resumed(in_memory, in_storage)
+        """As :meth:`PartialState.record_resume`; chains of gradients end."""
+        super().record_resume(in_memory, in_storage)
         self.bases.clear()
         self.copied_bases.clear()
 
-    def note_risk(self, iteration: int, load: Load) -> None:
+    def record_risk(self, iteration: int, load: Load) -> None:
         """Records the tokens that a fault right after this snapshot would lose."""
         given = {layer: sum(row) for layer, row in load.items()}
         each = {
             layer: (given[layer] - self.given.get(layer, 0)) / max(1, iteration - self.iteration) for layer in given
         }
-        risks = [lost_by_layer(minus(load, saves.tokens), each) for saves in (self.in_memory, self.in_peers)]
+        risks = [
+            lost_tokens_by_layer(subtract_counts(load, saves.tokens), each) for saves in (self.in_memory, self.in_peers)
+        ]
         self.given, self.iteration = given, iteration
         self.mlt, self.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
 
-    def share(self, saves: Saves, chained: bool = False) -> float:
+    def experts_per_layer(self, saves: SavedVersions, chained: bool = False) -> float:
         """Returns the mean number of experts of each layer in the newest snapshot; 0 without one.
 
         With ``chained``, only experts saved by their gradients count.
@@ -97,12 +99,12 @@ class SelectiveState(PartialState):
         newest, layers = max(map(max, self.saved_at.values()), default=0), saves.at
         if not newest:
             return 0.0
-        found = sum(
+        count = sum(
             at == newest and not (chained and base == at)
             for layer, row in layers.items()
             for at, base in zip(row, saves.bases.get(layer, row), strict=True)
         )
-        return found / len(layers)
+        return count / len(layers)
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
@@ -113,7 +115,7 @@ class SelectiveState(PartialState):
         return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
 
 
-def minus(now: Load, before: Load) -> Table:
+def subtract_counts(now: Load, before: Load) -> ExpertTable:
     """Returns the tokens of each expert since an earlier count, for the layers of ``before``."""
     return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}
 
@@ -131,47 +133,47 @@ class ExpertSizes:
     """
 
     dense: Mapping[int, int]
-    experts: Mapping[Place, Mapping[int, int]]
+    experts: Mapping[ExpertId, Mapping[int, int]]
     nodes: tuple[int, ...] = ()
     replicas: int = 0
-    gradients: Mapping[Place, Mapping[int, int]] = field(default_factory=dict)
+    gradients: Mapping[ExpertId, Mapping[int, int]] = field(default_factory=dict)
 
-    def number(self, number: int) -> Limit:
+    def count_limit(self, number: int) -> Limit:
         """Returns the limit of a fixed number of experts over all layers; gradients count by their relative bytes."""
-        return _number(self, number)
+        return _count_limit(self, number)
 
-    def ratio(self, place: Place) -> float:
+    def gradient_ratio(self, place: ExpertId) -> float:
         """Returns the bytes of an expert's state relative to its gradients."""
         return sum(self.experts[place].values()) / sum(self.gradients[place].values())
 
-    def by_rank(self, budget: float) -> Limit:
+    def rank_limit(self, budget: float) -> Limit:
         """Returns the limit of each rank's bytes, after subtracting dense operators.
 
         Replicas save complete experts in turn, so a rank may save up to one more than its mean share. Room for one
         expert is reserved.
         """
-        return _by_rank(self, budget)
+        return _rank_limit(self, budget)
 
-    def by_node(self, received: float) -> Limit:
+    def node_limit(self, received: float) -> Limit:
         """Returns the limit of each node's received bytes; every node keeps copies for ``replicas`` others."""
-        return _by_node(self, received)
+        return _node_limit(self, received)
 
     @cached_property
-    def least_of_rank(self) -> int:
+    def least_rank_bytes(self) -> int:
         """The smallest budget of a rank that leaves every rank room for an expert."""
         return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
 
     @cached_property
-    def of_ranks(self) -> dict[int, int]:
+    def full_bytes_by_rank(self) -> dict[int, int]:
         """Bytes of each rank in a full snapshot."""
-        found = dict(self.dense)
+        bytes_by_rank = dict(self.dense)
         for ranks in self.experts.values():
             for rank, amount in ranks.items():
-                found[rank] = found.get(rank, 0) + amount
-        return found
+                bytes_by_rank[rank] = bytes_by_rank.get(rank, 0) + amount
+        return bytes_by_rank
 
     @cached_property
-    def busiest(self) -> tuple[int, int]:
+    def busiest_rank(self) -> tuple[int, int]:
         """The rank with the most bytes of dense operators and its largest expert, and its bytes of that expert."""
         largest: dict[int, int] = {}
         for ranks in self.experts.values():
@@ -181,10 +183,10 @@ class ExpertSizes:
         return rank, largest[rank]
 
     @cached_property
-    def least_of_node(self) -> int:
+    def least_node_bytes(self) -> int:
         """The smallest budget of a node, in bytes received, that leaves every node room for an expert."""
-        largest = max((amount for nodes in self._of_nodes.values() for amount in nodes.values()), default=0)
-        return max(1, self.replicas) * (max(self._dense_of_nodes.values(), default=0) + largest)
+        largest = max((amount for nodes in self._experts_by_node.values() for amount in nodes.values()), default=0)
+        return max(1, self.replicas) * (max(self._dense_by_node.values(), default=0) + largest)
 
     @cached_property
     def _largest(self) -> dict[int, tuple[int, int]]:
@@ -196,22 +198,22 @@ class ExpertSizes:
         return found
 
     @cached_property
-    def _of_nodes(self) -> dict[Place, dict[int, int]]:
-        return {place: self._joined(ranks) for place, ranks in self.experts.items()}
+    def _experts_by_node(self) -> dict[ExpertId, dict[int, int]]:
+        return {place: self._sum_by_node(ranks) for place, ranks in self.experts.items()}
 
     @cached_property
-    def _dense_of_nodes(self) -> dict[int, int]:
-        return dict.fromkeys(self.nodes, 0) | self._joined(self.dense)
+    def _dense_by_node(self) -> dict[int, int]:
+        return dict.fromkeys(self.nodes, 0) | self._sum_by_node(self.dense)
 
-    def _joined(self, ranks: Mapping[int, int]) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _sum_by_node(self, ranks: Mapping[int, int]) -> dict[int, int]:
+        bytes_by_node: dict[int, int] = {}
         for rank, amount in ranks.items():
-            found[self.nodes[rank]] = found.get(self.nodes[rank], 0) + amount
-        return found
+            bytes_by_node[self.nodes[rank]] = bytes_by_node.get(self.nodes[rank], 0) + amount
+        return bytes_by_node
 
 
 @lru_cache(maxsize=8)
-def _number(sizes: ExpertSizes, number: int) -> Limit:
+def _count_limit(sizes: ExpertSizes, number: int) -> Limit:
     whole, gradients = (
         {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (sizes.experts, sizes.gradients)
     )
@@ -219,40 +221,40 @@ def _number(sizes: ExpertSizes, number: int) -> Limit:
 
 
 @lru_cache(maxsize=8)  # budgets stay the same for many snapshots
-def _by_rank(sizes: ExpertSizes, budget: float) -> Limit:
+def _rank_limit(sizes: ExpertSizes, budget: float) -> Limit:
     room = {
         rank: budget - sizes.dense.get(rank, 0) - most * (1 - 1 / ranks)
         for rank, (most, ranks) in sizes._largest.items()
     }
-    return Limit(_from_0(room), sizes.experts, sizes.gradients)
+    return Limit(_nonnegative(room), sizes.experts, sizes.gradients)
 
 
 @lru_cache(maxsize=8)
-def _by_node(sizes: ExpertSizes, received: float) -> Limit:
+def _node_limit(sizes: ExpertSizes, received: float) -> Limit:
     sent = received / max(1, sizes.replicas)
-    room = {node: sent - dense for node, dense in sizes._dense_of_nodes.items()}
-    gradients = {place: sizes._joined(ranks) for place, ranks in sizes.gradients.items()}
-    return Limit(_from_0(room), sizes._of_nodes, gradients)
+    room = {node: sent - dense for node, dense in sizes._dense_by_node.items()}
+    gradients = {place: sizes._sum_by_node(ranks) for place, ranks in sizes.gradients.items()}
+    return Limit(_nonnegative(room), sizes._experts_by_node, gradients)
 
 
-def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
+def count_fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
     """Returns how many equally popular experts fit: at most S_total, since ranks cannot share their room."""
     ages = {layer: [0] * number for layer, number in numbers.items()}
     return sum(map(len, per_byte(ages, ages, 0, limits).values()))
 
 
-def _from_0(room: Mapping[int, float]) -> dict[int, float]:
+def _nonnegative(room: Mapping[int, float]) -> dict[int, float]:
     return {key: max(0.0, left) for key, left in room.items()}
 
 
-Chains = Mapping[Place, tuple[int, int]]
+Chains = Mapping[ExpertId, tuple[int, int]]
 """By expert, the iterations of its base (the last full save) and of its last save, both inclusive."""
 
-Chosen = Mapping[Place, Detail]
+DetailByExpert = Mapping[ExpertId, Detail]
 """Details of the chosen experts."""
 
 
-def chains_of(bases: Counts, saved_at: Counts) -> dict[Place, tuple[int, int]]:
+def gradient_chains(bases: CountsByLayer, saved_at: CountsByLayer) -> dict[ExpertId, tuple[int, int]]:
     """Returns the chains of all experts with a full save.
 
     Args:
@@ -267,34 +269,39 @@ def chains_of(bases: Counts, saved_at: Counts) -> dict[Place, tuple[int, int]]:
     }
 
 
-def continuing(chains: Chains, iteration: int) -> frozenset[Place]:
+def chained_experts(chains: Chains, iteration: int) -> frozenset[ExpertId]:
     """Returns the experts whose gradients of an iteration suffice: their chains reach the previous iteration."""
     return frozenset(place for place, (_, last) in chains.items() if last == iteration - 1)
 
 
-def renewed(
-    bases: Counts, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit], given: Given
-) -> frozenset[Place]:
+def experts_to_renew(
+    bases: CountsByLayer,
+    chained: Collection[ExpertId],
+    iteration: int,
+    max_age: float,
+    limits: Sequence[Limit],
+    given: Preselection,
+) -> frozenset[ExpertId]:
     """Returns the chained experts that need a full save, since longer chains take more memory and recovery time.
 
     Their bases are older than ``max_age`` iterations. The oldest are first, within the limits left by ``given``.
     """
     old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
-    old = old.difference(given.taken)
+    old = old.difference(given.chosen)
     if not old:
         return old
     ages = {layer: [iteration - base for base in row] for layer, row in bases.items()}
     first = {layer: [age * ((layer, e) in old) for e, age in enumerate(row)] for layer, row in ages.items()}
-    return old.intersection(places_of(per_byte(first, ages, math.inf, limits, given)))
+    return old.intersection(expert_ids(per_byte(first, ages, math.inf, limits, given)))
 
 
-def details_of_choice(
-    select: Callable[[Given], Experts],
-    before: Chosen,
-    full: Collection[Place],
-    chained: Collection[Place],
+def choose_details(
+    select: Callable[[Preselection], ExpertsByLayer],
+    before: DetailByExpert,
+    full: Collection[ExpertId],
+    chained: Collection[ExpertId],
     compares: bool = False,
-) -> Chosen:
+) -> DetailByExpert:
     """Returns the experts of a snapshot, each at its detail.
 
     Args:
@@ -307,12 +314,12 @@ def details_of_choice(
     whole = {place: Detail.FULL for place in full} | dict(before)
     cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
     both = frozenset(chained).intersection(whole) - cheaper if compares else frozenset()
-    found = places_of(select(Given(whole.keys(), cheaper, both=both)))
+    found = expert_ids(select(Preselection(whole.keys(), cheaper, state_and_gradients=both)))
     return {place: Detail.GRAD if place in cheaper else Detail.FULL for place in sorted(found)}
 
 
-def by_cost(
-    scores: Mapping[int, Sequence[float]], cheaper: Collection[Place], sizes: ExpertSizes | None = None
+def scores_per_cost(
+    scores: Mapping[int, Sequence[float]], cheaper: Collection[ExpertId], sizes: ExpertSizes | None = None
 ) -> dict[int, list[float]]:
     """Returns scores per byte of the save, relative to a full save.
 
@@ -321,7 +328,7 @@ def by_cost(
         cheaper: experts that cost only their gradients.
         sizes: sizes of states and gradients; None if unknown, and then costs are equal.
     """
-    ratios = {} if sizes is None else {place: sizes.ratio(place) for place in cheaper}
+    ratios = {} if sizes is None else {place: sizes.gradient_ratio(place) for place in cheaper}
     return {
         layer: [score * ratios.get((layer, expert), 1.0) for expert, score in enumerate(row)]
         for layer, row in scores.items()
@@ -331,15 +338,15 @@ def by_cost(
 STORAGE_SHARE = 0.5
 """Share of the limits for experts that are stored in full, if memory receives gradients of the others."""
 
-OLD = 4
+MAX_AGE_CYCLES = 4
 """Cycles through all experts after which an expert is saved first, whatever its score."""
 
-STORAGE_CYCLES = OLD + 2
+STORAGE_CYCLES = MAX_AGE_CYCLES + 2
 """Cycles until storage has a new version of each expert: old experts take at most half of each snapshot."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """A choice of experts at one iteration; pure, and the same on every rank.
 
     Attributes:
@@ -351,7 +358,7 @@ class Choice:
         gradients: gradients are saved in place of state where they suffice.
         sizes: sizes of both, by which scores count; None if unknown.
         compares: if an expert is saved in full although its gradients suffice, these are saved, too.
-        storage_max_age: as ``max_age``, for versions in storage; None for :data:`OLD` cycles at their last speed.
+        storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at the last speed.
     """
 
     iteration: int
@@ -361,16 +368,16 @@ class Choice:
     max_age: int
     gradients: bool = False
     sizes: ExpertSizes | None = None
-    compares: bool = False
+    saves_comparison: bool = False
     storage_max_age: float | None = None
 
     def choose(
         self,
-        memory: Saves,
+        memory: SavedVersions,
         limits: Sequence[Limit],
-        before: Chosen = MappingProxyType({}),
-        storage: Saves | None = None,
-    ) -> Chosen:
+        before: DetailByExpert = MappingProxyType({}),
+        storage: SavedVersions | None = None,
+    ) -> DetailByExpert:
         """Returns the experts that fit, each at its detail.
 
         The choice depends on the tokens that memory lacks, or storage if the snapshot is stored. If gradients are
@@ -387,45 +394,45 @@ class Choice:
         """
         by_storage = self if storage is None else self._by_storage(storage, limits)
         if not self.gradients:
-            found = places_of(by_storage._select(limits, storage or memory, Given(before.keys())))
+            found = expert_ids(by_storage._select(limits, storage or memory, Preselection(before.keys())))
             return dict.fromkeys(found, Detail.FULL)
-        chained = continuing(chains_of(memory.bases, memory.at), self.iteration)
-        given = Given(before.keys(), [place for place in before if before[place] is Detail.GRAD], STORAGE_SHARE)
+        chained = chained_experts(gradient_chains(memory.bases, memory.at), self.iteration)
+        given = Preselection(before.keys(), [place for place in before if before[place] is Detail.GRAD], STORAGE_SHARE)
         if storage is not None:
-            full = places_of(by_storage._select(limits, storage, given))
+            full = expert_ids(by_storage._select(limits, storage, given))
         else:
-            full = renewed(memory.bases, chained, self.iteration, self.max_age, limits, given)
-        return details_of_choice(partial(self._select, limits, memory), before, full, chained, self.compares)
+            full = experts_to_renew(memory.bases, chained, self.iteration, self.max_age, limits, given)
+        return choose_details(partial(self._select, limits, memory), before, full, chained, self.saves_comparison)
 
-    def _by_storage(self, storage: Saves, limits: Sequence[Limit]) -> Choice:
+    def _by_storage(self, storage: SavedVersions, limits: Sequence[Limit]) -> ExpertChoice:
         """Returns the choice for storage, with the age limit from the measured speed of storage."""
         since_last = self.iteration - max(map(max, storage.at.values()), default=0)
-        old = OLD * cycle(sum(map(len, storage.at.values())), limits, self.gradients) * since_last
+        old = MAX_AGE_CYCLES * expert_cycle(sum(map(len, storage.at.values())), limits, self.gradients) * since_last
         return replace(
             self,
             score="tokens-age" if self.gradients else self.score,
             max_age=old if self.storage_max_age is None else self.storage_max_age,
         )
 
-    def _select(self, limits: Sequence[Limit], saves: Saves, given: Given) -> Experts:
+    def _select(self, limits: Sequence[Limit], saves: SavedVersions, given: Preselection) -> ExpertsByLayer:
         never = {layer: [0] * len(row) for layer, row in self.load.items()}
-        unsaved = minus(self.load, never | saves.tokens)
+        unsaved = subtract_counts(self.load, never | saves.tokens)
         if self.rule == "proportional":
             return proportional(unsaved, limits, given)
         ages = {layer: [self.iteration - at for at in row] for layer, row in (never | saves.at).items()}
-        costs = by_cost(scores(unsaved, ages, self.score), given.cheaper, self.sizes)
+        costs = scores_per_cost(scores(unsaved, ages, self.score), given.gradients_only, self.sizes)
         return per_byte(costs, ages, self.max_age, limits, given)
 
 
-def cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
+def expert_cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
     """Returns the number of stored snapshots until each expert was in one, if experts take turns."""
     share = STORAGE_SHARE if gradients else 1.0
-    return -(-experts // max(1, int(share * min(limit.total() for limit in limits))))
+    return -(-experts // max(1, int(share * min(limit.expert_count() for limit in limits))))
 
 
-def oldest(experts: int, apart: int, limits: Sequence[Limit]) -> int:
+def default_max_age(experts: int, apart: int, limits: Sequence[Limit]) -> int:
     """Returns the default number of iterations after which an expert is saved first."""
-    return OLD * apart * cycle(experts, limits, gradients=False)
+    return MAX_AGE_CYCLES * apart * expert_cycle(experts, limits, gradients=False)
 
 
 _STALL = 0.03
@@ -445,7 +452,7 @@ class SelectiveTuner(Interval):
 
     Args:
         every: iterations between snapshots.
-        figures: earlier measurements, named as in :attr:`Measurements.figures`; budgets use them until new ones are
+        figures: earlier measurements, named as in :attr:`Measurements.medians`; budgets use them until new ones are
             known.
         bubble_share: share of forward and backward in the pipeline's bubbles until they are timed, if copies hide
             there; by default they hide behind forward and backward.
@@ -455,55 +462,55 @@ class SelectiveTuner(Interval):
     def __init__(
         self,
         every: int = 1,
-        figures: Mapping[str, float] | None = None,
+        measurements: Mapping[str, float] | None = None,
         bubble_share: float = 0.0,
-        given: bool = False,
+        has_budgets: bool = False,
     ):
-        self.every, self.bubble_share, self.given = every, bubble_share, given
-        self._seen = Measurements()
-        self._used: dict[str, float] = dict(figures or {})
-        self._started = self._busy = False
+        self.every, self.bubble_share, self.has_budgets = every, bubble_share, has_budgets
+        self._measurements = Measurements()
+        self._used: dict[str, float] = dict(measurements or {})
+        self._started = self._is_pending = False
 
     @property
-    def apart(self) -> int:
-        """As :attr:`Interval.apart`."""
+    def iterations(self) -> int:
+        """As :attr:`Interval.iterations`."""
         return self.every
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, observed: ObservedIteration) -> None:
         """As :meth:`Interval.observe`."""
-        self._seen.observe(seen)
-        self._started, self._busy = self._started or seen.started, seen.busy
-        now = self._seen.figures
+        self._measurements.observe(observed)
+        self._started, self._is_pending = self._started or observed.snapshot_started, observed.snapshot_pending
+        now = self._measurements.medians
         if any(abs(now[name] - self._used.get(name, 0.0)) > _CHANGED * now[name] for name in now):
             self._used = now
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns True for every ``every``-th iteration once iterations and the first snapshot's cost are measured."""
-        measured = "copy_rate" in self._used or not (self._started and self._busy)
-        known = self.given or ("iteration_s" in self._used and measured)
+        measured = "copy_rate" in self._used or not (self._started and self._is_pending)
+        known = self.has_budgets or ("iteration_s" in self._used and measured)
         return iteration > 0 and iteration % self.every == 0 and known
 
     @property
-    def local(self) -> float | None:
+    def local_bytes(self) -> float | None:
         """B_local: bytes that a rank copies to host memory while it computes; None until measured.
 
         The paper uses the whole iteration. Here training waits for the copy before the update, so only forward and
         backward count, or the pipeline's bubbles.
         """
-        computing = self._computing
+        computing = self._overlapped_bytes
         if not self.bubble_share or computing is None:
             return computing
         bubble_s = self._used.get("bubble_s", self.bubble_share * self._used["forward_backward_s"])
         return min(computing, self._used["copy_rate"] * bubble_s)
 
     @property
-    def _computing(self) -> float | None:
+    def _overlapped_bytes(self) -> float | None:
         """Bytes that a rank copies during forward and backward, including bubbles; None until measured."""
         if not {"copy_rate", "iteration_s"} <= self._used.keys():
             return None
         return self._used["copy_rate"] * self._used["forward_backward_s"]
 
-    def remote(self, tier: str) -> float | None:
+    def remote_bytes(self, tier: str) -> float | None:
         """Returns B_remote per iteration: bytes that a node receives, or with tier ``disk`` that a rank writes.
 
         None until measured, and with tier ``memory``.
@@ -513,13 +520,13 @@ class SelectiveTuner(Interval):
             return None
         return self._used[rate] * self._used["iteration_s"]
 
-    def stretched(self, least: float) -> int:
+    def affordable_interval(self, least: float) -> int:
         """Returns the iterations between snapshots that keep stalls below 3 % of the training time; 1 if copies hide.
 
         Args:
             least: bytes of the busiest rank's smallest snapshot.
         """
-        hidden = self._computing  # the rest is copied during computation if bubbles are too short
+        hidden = self._overlapped_bytes  # the rest is copied during computation if bubbles are too short
         if hidden is None or least <= hidden:
             return 1
         stall_s = (least - hidden) / self._used["copy_rate"]
@@ -527,7 +534,7 @@ class SelectiveTuner(Interval):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all measurements, and the measurements that budgets use."""
-        return self._seen.state_dict() | {"used": dict(self._used)}
+        return self._measurements.state_dict() | {"used": dict(self._used)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`; another tuner's state is ignored."""
@@ -536,7 +543,7 @@ class SelectiveTuner(Interval):
         used = decode.state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
 
         def load() -> None:
-            self._seen, self._used = seen, used
-            self._started = self._busy = False
+            self._measurements, self._used = seen, used
+            self._started = self._is_pending = False
 
         return load

@@ -16,17 +16,17 @@ from typing import Any
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
-from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
+from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
 from moc.state.operators import Operator
 
 Scores = Mapping[int, Sequence[float]]
 """Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""
 
-CHANGE, OF_EXPERTS = 0.10, 0.25
+FREQUENCY_CHANGE, SHARE_OF_EXPERTS = 0.10, 0.25
 """Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
 
 
-def frequencies(scores: Scores) -> dict[int, list[float]]:
+def activation_frequencies(scores: Scores) -> dict[int, list[float]]:
     """Returns each expert's share of its layer's total, by layer; zeros if the total is zero."""
     shares = {}
     for layer, row in scores.items():
@@ -35,19 +35,19 @@ def frequencies(scores: Scores) -> dict[int, list[float]]:
     return shares
 
 
-def has_changed(before: Scores, now: Scores) -> bool:
+def have_frequencies_changed(before: Scores, now: Scores) -> bool:
     """Returns whether activation frequencies differ by more than 10 % for at least 25 % of experts (section 3.5).
 
     Args:
-        before: :func:`frequencies` at the last reordering.
+        before: :func:`activation_frequencies` at the last reordering.
         now: current frequencies, with the same layers and experts.
     """
     pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
-    changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)
-    return bool(pairs) and changed >= OF_EXPERTS * len(pairs)
+    changed = sum(abs(new - old) > FREQUENCY_CHANGE * old for old, new in pairs)
+    return bool(pairs) and changed >= SHARE_OF_EXPERTS * len(pairs)
 
 
-def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
+def decayed_popularity(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
     """Returns the time-decayed popularity A(t) = alpha A(t-1) + (1 - alpha) counts of an iteration (Appendix B).
 
     Args:
@@ -62,7 +62,7 @@ def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]
     }
 
 
-def relative(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
+def relative_popularity(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
     """Returns popularity relative to each expert's capacity, A / C (Appendix B, capacity-aware ordering)."""
     return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
 
@@ -105,7 +105,7 @@ def skew_gauges(counts: Scores) -> dict[str, float]:
     return {"hhi": fmean(map(hhi, rows)), "skewness": fmean(map(skewness, rows))}
 
 
-FEWEST = 2
+MIN_ACTIVE = 2
 """Minimum number of operators in full per snapshot, even if it does not fit: Algorithm 1, line 10."""
 
 
@@ -126,7 +126,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Turn:
+class WindowStep:
     """Operators that one iteration of a window saves: its own in full, and later turns' as compute weights."""
 
     full: tuple[str, ...]
@@ -154,7 +154,7 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
             code="value-out-of-range",
         )
     active = len(sizes)
-    while active > FEWEST and largest_snapshot(sizes, active) / bandwidth > iteration_s:
+    while active > MIN_ACTIVE and largest_snapshot(sizes, active) / bandwidth > iteration_s:
         active -= 1
     return Window(math.ceil(len(sizes) / active), active)
 
@@ -171,18 +171,22 @@ def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
     return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
 
 
-def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:
+def generate_schedule(ordered: Sequence[str], active: int) -> list[WindowStep]:
     """Returns the turns of a window (``GenerateSchedule``): each operator is in full exactly once, then absent."""
     ends = ((start, start + active) for start in range(0, len(ordered), active))
-    return [Turn(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
+    return [WindowStep(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
 
 
-def side_by_side(schedules: Sequence[Sequence[Turn]]) -> list[Turn]:
+def merge_schedules(schedules: Sequence[Sequence[WindowStep]]) -> list[WindowStep]:
     """Merges the schedules of several pipeline stages, which save at the same time."""
     turns = []
     for place in range(max(map(len, schedules), default=0)):
-        there = [schedule[place] for schedule in schedules if place < len(schedule)]
-        turns.append(Turn(*(tuple(n for turn in there for n in getattr(turn, kind)) for kind in ("full", "compute"))))
+        schedules_left = [schedule[place] for schedule in schedules if place < len(schedule)]
+        turns.append(
+            WindowStep(
+                *(tuple(n for turn in schedules_left for n in getattr(turn, kind)) for kind in ("full", "compute"))
+            )
+        )
     return turns
 
 
@@ -222,7 +226,7 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
     return first + [operator for operator in operators if operator.expert is None]
 
 
-def stage_of(operator: Operator, stages: Sequence[int]) -> int:
+def pipeline_stage(operator: Operator, stages: Sequence[int]) -> int:
     """Returns the pipeline stage of an operator; ``stages`` has the stage of each layer, empty for a single stage."""
     if not stages:
         return 0
@@ -249,29 +253,29 @@ class WindowTuner(Interval):
     """
 
     def __init__(self):
-        self._passed_over = 0
+        self._warm_up_count = 0
         self._seconds: deque[float] = deque(maxlen=BLOCK)
         self._bandwidths: deque[float] = deque(maxlen=SNAPSHOTS)
-        self._longest: int | None = None
+        self._max_length: int | None = None
 
-    def limit_windows(self, length: int) -> None:
-        """As :meth:`Interval.limit_windows`."""
-        self._longest = length
+    def limit_window_length(self, length: int) -> None:
+        """As :meth:`Interval.limit_window_length`."""
+        self._max_length = length
 
-    def limited(self, length: int) -> int:
+    def limit(self, length: int) -> int:
         """Returns a length, or the limit if the length exceeds it."""
-        return length if self._longest is None else min(length, self._longest)
+        return length if self._max_length is None else min(length, self._max_length)
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, observed: ObservedIteration) -> None:
         """As :meth:`Interval.observe`."""
-        if seen.copied.bytes and seen.copied.seconds:
-            self._bandwidths.append(seen.copied.bytes / seen.copied.seconds)
-        if self._passed_over < WARM_UP:
-            self._passed_over += 1
-        elif seen.forward_backward_s > 0:
-            self._seconds.append(seen.forward_backward_s)
+        if observed.copied.bytes and observed.copied.seconds:
+            self._bandwidths.append(observed.copied.bytes / observed.copied.seconds)
+        if self._warm_up_count < WARM_UP:
+            self._warm_up_count += 1
+        elif observed.forward_backward_s > 0:
+            self._seconds.append(observed.forward_backward_s)
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns True for every iteration once enough of them are measured."""
         return iteration > 0 and len(self._seconds) == BLOCK
 
@@ -296,6 +300,6 @@ class WindowTuner(Interval):
         def load() -> None:
             self._seconds = deque(stored.forward_backward_s, maxlen=BLOCK)
             self._bandwidths = deque(stored.bandwidths, maxlen=SNAPSHOTS)
-            self._passed_over = 0
+            self._warm_up_count = 0
 
         return load

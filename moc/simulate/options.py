@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from moc.policy.costs import Settings
+from moc.policy.costs import PolicySettings
 from moc.policy.pec_selection import PLT_LIMIT
 
 _NAMED = ("k", "window")  # settings of policies that are fields of Options
@@ -36,7 +36,7 @@ class Options:
     window: int | None = None
     replicas: int = 2
     persist_interval: int | None = None
-    own: Settings = field(default_factory=dict, hash=False)
+    own: PolicySettings = field(default_factory=dict, hash=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Options:
         fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
         return fixed | dict(self.own)
 
-    def with_settings(self, settings: Settings) -> Options:
+    def with_settings(self, settings: PolicySettings) -> Options:
         """Returns a copy with other policy settings."""
         named = {name: value for name, value in settings.items() if name in _NAMED}
         others = {name: value for name, value in settings.items() if name not in _NAMED}

@@ -160,7 +160,11 @@ def at_risk(price: Price, num_experts: int) -> float:
     """Returns tokens at risk, in iterations, with a checkpoint in each: by the policy, or for experts in turn."""
     if price.k is None or price.k >= num_experts:
         return 0.0
-    return uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1) if price.at_risk is None else price.at_risk
+    return (
+        uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1)
+        if price.tokens_at_risk is None
+        else price.tokens_at_risk
+    )
 
 
 class Strategy:
@@ -202,5 +206,5 @@ class PecStrategy(Strategy):
         lost = min(self.saving.interval * self.saving.at_risk, iterations) / self._total
         self.plt += lost
         if not self._fixed:
-            self._dynamic = self._dynamic.recovered(lost)
+            self._dynamic = self._dynamic.after_recovery(lost)
             self.saving = self._by_k[self.k]

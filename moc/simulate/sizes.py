@@ -70,7 +70,7 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 class SizesByRules:
-    """Sizes as :class:`moc.policy.plan.Busiest`, for a model that is not loaded; operators are in full, or gradients.
+    """Sizes as :class:`moc.policy.plan.SnapshotSizer`, of a model that is not loaded; in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from moc.policy.token_ledger import Ledger, TokenTable
+from moc.policy.token_ledger import TokenLedger, TokenTable
 from tests.integration.snapshot_files import events, start, stores, train
 from tests.integration.tiny import Trained
 
@@ -15,9 +15,9 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 FAULT, HALF, END = 7, 9, 12
 
 
-def ledger_at(flags: dict, iteration: int) -> Ledger:
+def ledger_at(flags: dict, iteration: int) -> TokenLedger:
     """The ledger stored with a snapshot."""
-    return Ledger.from_state(stores(flags)["storage"].manifest(iteration).state["ledger"])
+    return TokenLedger.from_state(stores(flags)["storage"].manifest(iteration).state["ledger"])
 
 
 def recount(trained: Trained, what: str) -> TokenTable:

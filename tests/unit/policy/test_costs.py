@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import Every, IntervalTuner, interval_named, policy_named
+from moc.policy import Every, IntervalTuner, parse_interval, policy_named
 from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.flags import JobShape, number_or_auto
 from moc.policy.pec_selection import PLT_LIMIT
@@ -49,14 +49,14 @@ def test_windows_up_to_the_shortest_that_hides_and_one_more():
     assert list(sparse.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
     snapshots = [2 * 12.0 + 2 * 2.0, 2 * 12.0]
     price = sparse.price(machine(), {})
-    assert price == Price(SnapshotSizes(52.0, 156.0), snapshots, length=2, kept=3) and price == sparse.price(
-        machine(), {"window": 2}
-    )
+    assert price == Price(
+        SnapshotSizes(52.0, 156.0), snapshots, window_length=2, snapshots_in_memory=3
+    ) and price == sparse.price(machine(), {"window": 2})
     assert sparse.price(machine(), {"window": 4}) == Price(
-        SnapshotSizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], length=4, kept=7
+        SnapshotSizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], window_length=4, snapshots_in_memory=7
     )
     longer = sparse.price(machine(stages=(FOUR[:1], SMALL)), {"window": 3})  # of the first, all is in one snapshot
-    assert longer.length == 3 and longer.size == SnapshotSizes(42.0, 126.0)
+    assert longer.window_length == 3 and longer.size == SnapshotSizes(42.0, 126.0)
     assert longer.snapshots == [2 * 6.0 + 4.0, 2 * 6.0 + 2.0, 2 * 6.0]
     assert sparse.described({"window": 2}) == "window 2"
 
@@ -138,7 +138,7 @@ def test_numbers_and_auto():
     for wrong in ("0", "-1", "1.5", "", "all"):
         with raises("value-unreadable", repr(wrong)):
             number_or_auto(wrong)
-    assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03
+    assert isinstance(parse_interval("auto"), IntervalTuner) and parse_interval("auto").budget == 0.03
 
 
 def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
@@ -147,15 +147,23 @@ def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
         machine(), everything=SnapshotSizes(160.0, 480.0), with_experts=lambda k: SnapshotSizes(10 * k, 30 * k)
     )
     plain = selective.price(full, {"experts": 2})
-    assert plain == Price(SnapshotSizes(20, 60), k=2) and not plain.folded
+    assert plain == Price(SnapshotSizes(20, 60), k=2) and not plain.repeated_updates
     price = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2})
-    assert price.size == plain.size and price.at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
+    assert price.size == plain.size and price.tokens_at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
     cost = 1 / 3 + (2 / 3) / 33  # states every 33rd time, since 4 times 8 snapshots would save all in turn
     share = 2 / (16 * cost)
-    assert price.folded == pytest.approx(share * 32 / 2) and price.chained == pytest.approx(share / 3 * 32 * 480)
-    assert price.every == 1 and price.waits == pytest.approx(share / 3 * 32 / 33 * 160) and plain.every is None
+    assert price.repeated_updates == pytest.approx(share * 32 / 2) and price.chained_bytes == pytest.approx(
+        share / 3 * 32 * 480
+    )
+    assert (
+        price.interval == 1
+        and price.blocking_bytes == pytest.approx(share / 3 * 32 / 33 * 160)
+        and plain.interval is None
+    )
     assert selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2, "gradients": "off"}) == plain
     most = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 16})
-    assert most.at_risk == 0.0 and most.size.busiest == 10 * 8 and most.folded == 2  # 16 x (1/3 + 2/15), rounded up
+    assert (
+        most.tokens_at_risk == 0.0 and most.size.busiest == 10 * 8 and most.repeated_updates == 2
+    )  # 16 x (1/3 + 2/15), rounded up
     counted = dataclasses.replace(full, gradient=1 / 3, at_risk=lambda share, always: share * always)
-    assert selective.price(counted, {"experts": 2}).at_risk == pytest.approx(cost / 8)
+    assert selective.price(counted, {"experts": 2}).tokens_at_risk == pytest.approx(cost / 8)

@@ -44,7 +44,7 @@ def happened(found, trace):
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         persist(policy, iteration, load) if iteration % every == 0 else take(policy, iteration, load)
-        risks.append(policy.told.mlt)
+        risks.append(policy.state.mlt)
     return sum(risks[SKIPPED:]) / len(risks[SKIPPED:])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy.pec_selection import DynamicK, load_aware_experts, sequential_experts
-from moc.policy.token_ledger import Ledger
+from moc.policy.token_ledger import TokenLedger
 from tests.errors import raises
 from tests.unit.policy.routing import RECORDED, made_up, recorded
 
@@ -64,24 +64,24 @@ def faulty_run(trace, start: DynamicK, dynamic: bool) -> tuple[list[int], list[f
     num_experts = {layer: len(row) for layer, row in trace[0].items()}
     whole = {layer: sum(sum(iteration[layer]) for iteration in trace) for layer in trace[0]}
     faults = {len(trace) * (fault + 1) // (FAULTS + 1) for fault in range(FAULTS)}
-    ledger, now, ks, plts = Ledger.of(num_experts), start, [], []
+    ledger, now, ks, plts = TokenLedger.empty(num_experts), start, [], []
     for iteration, counts in enumerate(trace, start=1):
-        ledger = ledger.after(counts)
+        ledger = ledger.after_iteration(counts)
         chosen = {
             layer: sequential_experts(iteration, place, now.k, num_experts[layer], 1)
             for place, layer in enumerate(num_experts)
         }
-        stored = ledger.begun(chosen)
-        ledger = stored.snapshotted(iteration)
+        stored = ledger.with_snapshot(chosen)
+        ledger = stored.with_snapshot_completed(iteration)
         if iteration in faults:
             versions = {
                 layer: {expert: version.iteration for expert, version in enumerate(ledger.memory[place])}
                 for place, layer in enumerate(ledger.layers)
             }
             before = ledger.plt(whole)
-            ledger = stored.recovered(versions)
+            ledger = stored.after_recovery(versions)
             if dynamic:
-                now = now.recovered(ledger.plt(whole) - before)
+                now = now.after_recovery(ledger.plt(whole) - before)
             ks.append(now.k)
             plts.append(ledger.plt(whole))
     return ks, plts
@@ -114,7 +114,7 @@ def test_the_limit_is_kept_if_no_fault_costs_more_than_a_share(num_experts, data
         if now.k == num_experts:
             cost = 0
         total += cost * now.share
-        now = now.recovered(cost * now.share)
+        now = now.after_recovery(cost * now.share)
         assert total <= LIMIT * (1 + 1e-12)
 
 
@@ -123,18 +123,18 @@ def test_k_doubles_until_all_are_saved(k, experts, ks):
     now, seen = DynamicK(k, experts, LIMIT), [k]
     assert now.share == LIMIT / len(ks)
     for _ in range(2 * len(ks) + 1):
-        now = now.recovered(0.6 * now.share)
+        now = now.after_recovery(0.6 * now.share)
         seen += [now.k] if now.k != seen[-1] else []
     assert seen == ks
 
 
 def test_k_stays_until_its_share_is_passed():
     now = DynamicK(1, 8, 0.04)  # four shares of one percent
-    assert now.recovered(0.01).k == 1
-    assert now.recovered(0.01).recovered(0.001).k == 2
-    assert now.recovered(0.01).recovered(0.001).booked == pytest.approx(0.001)
-    assert now.recovered(0.0201).k == 4  # one fault that costs two shares
-    assert now.recovered(0).recovered(0) == now
+    assert now.after_recovery(0.01).k == 1
+    assert now.after_recovery(0.01).after_recovery(0.001).k == 2
+    assert now.after_recovery(0.01).after_recovery(0.001).lost == pytest.approx(0.001)
+    assert now.after_recovery(0.0201).k == 4  # one fault that costs two shares
+    assert now.after_recovery(0).after_recovery(0) == now
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_is_not_possible_is_refused(arguments, code):
 
 def test_a_recovery_gives_no_tokens_back():
     with raises("tokens-not-counted", "-0.1"):
-        DynamicK(1, 4).recovered(-0.1)
+        DynamicK(1, 4).after_recovery(-0.1)
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 
 from moc.policy import POLICIES, Every, Policy, SnapshotPlan, policy
 from moc.policy.flags import PolicyFlag
-from moc.policy.registry import guard
+from moc.policy.registry import guard_methods
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
@@ -47,7 +47,7 @@ def failing():
                 raise self.error
             return self.result
 
-    guard(Failing)
+    guard_methods(Failing)
     yield lambda **fields: Failing(OPERATORS, Every(1), **fields)
     del POLICIES["failing"]
 
