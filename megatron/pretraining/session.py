@@ -11,9 +11,9 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
-from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
-from moc.policy.bubbles import bubble_share
-from moc.policy.errors import refusal_of
+from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, policy_named
+from moc.policy.errors import policy_refusal
+from moc.policy.flags import bubble_share
 from moc.runtime.environment import node_limits
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
@@ -37,7 +37,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
-            refused = refusal_of(snapshot.ckpt_policy, error)
+            refused = policy_refusal(snapshot.ckpt_policy, error)
             raise ConfigError(str(refused), code=refused.code) from None
     return Settings(
         directory=config.snapshot_dir or "",
@@ -161,7 +161,7 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
     """Returns whether a flag applies to the chosen policy."""
-    if (owner := owners().get(flag)) is None:
+    if (owner := policy_by_flag().get(flag)) is None:
         return flag not in _OWN_FLAGS
-    needs = next(one.needs for one in owner.flags if one.name == flag)
+    needs = next(one.required_flag for one in owner.flags if one.name == flag)
     return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))

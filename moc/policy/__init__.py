@@ -13,17 +13,17 @@ from moc.errors import with_code
 from moc.files.text import one_line
 from moc.policy.errors import PolicyImportError
 from moc.policy.flags import JobShape, PolicyFlag
-from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
+from moc.policy.interval import Every, Interval, IntervalTuner, ObservedIteration, Transfer, parse_interval
 from moc.policy.plan import Load, Policy, SnapshotPlan
 from moc.policy.registry import (
     AUTO,
     POLICIES,
     import_policies,
-    is_of_everything,
-    is_of_newest_experts,
-    is_of_windows,
-    owners,
+    is_full_policy,
+    is_partial_policy,
+    is_window_policy,
     policy,
+    policy_by_flag,
     policy_named,
 )
 
@@ -42,16 +42,16 @@ __all__ = [
     "IntervalTuner",
     "JobShape",
     "Load",
-    "Observed",
+    "ObservedIteration",
     "Policy",
     "PolicyFlag",
     "SnapshotPlan",
     "Transfer",
-    "interval_named",
-    "is_of_everything",
-    "is_of_newest_experts",
-    "is_of_windows",
-    "owners",
+    "parse_interval",
+    "is_full_policy",
+    "is_partial_policy",
+    "is_window_policy",
+    "policy_by_flag",
     "policy",
     "policy_named",
 ]

@@ -1,4 +1,4 @@
-"""Defines policy flags, and the job properties that policies may use."""
+"""Defines the flags of policies, and the properties of a job that flags depend on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PolicyFlag:
     """
 
     name: str
-    kind: type
+    value_type: type
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
@@ -36,8 +36,8 @@ class PolicyFlag:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    chosen: bool = False
-    needs: str | None = None
+    chosen_by_auto: bool = False
+    required_flag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class JobShape:
     ep: int = 1
     stages: tuple[int, ...] = ()
     optimizer: str = "adam"
-    experts_apart: bool = True
+    has_separate_experts: bool = True
     pp: int = 1
     num_experts: int = 0
     bubble_share: float = 0.0
-    drops: bool = False
-    elastic: bool = False
+    drops_tokens: bool = False
+    is_elastic: bool = False
 
     @property
     def memory_remedy(self) -> str:
         """The remedy for a policy that needs snapshots in memory."""
-        return "drop --elastic, which keeps none there" if self.elastic else "add --ckpt-tier memory or peers"
+        return "drop --elastic, which keeps none there" if self.is_elastic else "add --ckpt-tier memory or peers"
 
 
 def number_or_auto(text: Any) -> str:
@@ -88,29 +88,44 @@ def number_or_auto(text: Any) -> str:
     return text
 
 
-def obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
+def gradient_obstacles(asked: Asked, job: JobShape, flag: str, alternative: str = "") -> Iterator[PolicyError]:
     """Yields the reasons why snapshots cannot have gradients in place of state.
 
     Args:
         asked: flags.
         job: the job to check.
-        what: the flag that asks for gradients, as the subject of the sentences.
-        otherwise: another remedy.
+        flag: the flag that asks for gradients, as the subject of the sentences.
+        alternative: another remedy.
     """
-    instead = f", or {otherwise}" if otherwise else ""
-    if asked.ckpt_tier == "disk" or job.elastic:
+    instead = f", or {alternative}" if alternative else ""
+    if asked.ckpt_tier == "disk" or job.is_elastic:
         yield PolicyError(
-            f"{what} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}",
+            f"{flag} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}",
             code="gradients-need-memory",
         )
     if job.optimizer != "adam":
         yield PolicyError(
-            f"{what} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
+            f"{flag} is for Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: take "
             f"adam{instead}",
             code="gradients-need-adam",
         )
-    if not job.experts_apart:
+    if not job.has_separate_experts:
         yield PolicyError(
-            f"{what} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
+            f"{flag} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
             code="gradients-need-separate-experts",
         )
+
+
+def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Returns the share of forward and backward that a stage waits, with the 1F1B schedule.
+
+    A stage computes for ``micro_batches (t_f + t_b)`` and waits for ``t_bubble = (stages - 1) (t_f + t_b) / chunks``.
+    ``t_f`` and ``t_b`` are the times of a micro batch on all chunks of a stage.
+
+    Args:
+        stages: pipeline stages.
+        micro_batches: micro batches of an iteration.
+        chunks: virtual stages of each worker (interleaved schedule).
+    """
+    bubble = (stages - 1) / chunks
+    return bubble / (micro_batches + bubble)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from moc.policy.debt import Boost
+from moc.policy.costs import Machine, PolicySettings, Price
 from moc.policy.errors import PolicyError
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
-from moc.policy.prices import Machine, Price, Settings
+from moc.policy.token_ledger import CapacityBoost
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -21,7 +21,7 @@ Load = Mapping[int, Sequence[int]]
 """Tokens given to each expert since training began, by global layer number."""
 
 
-class Busiest(Protocol):
+class SnapshotSizer(Protocol):
     """Sizes of snapshots by the sharding rules; calls are collective.
 
     Attributes:
@@ -88,18 +88,18 @@ class SnapshotPlan:
         if self.since is None:
             object.__setattr__(self, "since", self.iteration)
 
-    def of(self, detail: Detail) -> tuple[str, ...]:
+    def operators_at(self, detail: Detail) -> tuple[str, ...]:
         """Returns the names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
     def without(self, detail: Detail) -> SnapshotPlan:
         """Returns this plan without the operators that it saves at a detail."""
-        left = {name: planned for name, planned in self.operators.items() if planned is not detail}
-        remote = self.remote and {name: left[name] for name in self.remote if name in left}
-        return dataclasses.replace(self, operators=left, remote=remote)
+        operators = {name: planned for name, planned in self.operators.items() if planned is not detail}
+        remote = self.remote and {name: operators[name] for name in self.remote if name in operators}
+        return dataclasses.replace(self, operators=operators, remote=remote)
 
     @property
-    def copied(self) -> SnapshotPlan:
+    def remote_plan(self) -> SnapshotPlan:
         """The part that other nodes' memory receives copies of."""
         if self.remote is None:
             return self
@@ -145,7 +145,7 @@ class Policy(ABC):
         windows: a run resumes from several snapshots together; set by the registry if the policy ``replays``.
         replays: resuming may replay iterations with some operators frozen.
         flags: the policy's own flags; listed in ``--help``, refused with other policies.
-        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
+        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.pec_selection`.
     """
 
     operators: Sequence[Operator]
@@ -199,7 +199,7 @@ class Policy(ABC):
         return {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
 
     @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
         """Yields the settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
 
         Each setting corresponds to a flag of the policy that is marked ``chosen``.
@@ -207,15 +207,15 @@ class Policy(ABC):
         yield {}
 
     @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
+    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
         """Returns the price of a checkpoint under some settings; by default, of one full snapshot.
 
         ``settings`` is one of :meth:`candidates`, or the settings given by a user of the simulator, possibly none.
         """
-        return Price(machine.everything)
+        return Price(machine.full_snapshot)
 
     @classmethod
-    def described(cls, settings: Settings) -> str:
+    def described(cls, settings: PolicySettings) -> str:
         """Returns a candidate's settings in readable form, without the interval."""
         return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -226,8 +226,8 @@ class Policy(ABC):
 
     @property
     def iterations_apart(self) -> int:
-        """Iterations between snapshots, if known; by default :attr:`Interval.apart`."""
-        return max(1, self.interval.apart)
+        """Iterations between snapshots, if known; by default :attr:`Interval.iterations`."""
+        return max(1, self.interval.iterations)
 
     @property
     def window_length(self) -> int:
@@ -269,7 +269,7 @@ class Policy(ABC):
         return False
 
     @property
-    def makes_up(self) -> Boost | None:
+    def makes_up(self) -> CapacityBoost | None:
         """Capacity boost with which experts compensate tokens lost to a recovery; by default none."""
         return None
 
@@ -306,7 +306,7 @@ class Policy(ABC):
         """
         return 1
 
-    def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
+    def on_sizes(self, busiest: SnapshotSizer) -> None:  # noqa: B027
         """Receives the sizes of snapshots; called once, before training, on all ranks.
 
         Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, obstacles
-from moc.policy.selection import RULES, SCORES
+from moc.policy.expert_selection import RULES, SCORES
+from moc.policy.flags import Asked, JobShape, PolicyFlag, gradient_obstacles
 
 SURVIVORS = ("keep", "reload")
 
@@ -27,7 +27,7 @@ FLAGS = (
         None,
         "Experts of each layer in a snapshot, in the mean over layers (S); by default as many as the budgets allow.",
         at_least=1,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_local_gb",
@@ -36,7 +36,7 @@ FLAGS = (
         "Budget of a rank's copy to host memory, in GB per snapshot; by default what it copies during forward and "
         "backward, as measured.",
         above=0.0,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_remote_gb",
@@ -45,7 +45,7 @@ FLAGS = (
         "Budget of what a node receives from others with --ckpt-tier peers, in GB per snapshot; by default what it "
         "receives during an iteration, as measured.",
         above=0.0,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_rule",
@@ -96,7 +96,7 @@ FLAGS = (
         "memory since its last full save have it without a gap; a recovery repeats the updates, to the bit. By default "
         "on where that is possible: with --ckpt-tier memory or peers, a snapshot in every iteration, and Adam.",
         choices=("on", "off"),
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_fold",
@@ -134,7 +134,7 @@ FLAGS = (
 )
 
 
-def refusals(asked: Asked) -> Iterator[PolicyError]:
+def selective_refusals(asked: Asked) -> Iterator[PolicyError]:
     """Yields the refused combinations of these flags."""
     budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
     flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
@@ -172,7 +172,7 @@ def refusals(asked: Asked) -> Iterator[PolicyError]:
         )
 
 
-def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
+def selective_misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
     """Yields requirements of these flags that the job does not meet."""
     if asked.selective_gradients == "on":
         yield from _obstacles(asked, job, "--selective-gradients on", "drop --selective-gradients")
@@ -180,7 +180,7 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
         yield from _obstacles(asked, job, "--selective-fold peers", "drop --selective-fold")
     wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
     for name, wants in wanted.items():
-        if wants and not job.drops:
+        if wants and not job.drops_tokens:
             yield PolicyError(
                 f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
                 f"since otherwise no expert has tokens to make up. Fix: change that, or drop --selective-{name}",
@@ -208,11 +208,11 @@ def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
     return why is None, why and str(why)
 
 
-def _obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
-    yield from obstacles(asked, job, what, otherwise)
+def _obstacles(asked: Asked, job: JobShape, flag: str, alternative: str = "") -> Iterator[PolicyError]:
+    yield from gradient_obstacles(asked, job, flag, alternative)
     if asked.snapshot_interval not in ("auto", "1"):
-        instead = f", or {otherwise}" if otherwise else ""
+        instead = f", or {alternative}" if alternative else ""
         yield PolicyError(
-            f"{what} needs a snapshot in each iteration. Fix: set --snapshot-interval 1{instead}",
+            f"{flag} needs a snapshot in each iteration. Fix: set --snapshot-interval 1{instead}",
             code="snapshot-interval-fixed",
         )

@@ -21,13 +21,12 @@ from typing import Any, Protocol
 
 from moc.files import decode
 from moc.files.decode import Count, Positive
-from moc.policy import POLICIES, Observed
+from moc.policy import POLICIES, ObservedIteration
+from moc.policy.errors import rounded_up
 from moc.policy.full import Full
-from moc.policy.interval import BLOCK, BLOCKS
-from moc.policy.limits import rounded_up
-from moc.policy.measurements import Measurements
+from moc.policy.interval import BLOCK, BLOCKS, Measurements
 from moc.policy.pec import busiest_by_experts
-from moc.policy.plan import Busiest, Load
+from moc.policy.plan import Load, SnapshotSizer
 from moc.policy.sparse import operators_by_stage
 from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
@@ -156,7 +155,7 @@ class AutoPolicy:
         self._flags = {}
         return self._measuring()
 
-    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: SnapshotSizer, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Receives functions for sizes (:meth:`moc.session.elsewhere.Chooser.on_sizes`); most are called on first use.
 
         Raises:
@@ -188,7 +187,7 @@ class AutoPolicy:
                     code="host-memory-too-small",
                 )
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, seen: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
         with self._harmless():
             self._measured.observe(seen)
@@ -208,7 +207,7 @@ class AutoPolicy:
         return False
 
     def _chooses_anew(self, iteration: int, load: Load | None) -> bool:
-        figures = self._measured.figures
+        figures = self._measured.medians
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
             return False

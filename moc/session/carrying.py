@@ -63,7 +63,9 @@ class Carrying:
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
-        return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators, plan.compared), before)
+        return self._thread.submit(
+            self._carry, self._carrier, (coming, plan.remote_plan.operators, plan.compared), before
+        )
 
     def published(self, iteration: int) -> None:
         """Records that this node's part of a snapshot is committed in its memory."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moc.policy import Load, Policy, SnapshotPlan
-from moc.policy.tables import experts_by_layer
+from moc.policy.partial import experts_by_layer
 from moc.recovery.carrying import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents

@@ -127,7 +127,7 @@ class Reservation:
 
         def window_of(length: int) -> Window:
             shorter = trial_of(self._policy)
-            shorter.interval.limit_windows(length)
+            shorter.interval.limit_window_length(length)
             return self._of_busiest(next_window(shorter, self._contents, plan.iteration - 1))
 
         def is_too_long(length: int) -> bool:
@@ -140,7 +140,7 @@ class Reservation:
             except CheckpointError:  # another process has taken the memory meanwhile
                 longest = before
                 self._saver.trim(max(len(rotation.slots), self.buffers(rotation)))
-        self._policy.interval.limit_windows(longest)
+        self._policy.interval.limit_window_length(longest)
         if longest == wanted:
             return False
         self._report.window_limited(plan.iteration, wanted, longest)

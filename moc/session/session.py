@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moc.policy import AUTO, Load, Policy, interval_named, policy_named
-from moc.policy.errors import refusal_of
+from moc.policy import AUTO, Load, Policy, parse_interval, policy_named
+from moc.policy.errors import policy_refusal
 from moc.recovery.folds import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
@@ -146,7 +146,7 @@ class Session(VoteParticipant):
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers
-            refused = refusal_of(policy.name, error)
+            refused = policy_refusal(policy.name, error)
             raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
             chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
@@ -341,10 +341,10 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             code="chooser-missing",
         )
     try:
-        interval = interval_named(str(settings.interval), settings.overhead_budget)
+        interval = parse_interval(str(settings.interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
     except ValueError as error:
-        refused = refusal_of(name, error)
+        refused = policy_refusal(name, error)
         raise SettingsError(str(refused), code=refused.code) from None
     except TypeError as error:
         raise SettingsError(

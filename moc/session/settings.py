@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moc.errors import UserError, code_of
-from moc.policy import interval_named
+from moc.policy import parse_interval
 from moc.sharding import scheme_named
 
 TIERS = ("disk", "memory", "peers")
@@ -106,7 +106,7 @@ class Settings:
                     code="setting-without-effect",
                 )
         valid = (
-            ("interval", lambda: interval_named(str(self.interval), self.overhead_budget)),
+            ("interval", lambda: parse_interval(str(self.interval), self.overhead_budget)),
             ("sharding", lambda: scheme_named(self.sharding)),
             ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
         )

@@ -10,7 +10,7 @@ from moc.state.detail import Detail
 
 
 class SnapshotSizes:
-    """Implementation of :class:`moc.policy.plan.Busiest`.
+    """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
 
     Args:
         parts: components of this generation.

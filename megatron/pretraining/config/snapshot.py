@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
-from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
-from moc.policy.errors import PolicyError, refusal_of
-from moc.policy.measurements import UNDISTURBED_MTBF_S
-from moc.policy.pec_flags import experts_of
+from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, parse_interval, policy_by_flag
+from moc.policy.errors import PolicyError, policy_refusal
+from moc.policy.interval import UNDISTURBED_MTBF_S
+from moc.policy.pec import experts_of
 from moc.session.settings import TIERS, node_names
 from moc.sharding import scheme_named
 
@@ -78,7 +78,7 @@ class _EveryPolicy(FlagGroup):
     snapshot_interval: str = flag(
         "auto",
         "Iterations between snapshots; auto: as often as --ckpt-overhead-budget allows (CheckFreq).",
-        type=lambda text: (interval_named(str(text)), str(text))[1],
+        type=lambda text: (parse_interval(str(text)), str(text))[1],
         metavar="N|auto",
     )
     persist_interval: int | None = flag(
@@ -142,8 +142,11 @@ class _EveryPolicy(FlagGroup):
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
-        kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
-        chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
+        kind, whose = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
+        chosen = {
+            *_CHOSEN_BY_AUTO,
+            *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen_by_auto),
+        }
         asked = {kind}
         given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
         if not self.ckpt_policy:
@@ -225,7 +228,7 @@ class _EveryPolicy(FlagGroup):
 
 
 def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
-    kind = one.kind | None if one.default is None else one.kind
+    kind = one.value_type | None if one.default is None else one.value_type
     signs = (">=", one.at_least), (">", one.above), ("<=", one.at_most)
     limits = ", ".join(f"{sign} {limit}" for sign, limit in signs if limit is not None)
     facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar, limits=limits)
@@ -254,5 +257,5 @@ else:
 
 def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
     """Adds a policy's refusal to the problems."""
-    error = refused if isinstance(refused, PolicyError) else refusal_of(kind.name, refused)
+    error = refused if isinstance(refused, PolicyError) else policy_refusal(kind.name, refused)
     problems.refuse(True, str(error), code=error.code)

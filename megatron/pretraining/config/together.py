@@ -44,11 +44,11 @@ def job_shape(config: FlagGroups) -> JobShape:
     return JobShape(
         ep=config.parallel.expert_model_parallel_size,
         optimizer=config.regularization.optimizer,
-        experts_apart=not config.moe.moe_grouped_gemm,
+        has_separate_experts=not config.moe.moe_grouped_gemm,
         pp=config.parallel.pipeline_model_parallel_size,
         num_experts=config.moe.num_experts or 0,
-        drops=config.moe.drops_tokens,
-        elastic=config.elastic.elastic,
+        drops_tokens=config.moe.drops_tokens,
+        is_elastic=config.elastic.elastic,
     )
 
 

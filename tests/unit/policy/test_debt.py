@@ -3,8 +3,7 @@
 import dataclasses
 import json
 
-from moc.policy.debt import Debt
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenDebt, TokenLedger
 from tests.errors import raises
 
 LAYERS = {0: 2, 3: 2}
@@ -18,7 +17,7 @@ def trained(ledger, counts=(10, 20, 30, 40), beyond=None):
 
 def base():
     """After three iterations, the first of which all experts were saved at."""
-    ledger = trained(Ledger.of(LAYERS)).begun({layer: range(2) for layer in LAYERS}).snapshotted(1)
+    ledger = trained(TokenLedger.empty(LAYERS)).begun({layer: range(2) for layer in LAYERS}).snapshotted(1)
     return trained(trained(ledger))
 
 
@@ -73,14 +72,16 @@ def test_what_is_found_after_all_is_no_longer_owed():
 def test_it_survives_json_and_older_ledgers_owe_nothing():
     ledger = trained(recovered(base()), beyond=(12, 0, 0, 0))
     state = json.loads(json.dumps(ledger.state_dict()))
-    assert Ledger.from_state(state) == ledger
+    assert TokenLedger.from_state(state) == ledger
     older = {name: value for name, value in state.items() if name != "debt"}
-    assert Ledger.from_state(older).debt is None
+    assert TokenLedger.from_state(older).debt is None
     for wrong in ({"tokens": []}, {"tokens": [[1]], "made_up": [[0]], "left": 3}):
         with raises("saved-state-invalid"):
-            Ledger.from_state(state | {"debt": wrong})
+            TokenLedger.from_state(state | {"debt": wrong})
 
 
 def test_iterations_that_make_up_nothing_still_pass():
-    debt = Debt(((5, 0),), ((0, 0),), 2)
-    assert debt.after([[0, 3]]).owed == ((5, 0),) and debt.after([[0, 0]]).after([[0, 0]]).owed == ((0, 0),)
+    debt = TokenDebt(((5, 0),), ((0, 0),), 2)
+    assert debt.after_iteration([[0, 3]]).owed == ((5, 0),) and debt.after_iteration([[0, 0]]).after_iteration(
+        [[0, 0]]
+    ).owed == ((0, 0),)

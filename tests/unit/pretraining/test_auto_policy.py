@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.pretraining.session import auto_policy, in_force, lasting  # noqa: E402
 from moc.events import EventLog  # noqa: E402
-from moc.policy import Observed, Transfer  # noqa: E402
+from moc.policy import ObservedIteration, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
 from moc.runtime import environment  # noqa: E402
 from moc.session import auto  # noqa: E402
@@ -81,7 +81,7 @@ class Run:
             self.iteration += 1
             moved = {"copied": copy_s, "written": write_s, "replicated": copy_s}
             seen = {name: Transfer(self.full, seconds) for name, seconds in moved.items()}
-            self.auto.observe(Observed(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
+            self.auto.observe(ObservedIteration(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
             if self.auto.plans_anew(self.iteration, load):
                 return self.iteration
         return None

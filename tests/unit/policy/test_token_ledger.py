@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenLedger
 from tests.errors import raises
 
 LAYERS = {1: 3, 4: 2}
@@ -31,7 +31,7 @@ class World:
     """
 
     def __init__(self):
-        self.ledger = Ledger.of(LAYERS)
+        self.ledger = TokenLedger.empty(LAYERS)
         self.seen = [None]  # counts of each iteration of this time line, from 1
         self.live = {key: {} for key in EXPERTS}
         self.saved = {"memory": {}, "storage": {}}
@@ -42,12 +42,12 @@ class World:
         self.seen.append(counts(tokens))
         for layer, expert in EXPERTS:
             self.live[layer, expert][len(self.seen) - 1] = self.seen[-1][layer][expert]
-        self.ledger = self.ledger.after(self.seen[-1])
+        self.ledger = self.ledger.after_iteration(self.seen[-1])
 
     def begin(self, to_memory, to_storage):
         at = self.ledger.iteration
-        self.ledger = self.ledger.begun(to_memory, to_storage)
-        self.ledgers[at] = Ledger.from_state(json.loads(json.dumps(self.ledger.state_dict())))
+        self.ledger = self.ledger.with_snapshot(to_memory, to_storage)
+        self.ledgers[at] = TokenLedger.from_state(json.loads(json.dumps(self.ledger.state_dict())))
         for tier, experts in (("memory", to_memory), ("storage", to_storage)):
             if experts is not None:
                 keys = [(layer, e) for layer, numbers in experts.items() for e in numbers]
@@ -58,7 +58,7 @@ class World:
         under_way = [at for at in self.saved[tier] if at > max(self.complete[tier], default=-1)]
         if under_way:
             self.complete[tier].append(min(under_way))
-            done = self.ledger.snapshotted if tier == "memory" else self.ledger.persisted
+            done = self.ledger.with_snapshot_completed if tier == "memory" else self.ledger.with_persist_completed
             self.ledger = done(min(under_way))
 
     def versions(self, key, upto, only_newest):
@@ -136,114 +136,156 @@ def test_a_ledger_alone_knows_the_newest_versions_of_both_tiers(data):
 
 
 def test_the_snapshot_that_a_run_goes_on_from_is_complete():
-    stored = Ledger.of({0: 2}).after({0: [1, 2]}).begun({0: [0]}, {0: [0]})
+    stored = TokenLedger.empty({0: 2}).after_iteration({0: [1, 2]}).with_snapshot({0: [0]}, {0: [0]})
     assert stored.since_snapshot == stored.since_persist == {0: (1, 2)}
-    again = stored.recovered({0: {1: 0}})
+    again = stored.after_recovery({0: {1: 0}})
     assert again.since_snapshot == again.since_persist == {0: (0, 0)} and not again.to_memory and not again.to_storage
-    later = again.after({0: [1, 2]}).begun({0: [1]}).recovered({0: {0: 1}})
+    later = again.after_iteration({0: [1, 2]}).with_snapshot({0: [1]}).after_recovery({0: {0: 1}})
     assert later.lost == {0: (1, 2)}
 
 
 def test_a_version_that_could_not_be_used_is_gone():
     """The memory with the newer one is lost: the expert comes from storage."""
-    ledger = Ledger.of({0: 1}).after({0: [1]}).begun({0: [0]}, {0: [0]}).snapshotted(1).persisted(1)
-    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun(None)
-    recovered = ledger.recovered({0: {0: 1}})
+    ledger = (
+        TokenLedger.empty({0: 1})
+        .after_iteration({0: [1]})
+        .with_snapshot({0: [0]}, {0: [0]})
+        .with_snapshot_completed(1)
+        .with_persist_completed(1)
+    )
+    ledger = (
+        ledger.after_iteration({0: [10]})
+        .with_snapshot({0: [0]})
+        .with_snapshot_completed(2)
+        .after_iteration({0: [100]})
+        .with_snapshot(None)
+    )
+    recovered = ledger.after_recovery({0: {0: 1}})
     assert recovered.lost == {0: (110,)} and recovered.since_snapshot == {0: (0,)}
-    assert recovered.after({0: [1000]}).since_snapshot == {0: (1000,)}
+    assert recovered.after_iteration({0: [1000]}).since_snapshot == {0: (1000,)}
     with raises("ledger-incomplete"):
-        recovered.recovered({0: {0: 2}})
+        recovered.after_recovery({0: {0: 2}})
 
 
 def test_storage_may_be_slower_than_the_ledger_that_is_stored():
-    ledger = Ledger.of({0: 1}).after({0: [1]}).begun({0: [0]}, {0: [0]}).snapshotted(1)
-    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun(None)
+    ledger = (
+        TokenLedger.empty({0: 1}).after_iteration({0: [1]}).with_snapshot({0: [0]}, {0: [0]}).with_snapshot_completed(1)
+    )
+    ledger = (
+        ledger.after_iteration({0: [10]})
+        .with_snapshot({0: [0]})
+        .with_snapshot_completed(2)
+        .after_iteration({0: [100]})
+        .with_snapshot(None)
+    )
     assert [[save.iteration for save in tier] for tier in (ledger.to_storage, ledger.to_memory)] == [[1], []]
-    assert ledger.recovered({0: {0: 1}}).lost == {0: (110,)}
-    assert ledger.recovered({}).since_persist == {0: (111,)}  # nobody knows whether it ever arrived
+    assert ledger.after_recovery({0: {0: 1}}).lost == {0: (110,)}
+    assert ledger.after_recovery({}).since_persist == {0: (111,)}  # nobody knows whether it ever arrived
 
 
 def test_a_snapshot_may_have_no_expert():
-    ledger = Ledger.of({0: 1}).after({0: [1]}).begun({}, {}).snapshotted(1).persisted(1)
+    ledger = (
+        TokenLedger.empty({0: 1})
+        .after_iteration({0: [1]})
+        .with_snapshot({}, {})
+        .with_snapshot_completed(1)
+        .with_persist_completed(1)
+    )
     assert ledger.since_snapshot == ledger.since_persist == {0: (1,)} and not ledger.to_memory
 
 
 def test_unsaved_tokens_of_the_two_tiers():
-    ledger = Ledger.of({0: 2}).after({0: [3, 4]}).begun({0: [0, 1]}, {0: [1]}).after({0: [10, 20]})
+    ledger = (
+        TokenLedger.empty({0: 2})
+        .after_iteration({0: [3, 4]})
+        .with_snapshot({0: [0, 1]}, {0: [1]})
+        .after_iteration({0: [10, 20]})
+    )
     assert ledger.since_snapshot == ledger.since_persist == {0: (13, 24)}
     # complete only later, and counted from when it was begun
-    assert ledger.snapshotted(1).since_snapshot == {0: (10, 20)}
-    assert ledger.snapshotted(1).since_persist == {0: (13, 24)}
-    assert ledger.persisted(1).since_persist == {0: (13, 20)}
-    assert ledger.snapshotted(1).load == {0: (13, 24)}
+    assert ledger.with_snapshot_completed(1).since_snapshot == {0: (10, 20)}
+    assert ledger.with_snapshot_completed(1).since_persist == {0: (13, 24)}
+    assert ledger.with_persist_completed(1).since_persist == {0: (13, 20)}
+    assert ledger.with_snapshot_completed(1).load == {0: (13, 24)}
 
 
 def test_a_snapshot_that_was_overtaken_never_counts():
-    ledger = Ledger.of({0: 2}).after({0: [3, 4]}).begun({0: [0]}).after({0: [1, 1]}).begun({0: [1]}).snapshotted(2)
+    ledger = (
+        TokenLedger.empty({0: 2})
+        .after_iteration({0: [3, 4]})
+        .with_snapshot({0: [0]})
+        .after_iteration({0: [1, 1]})
+        .with_snapshot({0: [1]})
+        .with_snapshot_completed(2)
+    )
     assert ledger.since_snapshot == {0: (4, 0)}
     with raises("ledger-incomplete", "1"):
-        ledger.snapshotted(1)
+        ledger.with_snapshot_completed(1)
 
 
 def test_two_faults_with_one_stale_state_lose_each_token_once():
     """Expert 0 is saved after iteration 1 and not again; faults send the run back to 3, and then to 5."""
-    at = {1: Ledger.of({0: 2}).after({0: [1, 1]}).begun({0: [0, 1]})}
-    live = at[1].snapshotted(1)
+    at = {1: TokenLedger.empty({0: 2}).after_iteration({0: [1, 1]}).with_snapshot({0: [0, 1]})}
+    live = at[1].with_snapshot_completed(1)
     for iteration in (2, 3):
-        live = live.after({0: [10**iteration, 1]})
-    at[3] = live.begun({0: [1]})
-    live = at[3].recovered({0: {0: 1}})
+        live = live.after_iteration({0: [10**iteration, 1]})
+    at[3] = live.with_snapshot({0: [1]})
+    live = at[3].after_recovery({0: {0: 1}})
     assert live.lost == {0: (1100, 0)}
-    assert at[3].recovered({0: {0: 1}}) == live  # a fault while it recovers
+    assert at[3].after_recovery({0: {0: 1}}) == live  # a fault while it recovers
     for iteration in (4, 5):
-        live = live.after({0: [10**iteration, 1]})
-    at[5] = live.begun({0: [1]})
-    assert at[5].recovered({0: {0: 1}}).lost == {0: (111100, 0)}
-    assert at[5].recovered({}).lost == {0: (1100, 0)}  # everybody replays: nothing more is lost
+        live = live.after_iteration({0: [10**iteration, 1]})
+    at[5] = live.with_snapshot({0: [1]})
+    assert at[5].after_recovery({0: {0: 1}}).lost == {0: (111100, 0)}
+    assert at[5].after_recovery({}).lost == {0: (1100, 0)}  # everybody replays: nothing more is lost
     # the node whose memory held a newer state comes back: the time line with the older one is given up
-    assert at[3].recovered({0: {0: 0, 1: 0}}).lost == {0: (1101, 3)}
+    assert at[3].after_recovery({0: {0: 0, 1: 0}}).lost == {0: (1101, 3)}
 
 
 def test_plt_is_equation_7():
     """Two layers: 6 of 60 tokens and 5 of 100 are lost."""
-    ledger = Ledger.of({2: 2, 7: 2}).after({2: [25, 25], 7: [50, 45]})
-    ledger = ledger.begun({2: [0, 1], 7: [0, 1]}).snapshotted(1).after({2: [6, 4], 7: [0, 5]})
-    ledger = ledger.recovered({2: {0: 1}, 7: {1: 1}})
+    ledger = TokenLedger.empty({2: 2, 7: 2}).after_iteration({2: [25, 25], 7: [50, 45]})
+    ledger = (
+        ledger.with_snapshot({2: [0, 1], 7: [0, 1]}).with_snapshot_completed(1).after_iteration({2: [6, 4], 7: [0, 5]})
+    )
+    ledger = ledger.after_recovery({2: {0: 1}, 7: {1: 1}})
     assert ledger.plt_by_layer() == {2: 6 / 60, 7: 5 / 100}
     assert ledger.plt() == pytest.approx(0.075, rel=1e-12)
     assert ledger.plt({2: 600, 7: 1000}) == pytest.approx(0.0075, rel=1e-12)
-    assert Ledger.of({2: 2}).plt() == Ledger.of({}).plt() == 0
+    assert TokenLedger.empty({2: 2}).plt() == TokenLedger.empty({}).plt() == 0
 
 
 def test_dropped_tokens_count_as_routed():
-    ledger = Ledger.of({0: 2}).after({0: [3, 4]}, sent={0: 10})
+    ledger = TokenLedger.empty({0: 2}).after_iteration({0: [3, 4]}, sent={0: 10})
     assert ledger.routed == (10,) and ledger.load == {0: (3, 4)}
 
 
 def test_counts_are_exact_beyond_floats():
-    ledger = Ledger.of({0: 1})
+    ledger = TokenLedger.empty({0: 1})
     for _ in range(3):
-        ledger = ledger.after({0: [2**60 + 1]})
+        ledger = ledger.after_iteration({0: [2**60 + 1]})
     assert ledger.load == {0: (3 * (2**60 + 1),)}
 
 
 @pytest.mark.parametrize("wrong", [{0: [1]}, {0: [1, -1]}, {}, {0: [1, 1], 1: [1]}], ids=str)
 def test_counts_must_fit(wrong):
     with raises("counts-misfit"):
-        Ledger.of({0: 2}).after(wrong)
+        TokenLedger.empty({0: 2}).after_iteration(wrong)
 
 
 def test_states_that_cannot_be_are_refused():
-    ledger = Ledger.of({0: 1}).after({0: [1]}).after({0: [1]})
+    ledger = TokenLedger.empty({0: 1}).after_iteration({0: [1]}).after_iteration({0: [1]})
     with raises("ledger-incomplete", "iteration 3"):
-        ledger.recovered({0: {0: 3}})
+        ledger.after_recovery({0: {0: 3}})
     with raises("ledger-incomplete", "iteration 1"):
-        ledger.recovered({0: {0: 1}})
+        ledger.after_recovery({0: {0: 1}})
     with raises("counts-misfit", "layer 5"):
-        ledger.recovered({5: {0: 1}})
+        ledger.after_recovery({5: {0: 1}})
 
 
-@pytest.mark.parametrize("broken", [{}, {"iteration": 1}, Ledger.of({0: 2}).state_dict() | {"routed": [1, 2]}], ids=str)
+@pytest.mark.parametrize(
+    "broken", [{}, {"iteration": 1}, TokenLedger.empty({0: 2}).state_dict() | {"routed": [1, 2]}], ids=str
+)
 def test_what_is_no_state_is_refused(broken):
     with raises("saved-state-invalid"):
-        Ledger.from_state(broken)
+        TokenLedger.from_state(broken)

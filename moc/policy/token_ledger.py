@@ -2,7 +2,8 @@
 
 Without partial checkpoints, the state that a run resumes from contains every update. With them, an expert may be
 restored to an earlier state than the rest. For each expert, the token ledger counts the tokens *given* to it until now,
-and the tokens that its live state has *learned*. The difference is *lost*.
+and the tokens that its live state has *learned*. The difference is *lost*. Experts may process lost tokens later with
+extra capacity (MoEtion, section 6).
 
 Like the training state, a ledger belongs to an iteration and is stored with it. A recovery loads the ledger of the
 iteration that it resumes from. So replayed tokens are not counted twice, losses before that iteration stay booked, and
@@ -14,13 +15,79 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moc.files import decode
 from moc.files.decode import Count, StateError
-from moc.policy.debt import Debt, Table
 from moc.policy.errors import PolicyError
+
+TokenTable = tuple[tuple[Count, ...], ...]
+"""Tokens by index of the layer among layers with experts, and by expert."""
+
+
+class CapacityBoost(NamedTuple):
+    """Capacity boost of experts that lost tokens, as a fraction, for at most ``iterations`` iterations."""
+
+    fraction: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class TokenDebt:
+    """Tokens that experts must compensate; immutable, identical on every rank.
+
+    Attributes:
+        tokens: tokens to compensate.
+        made_up: tokens compensated so far: processed beyond capacity.
+        left: iterations left; 0 once all tokens are compensated.
+    """
+
+    tokens: TokenTable
+    made_up: TokenTable
+    left: Count
+
+    @classmethod
+    def after_recovery(
+        cls, lost: Sequence[Sequence[int]], iterations: int, before: TokenDebt | None = None
+    ) -> TokenDebt | None:
+        """Returns the debt after a recovery: its lost tokens, and tokens still owed from before.
+
+        Args:
+            lost: tokens lost to this recovery; negative where a newer state than before was found.
+            iterations: iterations for compensation; they restart if any tokens were lost.
+            before: debt of the iteration from which the run resumes; continues unchanged if nothing was lost.
+        """
+        if not any(map(any, lost)):
+            return before
+        owed = _summed(before.owed, lost) if before is not None else lost
+        tokens = tuple(tuple(max(0, number) for number in row) for row in owed)
+        return cls(tokens, _zeros(lost), iterations if any(map(any, tokens)) else 0)
+
+    @property
+    def owed(self) -> TokenTable:
+        """Tokens not compensated yet; 0 when the iterations are over."""
+        pairs = zip(self.tokens, self.made_up, strict=True)
+        return tuple(tuple(max(0, t - m) * bool(self.left) for t, m in zip(*rows, strict=True)) for rows in pairs)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Tokens to compensate over all experts, and how many of them are compensated."""
+        pairs = [pair for rows in zip(self.tokens, self.made_up, strict=True) for pair in zip(*rows, strict=True)]
+        return sum(tokens for tokens, _ in pairs), sum(map(min, pairs))
+
+    def after_iteration(self, beyond: Sequence[Sequence[int]]) -> TokenDebt:
+        """Returns the debt after one more iteration, in which experts processed these tokens beyond their capacity."""
+        now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
+        return now if any(map(any, now.owed)) else replace(now, left=0)
+
+
+def _summed(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> TokenTable:
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(one, other, strict=True))
+
+
+def _zeros(like: Sequence[Sequence[int]]) -> TokenTable:
+    return tuple((0,) * len(row) for row in like)
 
 
 class Version(NamedTuple):
@@ -41,11 +108,11 @@ class PendingSave(NamedTuple):
 
     iteration: Count
     experts: tuple[tuple[Count, tuple[Count, ...]], ...]
-    learned: Table
+    learned: TokenTable
 
 
 @dataclass(frozen=True)
-class Ledger:
+class TokenLedger:
     """Token counts after ``iteration`` iterations, identical on every rank; immutable, methods return new ledgers.
 
     Attributes:
@@ -64,8 +131,8 @@ class Ledger:
 
     iteration: Count
     layers: tuple[Count, ...]
-    given: Table
-    learned: Table
+    given: TokenTable
+    learned: TokenTable
     routed: tuple[Count, ...]
     memory: Versions
     storage: Versions
@@ -73,22 +140,22 @@ class Ledger:
     to_memory: tuple[PendingSave, ...] = ()
     to_storage: tuple[PendingSave, ...] = ()
     to_peers: tuple[PendingSave, ...] = ()
-    debt: Debt | None = None
+    debt: TokenDebt | None = None
 
     @classmethod
-    def of(cls, experts: Mapping[int, int]) -> Ledger:
+    def empty(cls, experts: Mapping[int, int]) -> TokenLedger:
         """Returns an empty ledger, before the first iteration, for numbers of experts by global layer number."""
         layers = tuple(sorted(experts))
         zeros = tuple((0,) * experts[layer] for layer in layers)
         versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
         return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions, versions)
 
-    def after(
+    def after_iteration(
         self,
         counts: Mapping[int, Sequence[int]],
         sent: Mapping[int, int] | None = None,
         beyond: Mapping[int, Sequence[int]] | None = None,
-    ) -> Ledger:
+    ) -> TokenLedger:
         """Returns the ledger after one more iteration.
 
         Args:
@@ -109,15 +176,15 @@ class Ledger:
             given=_added(self.given, rows),
             learned=_added(self.learned, rows),
             routed=tuple(map(sum, zip(self.routed, total, strict=True))),
-            debt=self.debt and self.debt.after(extra),
+            debt=self.debt and self.debt.after_iteration(extra),
         )
 
-    def begun(
+    def with_snapshot(
         self,
         experts: Mapping[int, Iterable[int]] | None,
         storage: Mapping[int, Iterable[int]] | None = None,
         peers: Mapping[int, Iterable[int]] | None = None,
-    ) -> Ledger:
+    ) -> TokenLedger:
         """Returns the ledger after a snapshot has begun at this iteration.
 
         Args:
@@ -129,10 +196,14 @@ class Ledger:
         begun = {"to_memory": experts, "to_storage": storage, "to_peers": peers}
         return dataclasses.replace(
             self,
-            **{name: (*getattr(self, name), self._begun(saved)) for name, saved in begun.items() if saved is not None},
+            **{
+                name: (*getattr(self, name), self._pending_save(saved))
+                for name, saved in begun.items()
+                if saved is not None
+            },
         )
 
-    def snapshotted(self, iteration: int) -> Ledger:
+    def with_snapshot_completed(self, iteration: int) -> TokenLedger:
         """Returns the ledger after an iteration's snapshot, and its copies, are complete in memory; drops earlier ones.
 
         Raises:
@@ -142,12 +213,14 @@ class Ledger:
         peers, copies = _completed(self.peers, self.to_peers, iteration, "copy")
         return dataclasses.replace(self, memory=memory, to_memory=later, peers=peers, to_peers=copies)
 
-    def persisted(self, iteration: int) -> Ledger:
-        """Returns the ledger after a write to storage is complete, as :meth:`snapshotted`."""
+    def with_persist_completed(self, iteration: int) -> TokenLedger:
+        """Returns the ledger after a write to storage is complete, as :meth:`with_snapshot_completed`."""
         storage, later = _completed(self.storage, self.to_storage, iteration, "snapshot for storage")
         return dataclasses.replace(self, storage=storage, to_storage=later)
 
-    def recovered(self, restored: Mapping[int, Mapping[int, int]], others: Iterable[Ledger] = ()) -> Ledger:
+    def after_recovery(
+        self, restored: Mapping[int, Mapping[int, int]], others: Iterable[TokenLedger] = ()
+    ) -> TokenLedger:
         """Returns the ledger of a run that resumes from this iteration with some experts in an earlier state.
 
         Such an expert loses the tokens given after its state's iteration. The loss is relative to the tokens that the
@@ -165,7 +238,7 @@ class Ledger:
         """
         known = {ledger.iteration: ledger for ledger in others}
         for layer in restored:
-            self._place(layer)
+            self._layer_index(layer)
         learned = list(map(list, self.learned))
         saved_in = {name: list(map(list, getattr(self, name))) for name in _TIERS}
         for place, layer in enumerate(self.layers):
@@ -181,10 +254,10 @@ class Ledger:
         tables = {"learned": _frozen(learned)} | {name: _frozen(table) for name, table in saved_in.items()}
         return dataclasses.replace(self, **tables, **{f"to_{name}": () for name in _TIERS})
 
-    def indebted(self, base: Ledger, iterations: int) -> Ledger:
-        """Returns this ledger, :meth:`recovered` from ``base``, with ``iterations`` iterations to compensate losses."""
+    def with_debt(self, base: TokenLedger, iterations: int) -> TokenLedger:
+        """Returns this ledger, :meth:`after_recovery` from ``base``, with iterations to compensate losses."""
         lost = [tuple(map(operator.sub, *rows)) for rows in zip(base.learned, self.learned, strict=True)]
-        return dataclasses.replace(self, debt=Debt.of(lost, iterations, base.debt))
+        return dataclasses.replace(self, debt=TokenDebt.after_recovery(lost, iterations, base.debt))
 
     @property
     def owed(self) -> dict[int, tuple[int, ...]]:
@@ -232,7 +305,7 @@ class Ledger:
         return decode.values_of(self) | {"debt": None if self.debt is None else decode.values_of(self.debt)}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
+    def from_state(cls, state: Mapping[str, Any]) -> TokenLedger:
         """Restores a :meth:`state_dict`, directly or through JSON.
 
         Raises:
@@ -247,13 +320,13 @@ class Ledger:
         shapes = {tuple(map(len, table)) for table in tables}
         begun = (*ledger.to_memory, *ledger.to_storage, *ledger.to_peers)
         fits = len(shapes) == 1 and len(ledger.given) == len(ledger.layers) == len(ledger.routed)
-        if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._has, begun)):
+        if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._contains, begun)):
             raise StateError(
                 "this state of a token ledger contradicts itself. Fix: start without it",
             )
         return ledger
 
-    def _has(self, save: PendingSave) -> bool:
+    def _contains(self, save: PendingSave) -> bool:
         """Returns whether the experts of a save belong to this ledger and each have a number of tokens."""
         return len(save.experts) == len(save.learned) and all(
             place < len(self.given)
@@ -262,7 +335,7 @@ class Ledger:
             for (place, experts), tokens in zip(save.experts, save.learned, strict=True)
         )
 
-    def _place(self, layer: int) -> int:
+    def _layer_index(self, layer: int) -> int:
         if layer not in self.layers:
             raise PolicyError(
                 f"layer {layer} has no experts that the ledger counts. Fix: report the layers {self.layers}",
@@ -271,7 +344,7 @@ class Ledger:
         return self.layers.index(layer)
 
     def _row(self, counts: Mapping[int, Sequence[int]], layer: int) -> tuple[int, ...]:
-        row, experts = tuple(map(int, counts.get(layer, ()))), len(self.given[self._place(layer)])
+        row, experts = tuple(map(int, counts.get(layer, ()))), len(self.given[self._layer_index(layer)])
         if counts.keys() - set(self.layers) or len(row) != experts or min(row) < 0:
             raise PolicyError(
                 f"the counts of iteration {self.iteration + 1} do not fit the {experts} experts of layer {layer}. Fix: "
@@ -280,13 +353,13 @@ class Ledger:
             )
         return row
 
-    def _begun(self, experts: Mapping[int, Iterable[int]]) -> PendingSave:
-        chosen = tuple((self._place(layer), tuple(sorted(numbers))) for layer, numbers in sorted(experts.items()))
+    def _pending_save(self, experts: Mapping[int, Iterable[int]]) -> PendingSave:
+        chosen = tuple((self._layer_index(layer), tuple(sorted(numbers))) for layer, numbers in sorted(experts.items()))
         learned = tuple(tuple(self.learned[place][e] for e in numbers) for place, numbers in chosen)
         return PendingSave(self.iteration, chosen, learned)
 
-    def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, Ledger]) -> Version:
-        place = self._place(layer)
+    def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, TokenLedger]) -> Version:
+        place = self._layer_index(layer)
         if iteration > self.iteration:
             raise PolicyError(
                 f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run goes on "
@@ -295,7 +368,7 @@ class Ledger:
             )
         if iteration == self.iteration:
             return Version(iteration, self.learned[place][expert])
-        found = {0: 0} | {i: ledger.learned[ledger._place(layer)][expert] for i, ledger in known.items()}
+        found = {0: 0} | {i: ledger.learned[ledger._layer_index(layer)][expert] for i, ledger in known.items()}
         for save in (*self.to_memory, *self.to_storage, *self.to_peers):
             if saved := _saved(save, place, expert):
                 found[save.iteration] = saved.learned
@@ -316,7 +389,7 @@ class Ledger:
         }
 
 
-def _added(table: Table, rows: Iterable[Sequence[int]]) -> Table:
+def _added(table: TokenTable, rows: Iterable[Sequence[int]]) -> TokenTable:
     return tuple(tuple(map(sum, zip(old, new, strict=True))) for old, new in zip(table, rows, strict=True))
 
 

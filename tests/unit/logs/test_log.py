@@ -6,8 +6,7 @@ import threading
 import pytest
 import torch
 
-from moc.logs.files import LogEntry, LogReader, directory_of, path_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory, log_path
 from moc.store.blobs import LocalBlob
 from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
@@ -27,7 +26,7 @@ WORDS = dict(name="test log", more="raise --limit", otherwise="drop --logging")
 
 @pytest.fixture
 def directory(tmp_path):
-    return directory_of(tmp_path, rank=3)
+    return log_directory(tmp_path, rank=3)
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def check(directory, iteration: int, keys: list[str] = KEYS) -> None:
 
 def test_what_was_written_is_read_by_its_key(make, directory):
     writer = log(make(), 9, 10)
-    assert writer.slot_bytes == SLOT
+    assert writer.log_bytes == SLOT
     assert LogReader(directory).iterations() == writer.iterations == [9, 10]
     for iteration in (9, 10):
         check(directory, iteration)
@@ -96,7 +95,7 @@ def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, m
         raise OSError("no-more-names")
 
     damages: list[str | None] = []
-    monkeypatch.setattr("moc.logs.writer.os.link", fail)
+    monkeypatch.setattr("moc.logs.log.os.link", fail)
     writer = log(make(), 1)
     assert damages == [None] * len(KEYS) and LogReader(directory).iterations() == []
     assert only_code(writer.failure()) == "storage-unwritable" and "no-more-names" in writer.failure()
@@ -106,13 +105,13 @@ def test_damage_and_another_layout_are_found(make, directory):
     log(make(), 1)
     with raises("log-missing", "other gradient"):
         LogReader(directory).read(1, "other gradient")
-    with open(path_of(directory, 1), "r+b") as file:
+    with open(log_path(directory, 1), "r+b") as file:
         file.seek(SLOT - 1)
         file.write(b"\xff")
     with pytest.raises(DamagedRegionError):
         LogReader(directory).read(1, "gradient of a vector")  # the last one of the file
     LogReader(directory).read(1, KEYS[0])
-    with open(path_of(directory, 1), "r+b") as file:
+    with open(log_path(directory, 1), "r+b") as file:
         file.truncate(SLOT - 1)
     with pytest.raises(MissingRegionError, match="truncated"):
         LogReader(directory).read(1, KEYS[0])
@@ -127,13 +126,13 @@ def test_collected_memory_is_used_again(make, directory):
     assert {path.stat().st_ino for path in (directory / "slots").iterdir()} == inodes
     for iteration in (3, 4, 5):
         check(directory, iteration)
-    assert writer.given_up == 0
+    assert writer.dropped_iterations == 0
 
 
 def test_the_oldest_go_where_there_is_no_room(make, directory):
     writer = log(make(slots=3.5), *range(1, 6))
     assert LogReader(directory).iterations() == writer.iterations == [3, 4, 5]
-    assert writer.bytes == 3 * SLOT and writer.given_up == 2
+    assert writer.bytes == 3 * SLOT and writer.dropped_iterations == 2
     check(directory, 3)
 
 
@@ -143,7 +142,7 @@ def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
     def no_more(*_, **__):
         raise CheckpointError("no room")
 
-    monkeypatch.setattr("moc.logs.writer.Buffer", no_more)
+    monkeypatch.setattr("moc.logs.log.Buffer", no_more)
     log(writer, 1, 2, 3)
     assert LogReader(directory).iterations() == [2, 3] and writer.given_up == 1
 
@@ -202,7 +201,7 @@ def test_an_iteration_may_log_some_of_the_keys(make, directory):
 
 
 def test_kinds_of_logs_are_beside_each_other(tmp_path):
-    one, other = (directory_of(tmp_path, 3, kind) for kind in ("logs", "gradients"))
+    one, other = (log_directory(tmp_path, 3, kind) for kind in ("logs", "gradients"))
     writers = [LogWriter(place, ENTRIES, 4 * SLOT, torch.device("cpu"), **WORDS) for place in (one, other)]
     log(writers[0], 1)
     log(writers[1], 2)
@@ -215,7 +214,7 @@ def test_kinds_of_logs_are_beside_each_other(tmp_path):
 
 def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
     log(make(), 1).close()
-    assert [path.name for path in directory.rglob("*") if path.is_file()] == [path_of(directory, 1).name]
+    assert [path.name for path in directory.rglob("*") if path.is_file()] == [log_path(directory, 1).name]
     check(directory, 1)
     make().delete()
     assert not directory.exists()
@@ -228,7 +227,7 @@ def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(mak
     writer.write(KEYS[0], tensor(3, KEYS[0]))  # then another worker is lost
     writer.pause()
     assert LogReader(directory).iterations() == writer.iterations == [1, 2] and writer.bytes == 3 * SLOT
-    monkeypatch.setattr("moc.logs.writer.Buffer", None)  # nothing is allocated
+    monkeypatch.setattr("moc.logs.log.Buffer", None)  # nothing is allocated
     log(writer, 3)
     for iteration in (1, 2, 3):
         check(directory, iteration)
@@ -277,7 +276,7 @@ def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_a
     ).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr("moc.logs.writer.Buffer", Plain)
+    monkeypatch.setattr("moc.logs.log.Buffer", Plain)
     device = torch.device("cuda", 1)
     writer = log(make(device=device), 1)
     assert asked == [("device", device, False), ("event", False)]

@@ -1,6 +1,7 @@
 """Chooses the length of sparse snapshots' windows, and the operators that each iteration saves in full.
 
-The functions of MoEvement's Algorithm 1 (section 3.5), and its profiler.
+The functions of MoEvement's Algorithm 1 (section 3.5), its profiler, and the popularity of experts that orders them
+(section 3.5, Appendices B and D).
 """
 
 from __future__ import annotations
@@ -10,16 +11,101 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
-from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
-from moc.policy.popularity import Scores
+from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
 from moc.state.operators import Operator
 
-FEWEST = 2
+Scores = Mapping[int, Sequence[float]]
+"""Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""
+
+FREQUENCY_CHANGE, SHARE_OF_EXPERTS = 0.10, 0.25
+"""Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
+
+
+def activation_frequencies(scores: Scores) -> dict[int, list[float]]:
+    """Returns each expert's share of its layer's total, by layer; zeros if the total is zero."""
+    shares = {}
+    for layer, row in scores.items():
+        total = sum(row)
+        shares[layer] = [score / total if total else 0.0 for score in row]
+    return shares
+
+
+def have_frequencies_changed(before: Scores, now: Scores) -> bool:
+    """Returns whether activation frequencies differ by more than 10 % for at least 25 % of experts (section 3.5).
+
+    Args:
+        before: :func:`activation_frequencies` at the last reordering.
+        now: current frequencies, with the same layers and experts.
+    """
+    pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
+    changed = sum(abs(new - old) > FREQUENCY_CHANGE * old for old, new in pairs)
+    return bool(pairs) and changed >= SHARE_OF_EXPERTS * len(pairs)
+
+
+def decayed_popularity(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
+    """Returns the time-decayed popularity A(t) = alpha A(t-1) + (1 - alpha) counts of an iteration (Appendix B).
+
+    Args:
+        mean: A(t-1); empty before the first iteration.
+        counts: tokens of this iteration.
+        alpha: weight of the previous value, from 0 to 1.
+    """
+    nothing = {layer: [0.0] * len(row) for layer, row in counts.items()}
+    return {
+        layer: [alpha * old + (1 - alpha) * new for old, new in zip((mean or nothing)[layer], row, strict=True)]
+        for layer, row in counts.items()
+    }
+
+
+def relative_popularity(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
+    """Returns popularity relative to each expert's capacity, A / C (Appendix B, capacity-aware ordering)."""
+    return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
+
+
+def hhi(counts: Sequence[float]) -> float:
+    """Returns the Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
+
+    Raises:
+        ValueError: the layer has no tokens.
+    """
+    total = sum(counts)
+    if not total > 0:
+        raise PolicyError(
+            "no expert of this layer was given a token. Fix: count tokens first",
+            code="counts-misfit",
+        )
+    return sum((count / total) ** 2 for count in counts)
+
+
+def skewness(counts: Sequence[float]) -> float:
+    """Returns S of Appendix D, from 0 (all experts of a layer are equally busy) to 1 (one expert has all tokens).
+
+    Raises:
+        ValueError: there are fewer than two experts, or no token.
+    """
+    if len(counts) < 2:
+        raise PolicyError(
+            f"skewness is between experts, and there is {len(counts)}. Fix: count the tokens of two experts or more",
+            code="counts-misfit",
+        )
+    least = 1 / len(counts)
+    return (hhi(counts) - least) / (1 - least)
+
+
+def skew_gauges(counts: Scores) -> dict[str, float]:
+    """Returns mean ``hhi`` and ``skewness`` of an iteration, over the layers with several experts and any tokens."""
+    rows = [row for row in counts.values() if len(row) > 1 and sum(row) > 0]
+    if not rows:
+        return {}
+    return {"hhi": fmean(map(hhi, rows)), "skewness": fmean(map(skewness, rows))}
+
+
+MIN_ACTIVE = 2
 """Minimum number of operators in full per snapshot, even if it does not fit: Algorithm 1, line 10."""
 
 
@@ -40,7 +126,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Turn:
+class WindowStep:
     """Operators that one iteration of a window saves: its own in full, and later turns' as compute weights."""
 
     full: tuple[str, ...]
@@ -68,7 +154,7 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
             code="value-out-of-range",
         )
     active = len(sizes)
-    while active > FEWEST and largest_snapshot(sizes, active) / bandwidth > iteration_s:
+    while active > MIN_ACTIVE and largest_snapshot(sizes, active) / bandwidth > iteration_s:
         active -= 1
     return Window(math.ceil(len(sizes) / active), active)
 
@@ -85,18 +171,22 @@ def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
     return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
 
 
-def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:
+def generate_schedule(ordered: Sequence[str], active: int) -> list[WindowStep]:
     """Returns the turns of a window (``GenerateSchedule``): each operator is in full exactly once, then absent."""
     ends = ((start, start + active) for start in range(0, len(ordered), active))
-    return [Turn(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
+    return [WindowStep(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
 
 
-def side_by_side(schedules: Sequence[Sequence[Turn]]) -> list[Turn]:
+def merge_schedules(schedules: Sequence[Sequence[WindowStep]]) -> list[WindowStep]:
     """Merges the schedules of several pipeline stages, which save at the same time."""
     turns = []
     for place in range(max(map(len, schedules), default=0)):
-        there = [schedule[place] for schedule in schedules if place < len(schedule)]
-        turns.append(Turn(*(tuple(n for turn in there for n in getattr(turn, kind)) for kind in ("full", "compute"))))
+        schedules_left = [schedule[place] for schedule in schedules if place < len(schedule)]
+        turns.append(
+            WindowStep(
+                *(tuple(n for turn in schedules_left for n in getattr(turn, kind)) for kind in ("full", "compute"))
+            )
+        )
     return turns
 
 
@@ -136,7 +226,7 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
     return first + [operator for operator in operators if operator.expert is None]
 
 
-def stage_of(operator: Operator, stages: Sequence[int]) -> int:
+def pipeline_stage(operator: Operator, stages: Sequence[int]) -> int:
     """Returns the pipeline stage of an operator; ``stages`` has the stage of each layer, empty for a single stage."""
     if not stages:
         return 0
@@ -146,7 +236,7 @@ def stage_of(operator: Operator, stages: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredWindowTuner:
     """State of a window tuner: seconds, and bytes per second."""
 
     forward_backward_s: tuple[decode.Positive, ...] = ()
@@ -163,29 +253,29 @@ class WindowTuner(Interval):
     """
 
     def __init__(self):
-        self._passed_over = 0
+        self._warm_up_count = 0
         self._seconds: deque[float] = deque(maxlen=BLOCK)
         self._bandwidths: deque[float] = deque(maxlen=SNAPSHOTS)
-        self._longest: int | None = None
+        self._max_length: int | None = None
 
-    def limit_windows(self, length: int) -> None:
-        """As :meth:`Interval.limit_windows`."""
-        self._longest = length
+    def limit_window_length(self, length: int) -> None:
+        """As :meth:`Interval.limit_window_length`."""
+        self._max_length = length
 
-    def limited(self, length: int) -> int:
+    def limit(self, length: int) -> int:
         """Returns a length, or the limit if the length exceeds it."""
-        return length if self._longest is None else min(length, self._longest)
+        return length if self._max_length is None else min(length, self._max_length)
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, observed: ObservedIteration) -> None:
         """As :meth:`Interval.observe`."""
-        if seen.copied.bytes and seen.copied.seconds:
-            self._bandwidths.append(seen.copied.bytes / seen.copied.seconds)
-        if self._passed_over < WARM_UP:
-            self._passed_over += 1
-        elif seen.forward_backward_s > 0:
-            self._seconds.append(seen.forward_backward_s)
+        if observed.copied.bytes and observed.copied.seconds:
+            self._bandwidths.append(observed.copied.bytes / observed.copied.seconds)
+        if self._warm_up_count < WARM_UP:
+            self._warm_up_count += 1
+        elif observed.forward_backward_s > 0:
+            self._seconds.append(observed.forward_backward_s)
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns True for every iteration once enough of them are measured."""
         return iteration > 0 and len(self._seconds) == BLOCK
 
@@ -205,11 +295,11 @@ class WindowTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`."""
-        stored = decode.state(state, _Stored, "a tuner")
+        stored = decode.state(state, _StoredWindowTuner, "a tuner")
 
         def load() -> None:
             self._seconds = deque(stored.forward_backward_s, maxlen=BLOCK)
             self._bandwidths = deque(stored.bandwidths, maxlen=SNAPSHOTS)
-            self._passed_over = 0
+            self._warm_up_count = 0
 
         return load

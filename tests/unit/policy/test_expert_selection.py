@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.selection import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
+from moc.policy.expert_selection import Limit, allocate, count_limit, per_byte, proportional, scores, steady_risk
 
 MANY = 10**9
 
@@ -57,7 +57,7 @@ def test_the_experts_of_all_layers_are_as_many_as_the_budget_has(table, total):
 
 def test_algorithm_1_takes_the_experts_with_the_most_tokens_of_each_layer():
     unsaved = {0: [3, 9, 3, 0], 1: [1, 2, 2, 0]}
-    assert proportional(unsaved, [number_of_experts(places(unsaved), 4)]) == {0: [0, 1, 2], 1: [1]}
+    assert proportional(unsaved, [count_limit(places(unsaved), 4)]) == {0: [0, 1, 2], 1: [1]}
 
 
 @st.composite
@@ -66,7 +66,7 @@ def budgets(draw, table):
     kinds = draw(st.lists(st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1, max_size=2), min_size=1))
     cost = {place: draw(st.sampled_from(kinds)) for place in places(table)}
     room = {rank: draw(st.integers(0, 40)) for rank in range(3)}
-    return [Limit(room, cost), number_of_experts(places(table), draw(st.integers(0, 30)))]
+    return [Limit(room, cost), count_limit(places(table), draw(st.integers(0, 30)))]
 
 
 @given(st.data(), tables(), st.integers(1, 5))
@@ -140,10 +140,10 @@ def test_experts_are_the_same_as_one_by_one(data, table, max_age):
 
 def test_the_oldest_come_first_on_at_most_half_of_the_budget():
     score = {0: [9.0, 8.0, 7.0, 0.0, 0.0, 0.0]}
-    ages, limits = {0: [1, 1, 1, 11, 13, 12]}, [number_of_experts(places(score), 4)]
+    ages, limits = {0: [1, 1, 1, 11, 13, 12]}, [count_limit(places(score), 4)]
     assert per_byte(score, ages, 10, limits) == {0: [0, 1, 4, 5]}
     assert per_byte(score, ages, 20, limits) == {0: [0, 1, 2, 3]}
-    assert per_byte(score, ages, 10, [number_of_experts(places(score), 1)]) == {0: [0]}  # half an expert is none
+    assert per_byte(score, ages, 10, [count_limit(places(score), 1)]) == {0: [0]}  # half an expert is none
 
 
 def test_a_busy_rank_is_passed_over_for_one_with_room():
@@ -151,7 +151,7 @@ def test_a_busy_rank_is_passed_over_for_one_with_room():
     limits = [Limit({0: 6, 1: 6}, cost)]
     assert per_byte({0: [9.0, 8.0, 1.0]}, {0: [0, 0, 0]}, MANY, limits) == {0: [0, 2]}
     assert proportional({0: [9, 8, 1]}, limits) == {0: [0, 2]}
-    assert limits[0].total() == 2 and Limit({}, {}).total() == 0
+    assert limits[0].expert_count() == 2 and Limit({}, {}).expert_count() == 0
 
 
 def test_a_score_grows_with_tokens_and_with_age():
@@ -184,7 +184,7 @@ def at_risk(trace, experts, choose, skip=10):
     """Tokens at risk right after each snapshot, in iterations: the mean over layers, and rows after the first."""
     layers, width = len(trace[0]), len(trace[0][0])
     unsaved, ages = ({layer: [0] * width for layer in range(layers)} for _ in range(2))
-    limits, found = [number_of_experts(places(unsaved), experts * layers)], []
+    limits, found = [count_limit(places(unsaved), experts * layers)], []
     for row in trace:
         for layer, tokens in enumerate(row):
             unsaved[layer] = [sum(pair) for pair in zip(unsaved[layer], tokens, strict=True)]

@@ -1,19 +1,30 @@
 """Windows of sparse checkpoints: MoEvement's Algorithm 1, its Figure 6, and what holds for any model."""
 
+import json
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy.window import (
+from moc.policy import ObservedIteration, Transfer
+from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP
+from moc.policy.windows import (
     OperatorBytes,
-    Turn,
+    WindowStep,
+    WindowTuner,
+    activation_frequencies,
+    decayed_popularity,
     find_window_size,
     generate_schedule,
+    have_frequencies_changed,
+    hhi,
     largest_snapshot,
+    merge_schedules,
     order_operators,
-    side_by_side,
+    relative_popularity,
+    skew_gauges,
+    skewness,
 )
 from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
@@ -26,9 +37,9 @@ TABLE_7 = [(6, 2), (12, 1), (10, 1), (5, 1), (4, 1)]  # bytes of a parameter in 
 
 def test_figure_6():
     assert generate_schedule(FIGURE_6, 2) == [
-        Turn(("E1", "E2"), ("E3", "E4", "NE", "G")),
-        Turn(("E3", "E4"), ("NE", "G")),
-        Turn(("NE", "G"), ()),
+        WindowStep(("E1", "E2"), ("E3", "E4", "NE", "G")),
+        WindowStep(("E3", "E4"), ("NE", "G")),
+        WindowStep(("NE", "G"), ()),
     ]
     dense, first = largest_snapshot(EQUAL, 6), largest_snapshot(EQUAL, 2)
     assert 1 - first / dense == pytest.approx(0.55, abs=0.01)  # the inset
@@ -86,7 +97,7 @@ def test_nothing_to_find_a_window_by(bad):
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 25))
 def test_each_operator_in_full_once_and_as_compute_weights_before(stages, length):
     names = [[f"{stage}.{number}" for number in range(count)] for stage, count in enumerate(stages)]
-    turns = side_by_side([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in names])
+    turns = merge_schedules([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in names])
     assert len(turns) <= length
     for name in (name for queue in names for name in queue):
         (place,) = (i for i, turn in enumerate(turns) if name in turn.full)
@@ -151,3 +162,134 @@ def test_an_order_names_each_operator_once(layers, per_rank, ep, data):
     for count in range(0, layers * experts + 1, ep):  # no rank has more in what was saved so far
         ranks = [expert * ep // experts for _, expert in experts_of(ordered)[:count]]
         assert len({ranks.count(rank) for rank in range(ep)}) <= 1
+
+
+def test_skewness_is_0_where_all_are_equal_and_1_where_one_has_everything():
+    assert hhi([5, 5, 5, 5]) == pytest.approx(1 / 4) and skewness([5, 5, 5, 5]) == pytest.approx(0)
+    assert hhi([0, 0, 7, 0]) == 1 and skewness([0, 0, 7, 0]) == 1
+
+
+def test_skewness_by_hand():
+    assert hhi([3, 1]) == pytest.approx(9 / 16 + 1 / 16)
+    assert skewness([3, 1]) == pytest.approx((10 / 16 - 1 / 2) / (1 / 2))
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=64).filter(any))
+def test_skewness_is_a_share(counts):
+    assert -1e-9 <= skewness(counts) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("counts", [[], [4], [0, 0]])
+def test_no_skewness(counts):
+    with raises("counts-misfit"):
+        skewness(counts)
+
+
+def test_gauges_are_means_over_layers_with_tokens():
+    assert skew_gauges({0: [1, 1], 1: [2, 0], 2: [0, 0], 3: [7]}) == {"hhi": 0.75, "skewness": 0.5}
+    assert skew_gauges({}) == {} == skew_gauges({0: [0, 0]})
+
+
+def test_a_change_of_more_than_10_percent_of_25_percent_of_experts():
+    before = activation_frequencies({0: [100, 100, 100, 100], 1: [100, 100, 100, 100]})
+    assert not have_frequencies_changed(before, before)
+    two = activation_frequencies({0: [112, 88, 100, 100], 1: [100, 100, 100, 100]})
+    assert have_frequencies_changed(before, two)
+    assert not have_frequencies_changed(
+        before, activation_frequencies({0: [110, 90, 100, 100], 1: [100, 100, 100, 100]})
+    )
+    one = {0: [0.25 * 1.2, 0.25, 0.25, 0.25], 1: [0.25] * 4}
+    assert not have_frequencies_changed(before, one)
+    assert not have_frequencies_changed({}, {})
+
+
+@pytest.mark.parametrize(
+    ("now", "changed"),
+    [
+        ([11.0, 9.0, 10.0, 10.0], False),  # by 10 % and no more
+        ([11.5, 10.0, 10.0, 10.0], True),  # one of four is 25 %
+        ([8.5, 10.0, 10.0, 10.0], True),
+        ([11.5, 10.0, 10.0, 10.0, 10.0], False),
+    ],
+)
+def test_the_limits_of_a_change(now, changed):
+    assert have_frequencies_changed({0: [10.0] * len(now)}, {0: now}) == changed
+    nothing = {0: [0.0] * len(now)}
+    assert not have_frequencies_changed(nothing, nothing) and have_frequencies_changed(nothing, {0: now})
+
+
+def test_frequencies_are_shares_of_a_layer():
+    assert activation_frequencies({0: [1, 3], 1: [0, 0]}) == {0: [0.25, 0.75], 1: [0.0, 0.0]}
+
+
+def test_decayed_popularity_forgets():
+    first = decayed_popularity({}, {0: [100, 0]}, alpha=0.9)
+    assert first == {0: [pytest.approx(10.0), 0.0]}
+    assert decayed_popularity(first, {0: [0, 20]}, alpha=0.9) == {0: [pytest.approx(9.0), pytest.approx(2.0)]}
+
+
+def test_popularity_for_each_capacity():
+    assert relative_popularity({0: [6, 6]}, {0: (3, 1)}) == {0: [2, 6]}
+
+
+def seen(seconds, size=0.0, took=0.0):
+    return ObservedIteration(seconds + 1.0, forward_backward_s=seconds, copied=Transfer(size, took))
+
+
+def measured(tuner, *seconds):
+    for one in seconds:
+        tuner.observe(seen(one))
+    return tuner
+
+
+def test_the_first_iterations_are_passed_over_and_a_block_is_measured_without_a_snapshot():
+    tuner = measured(WindowTuner(), *[90.0] * WARM_UP)
+    assert tuner.seconds is None and not tuner.is_due(WARM_UP)
+    measured(tuner, *[2.0] * (BLOCK - 1))
+    assert not tuner.is_due(WARM_UP + BLOCK - 1) and tuner.seconds == 2.0
+    measured(tuner, 2.0)
+    assert not tuner.is_due(0) and all(tuner.is_due(iteration) for iteration in (1, WARM_UP + BLOCK, 1000))
+
+
+def test_what_counts_is_the_median_of_the_newest():
+    tuner = measured(WindowTuner(), *[9.0] * WARM_UP, *[5.0] * BLOCK, *[1.0] * (BLOCK // 2 + 1))
+    assert tuner.seconds == 1.0
+    measured(tuner, 0.0)  # nothing was measured
+    assert tuner.seconds == 1.0 and tuner.is_due(1)
+
+
+def test_bandwidths_are_known_from_the_first_copy_on():
+    tuner = WindowTuner()
+    assert tuner.bandwidth is None
+    for size, took in ((80.0, 0.0), (0.0, 2.0), (80.0, 2.0), (60.0, 2.0), (30.0, 3.0)):
+        tuner.observe(seen(1.0, size, took))  # what has no bytes or took no time tells nothing
+    assert SNAPSHOTS == 3 and tuner.bandwidth == 30.0
+    tuner.observe(seen(1.0, 5.0, 1.0))
+    assert tuner.bandwidth == 10.0
+
+
+def test_a_resumed_run_knows_what_was_measured_and_passes_over_its_first_iterations():
+    tuner = measured(WindowTuner(), *[9.0] * WARM_UP, *[5.0] * BLOCK)
+    tuner.observe(seen(5.0, 80.0, 2.0))
+    state = json.loads(json.dumps(tuner.state_dict()))
+    for resumed in (WindowTuner(), tuner):
+        resumed.load_state_dict(state)
+        assert (resumed.seconds, resumed.bandwidth, resumed.is_due(1)) == (5.0, 40.0, True)
+        assert resumed.state_dict() == state
+        measured(resumed, *[90.0] * WARM_UP)
+        assert resumed.state_dict() == state
+        measured(resumed, *[90.0] * (BLOCK // 2 + 1))
+        assert resumed.seconds == 90.0
+    empty = WindowTuner()
+    empty.load_state_dict({})  # of another tuner
+    assert empty.seconds is None and empty.bandwidth is None and not empty.is_due(1)
+    for wrong in ({"bandwidths": ["x"]}, {"forward_backward_s": 3}, []):
+        with raises("saved-state-invalid"):
+            empty.load_state_dict(wrong)
+
+
+def test_a_limit_shortens_longer_windows_alone():
+    tuner = WindowTuner()
+    assert tuner.limit(9) == 9
+    tuner.limit_windows(4)
+    assert [tuner.limit(length) for length in (3, 4, 9)] == [3, 4, 4]

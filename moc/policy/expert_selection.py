@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-Counts = Mapping[int, Sequence[int]]
+CountsByLayer = Mapping[int, Sequence[int]]
 """By layer and expert: tokens, or iterations."""
 
-Place = tuple[int, int]
+ExpertId = tuple[int, int]
 """Layer and number of an expert."""
 
-Experts = dict[int, list[int]]
+ExpertsByLayer = dict[int, list[int]]
 """Chosen experts by layer, ascending."""
 
 
@@ -36,30 +36,30 @@ class Limit:
         gradients: cost of an expert's gradients in place of its state, where known.
     """
 
-    room: Mapping[int, float]
-    cost: Mapping[Place, Mapping[int, float]]
-    gradients: Mapping[Place, Mapping[int, float]] = field(default_factory=dict)
+    capacity: Mapping[int, float]
+    costs: Mapping[ExpertId, Mapping[int, float]]
+    gradients: Mapping[ExpertId, Mapping[int, float]] = field(default_factory=dict)
 
-    def total(self, given: Given | None = None) -> int:
+    def expert_count(self, given: Preselection | None = None) -> int:
         """Returns S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
-        return self._total if given is None else self._fitting(given)
+        return self._expert_count if given is None else self._count_fitting(given)
 
-    def costs_of(self, place: Place, cheaper: bool) -> Mapping[int, float]:
+    def cost_by_bin(self, place: ExpertId, gradients_only: bool) -> Mapping[int, float]:
         """Returns the cost of an expert, or of its gradients, in each bin."""
-        return self.gradients.get(place, self.cost[place]) if cheaper else self.cost[place]
+        return self.gradients.get(place, self.costs[place]) if gradients_only else self.costs[place]
 
     @cached_property
-    def _total(self) -> int:
-        return self._fitting(Given())
+    def _expert_count(self) -> int:
+        return self._count_fitting(Preselection())
 
-    def _fitting(self, given: Given) -> int:
-        whole = sum(sum(self.costs_of(place, place in given.cheaper).values()) for place in self.cost)
-        mean = whole / max(1, len(self.cost))
-        return math.floor(given.share * sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
+    def _count_fitting(self, given: Preselection) -> int:
+        whole = sum(sum(self.cost_by_bin(place, place in given.gradients_only).values()) for place in self.costs)
+        mean = whole / max(1, len(self.costs))
+        return math.floor(given.share * sum(self.capacity.values()) / mean + 1e-9) if mean else len(self.costs)
 
 
 @dataclass(frozen=True)
-class Given:
+class Preselection:
     """Constraints set before experts are chosen.
 
     Attributes:
@@ -69,16 +69,16 @@ class Given:
         both: experts among ``taken`` that cost their state and their gradients.
     """
 
-    taken: Collection[Place] = ()
-    cheaper: Collection[Place] = ()
+    chosen: Collection[ExpertId] = ()
+    gradients_only: Collection[ExpertId] = ()
     share: float = 1.0
-    both: Collection[Place] = ()
+    state_and_gradients: Collection[ExpertId] = ()
 
 
-_NOTHING = Given()
+_NO_PRESELECTION = Preselection()
 
 
-def number_of_experts(places: Iterable[Place], number: int) -> Limit:
+def count_limit(places: Iterable[ExpertId], number: int) -> Limit:
     """Returns the limit of a fixed number of experts, over all layers."""
     return Limit({0: number}, {place: {0: 1} for place in places})
 
@@ -94,47 +94,47 @@ class _Groups:
         cheaper: group of each expert's gradients, by layer.
     """
 
-    room: list[float]
+    capacity: list[float]
     costs: list[tuple[tuple[int, float], ...]]
     rows: dict[int, list[int]]
-    cheaper: dict[int, list[int]]
+    gradient_rows: dict[int, list[int]]
 
 
 @lru_cache(maxsize=16)  # limits stay the same for many snapshots
 def _groups(limits: tuple[Limit, ...]) -> _Groups:
-    bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.room)}
-    found: dict[tuple[tuple[int, float], ...], int] = {}
+    bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.capacity)}
+    group_of_costs: dict[tuple[tuple[int, float], ...], int] = {}
     tables: tuple[dict[int, list[int]], ...] = {}, {}
-    for place in sorted(limits[0].cost):
+    for place in sorted(limits[0].costs):
         for cheaper, rows in enumerate(tables):
-            of_each = (one.costs_of(place, bool(cheaper)).items() for one in limits)
+            of_each = (one.cost_by_bin(place, bool(cheaper)).items() for one in limits)
             costs = tuple((bins[of, key], cost) for of, items in enumerate(of_each) for key, cost in items)
-            rows.setdefault(place[0], []).append(found.setdefault(costs, len(found)))
-    return _Groups([room for limit in limits for room in limit.room.values()], list(found), *tables)
+            rows.setdefault(place[0], []).append(group_of_costs.setdefault(costs, len(group_of_costs)))
+    return _Groups([room for limit in limits for room in limit.capacity.values()], list(group_of_costs), *tables)
 
 
-class _Rooms:
+class _RemainingCapacity:
     """Remaining capacity while experts are chosen.
 
     Attributes:
         rows: group of each expert, by layer.
     """
 
-    def __init__(self, limits: Sequence[Limit], given: Given, share: float = 1.0):
+    def __init__(self, limits: Sequence[Limit], given: Preselection, share: float = 1.0):
         self._groups = known = _groups(tuple(limits))
-        self._room = [given.share * room for room in known.room]
-        self._left = [share * room for room in self._room]
-        self.rows = {layer: list(row) for layer, row in known.rows.items()} if given.cheaper else known.rows
-        for layer, expert in given.cheaper:
-            self.rows[layer][expert] = known.cheaper[layer][expert]
-        for layer, expert in given.taken:
+        self._capacity = [given.share * room for room in known.capacity]
+        self._remaining = [share * room for room in self._capacity]
+        self.rows = {layer: list(row) for layer, row in known.rows.items()} if given.gradients_only else known.rows
+        for layer, expert in given.gradients_only:
+            self.rows[layer][expert] = known.gradient_rows[layer][expert]
+        for layer, expert in given.chosen:
             self._subtract(self.rows[layer][expert])
-        for layer, expert in given.both:
-            self._subtract(known.cheaper[layer][expert])
+        for layer, expert in given.state_and_gradients:
+            self._subtract(known.gradient_rows[layer][expert])
 
-    def take(self, group: int) -> bool:
+    def take_if_fits(self, group: int) -> bool:
         """Takes an expert of a group if it fits, and returns whether it does."""
-        left = self._left
+        left = self._remaining
         for key, cost in self._groups.costs[group]:
             if left[key] < cost:
                 return False
@@ -143,27 +143,27 @@ class _Rooms:
 
     def _subtract(self, group: int) -> None:
         for key, cost in self._groups.costs[group]:
-            self._left[key] -= cost
+            self._remaining[key] -= cost
 
-    def fill(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
+    def take_in_order(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
         """Takes and marks the experts that fit, in order; stops when no group has room."""
         waiting = set(groups)
         for place in order:
             if taken[place] or (group := groups[place]) not in waiting:
                 continue
-            if self.take(group):
+            if self.take_if_fits(group):
                 taken[place] = True
                 continue
             waiting.remove(group)
             if not waiting:
                 return
 
-    def give(self, rest: float) -> None:
+    def add_share(self, rest: float) -> None:
         """Adds a share of the limits."""
-        self._left = [left + rest * room for left, room in zip(self._left, self._room, strict=True)]
+        self._remaining = [left + rest * room for left, room in zip(self._remaining, self._capacity, strict=True)]
 
 
-def allocate(unsaved: Counts, total: int) -> dict[int, int]:
+def allocate(unsaved: CountsByLayer, expert_count: int) -> dict[int, int]:
     """Returns S[l] of Algorithm 1: S_total experts, over layers in proportion to their tokens at risk.
 
     The paper "adjusts" the rounded-down shares to sum to S_total, without details. Here the largest remainders are
@@ -172,30 +172,32 @@ def allocate(unsaved: Counts, total: int) -> dict[int, int]:
 
     Args:
         unsaved: P, tokens of each expert since it was last saved.
-        total: S_total.
+        expert_count: S_total.
 
     Returns:
         Number of experts by layer; their sum is S_total, or the number of all experts if that is smaller.
     """
-    given = dict.fromkeys(unsaved, 0)
-    total = min(total, sum(map(len, unsaved.values())))
-    while (rest := total - sum(given.values())) > 0:
-        open_ = [layer for layer in unsaved if given[layer] < len(unsaved[layer])]
+    allocated = dict.fromkeys(unsaved, 0)
+    expert_count = min(expert_count, sum(map(len, unsaved.values())))
+    while (rest := expert_count - sum(allocated.values())) > 0:
+        open_ = [layer for layer in unsaved if allocated[layer] < len(unsaved[layer])]
         risk = {layer: sum(unsaved[layer]) for layer in open_}
         if not any(risk.values()):
             risk = dict.fromkeys(open_, 1)
         whole = sum(risk.values())
         shares = {layer: divmod(risk[layer] * rest, whole) for layer in open_}
         for layer, (share, _) in shares.items():
-            given[layer] = min(len(unsaved[layer]), given[layer] + share)
-        left = total - sum(given.values())
+            allocated[layer] = min(len(unsaved[layer]), allocated[layer] + share)
+        left = expert_count - sum(allocated.values())
         by_remainder = sorted(open_, key=lambda layer: (-shares[layer][1], layer))
-        for layer in [layer for layer in by_remainder if given[layer] < len(unsaved[layer])][:left]:
-            given[layer] += 1
-    return given
+        for layer in [layer for layer in by_remainder if allocated[layer] < len(unsaved[layer])][:left]:
+            allocated[layer] += 1
+    return allocated
 
 
-def proportional(unsaved: Counts, limits: Sequence[Limit], given: Given = _NOTHING) -> Experts:
+def proportional(
+    unsaved: CountsByLayer, limits: Sequence[Limit], given: Preselection = _NO_PRESELECTION
+) -> ExpertsByLayer:
     """Returns the S[l] experts of each layer with the most tokens since their last save (Algorithm 1).
 
     S_total is for all bins together, so the experts of a busy rank may exceed its own budget: these are skipped.
@@ -205,31 +207,31 @@ def proportional(unsaved: Counts, limits: Sequence[Limit], given: Given = _NOTHI
         limits: the budget; S_total is the smallest of theirs.
         given: constraints set before.
     """
-    rooms, chosen = _Rooms(limits, given), {}
-    for layer, number in allocate(unsaved, min(limit.total(given) for limit in limits)).items():
-        taken = {expert for at, expert in given.taken if at == layer}
-        others = (expert for expert in _descending(unsaved[layer]) if expert not in taken)
-        fitting = (expert for expert in others if rooms.take(rooms.rows[layer][expert]))
+    rooms, chosen = _RemainingCapacity(limits, given), {}
+    for layer, number in allocate(unsaved, min(limit.expert_count(given) for limit in limits)).items():
+        taken = {expert for at, expert in given.chosen if at == layer}
+        others = (expert for expert in _indices_descending(unsaved[layer]) if expert not in taken)
+        fitting = (expert for expert in others if rooms.take_if_fits(rooms.rows[layer][expert]))
         chosen[layer] = sorted([*taken, *itertools.islice(fitting, max(0, number - len(taken)))])
     return chosen
 
 
-def places_of(experts: Experts) -> list[Place]:
+def expert_ids(experts: ExpertsByLayer) -> list[ExpertId]:
     """Returns the chosen experts of all layers."""
     return [(layer, expert) for layer, row in experts.items() for expert in row]
 
 
-def _descending(row: Sequence[float]) -> list[int]:
+def _indices_descending(row: Sequence[float]) -> list[int]:
     return sorted(range(len(row)), key=row.__getitem__, reverse=True)  # ties: the lower number
 
 
 def per_byte(
     scores: Mapping[int, Sequence[float]],
-    ages: Counts,
+    ages: CountsByLayer,
     max_age: float,
     limits: Sequence[Limit],
-    given: Given = _NOTHING,
-) -> Experts:
+    given: Preselection = _NO_PRESELECTION,
+) -> ExpertsByLayer:
     """Returns the experts of all layers with the highest scores that fit; too old experts are first.
 
     Args:
@@ -239,25 +241,25 @@ def per_byte(
         limits: the budget.
         given: constraints set before.
     """
-    rooms = _Rooms(limits, given, 0.5)
-    groups, age = _flat(rooms.rows, scores), _flat(ages, scores)
+    rooms = _RemainingCapacity(limits, given, 0.5)
+    groups, age = _concatenate(rooms.rows, scores), _concatenate(ages, scores)
     starts = dict(zip(scores, itertools.accumulate(map(len, scores.values()), initial=0), strict=False))
     taken = bytearray(len(groups))
-    for layer, expert in given.taken:
+    for layer, expert in given.chosen:
         taken[starts[layer] + expert] = True
     old = [place for place in range(len(age)) if age[place] > max_age]
-    rooms.fill(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
-    rooms.give(0.5)
-    rooms.fill(_descending(_flat(scores, scores)), groups, taken)
+    rooms.take_in_order(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
+    rooms.add_share(0.5)
+    rooms.take_in_order(_indices_descending(_concatenate(scores, scores)), groups, taken)
     marks = iter(taken)
     return {layer: list(itertools.compress(range(len(row)), marks)) for layer, row in scores.items()}
 
 
-def _flat[Number: (int, float)](table: Mapping[int, Sequence[Number]], layers: Iterable[int]) -> list[Number]:
+def _concatenate[Number: (int, float)](table: Mapping[int, Sequence[Number]], layers: Iterable[int]) -> list[Number]:
     return list(itertools.chain.from_iterable(table[layer] for layer in layers))
 
 
-def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:
+def scores(unsaved: CountsByLayer, ages: CountsByLayer, kind: str) -> dict[int, list[float]]:
     """Returns the scores of experts: tokens since their last save, or these times the iterations since then.
 
     An expert with rate r, saved every n iterations, has r (n - 1) / 2 tokens at risk on average. With S saves in each
@@ -303,3 +305,13 @@ def steady_risk(rates: Iterable[float], number: float, always: float = 1.0) -> f
             least = min(least, (scale * rest - squares) / 2)
         rest, squares = rest - root, squares - root * root
     return least
+
+
+def lost_tokens_by_layer(unsaved: CountsByLayer, each: Mapping[int, float]) -> list[float]:
+    """Returns the momentary lost tokens of each layer that receives tokens, in iterations.
+
+    Args:
+        unsaved: tokens of each expert since it was last saved.
+        each: tokens of an iteration by layer, over all its experts.
+    """
+    return [sum(row) / each[layer] for layer, row in unsaved.items() if each[layer] > 0]

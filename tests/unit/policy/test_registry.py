@@ -7,7 +7,7 @@ import pytest
 
 from moc.policy import POLICIES, Every, Policy, SnapshotPlan, policy
 from moc.policy.flags import PolicyFlag
-from moc.policy.guard import guard
+from moc.policy.registry import guard_methods
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
@@ -47,15 +47,15 @@ def failing():
                 raise self.error
             return self.result
 
-    guard(Failing)
+    guard_methods(Failing)
     yield lambda **fields: Failing(OPERATORS, Every(1), **fields)
     del POLICIES["failing"]
 
 
 def test_each_kind_of_method_is_named_with_the_line(failing):
-    with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_guard.py:"):
+    with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_registry.py:"):
         failing(error=ZeroDivisionError("by zero")).plan(1)
-    with raises("policy-failed", "counts_tokens()", "test_guard.py:"):
+    with raises("policy-failed", "counts_tokens()", "test_registry.py:"):
         _ = failing().counts_tokens
     with raises("policy-failed", "refusals()", "AttributeError"):
         list(failing().refusals(object()))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.limits import rounded_up
+from moc.policy.errors import rounded_up
 
 
 @given(st.floats(1, 1e18), st.sampled_from([1.0, 1e9]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.policy.bubbles import bubble_share
+from moc.policy.flags import bubble_share
 
 
 def played(stages: int, micro_batches: int) -> float:

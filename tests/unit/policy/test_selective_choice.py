@@ -1,4 +1,4 @@
-"""Gradients in place of state: which experts, at which cost, and never over a gap."""
+"""Budgets are told from the rank, and the node, that has the most to save."""
 
 import json
 from types import SimpleNamespace
@@ -7,15 +7,138 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import Every, JobShape
-from moc.policy.chained_risk import alike, replay
-from moc.policy.selection import Given, number_of_experts, proportional
+from moc.policy import Every, JobShape, ObservedIteration, Transfer
+from moc.policy.expert_selection import Preselection, count_limit, proportional
+from moc.policy.interval import BLOCK, WARM_UP
+from moc.policy.pec import PecState
+from moc.policy.pec_tuner import PecLimits, PecTuner
 from moc.policy.selective import FLAGS, Selective
-from moc.policy.transfers import chains_of, continuing, renewed
+from moc.policy.selective_choice import (
+    ExpertSizes,
+    SelectiveTuner,
+    chained_experts,
+    count_fitting,
+    experts_to_renew,
+    gradient_chains,
+)
+from moc.policy.tokens_at_risk import equal_sizes, replay_loads
 from moc.state.detail import Detail
+from tests.errors import raises
+from tests.unit.policy.test_expert_selection import at_risk
 from tests.unit.policy.test_pec import operators, take
-from tests.unit.policy.test_selection import at_risk
 from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
+
+SIZES = ExpertSizes({0: 10}, {(1, 0): {0: 4}, (1, 1): {1: 8}, (2, 0): {1: 3, 2: 3}}, (0, 0, 1), 2)
+
+
+def test_the_busiest_rank_is_that_of_most_dense_bytes_and_its_largest_expert():
+    assert SIZES.busiest_rank == (0, 4)
+    assert ExpertSizes({0: 10, 1: 7}, SIZES.experts).busiest_rank == (1, 8)
+
+
+def test_the_smallest_budgets_leave_room_for_an_expert_beside_dense_operators():
+    assert SIZES.least_rank_bytes == 10 + 4
+    assert SIZES.least_node_bytes == 2 * (10 + 8)
+    assert SIZES.full_bytes_by_rank == {0: 14, 1: 11, 2: 3}
+
+
+def test_k_is_unchanged_until_faults_raise_it():
+    assert PecState().k == 0
+
+
+def test_as_many_equally_popular_experts_fit_as_every_rank_has_room_for():
+    sizes = ExpertSizes({}, {(1, number): {number % 2: 4} for number in range(6)})
+    assert count_fitting({1: 6}, [sizes.rank_limit(8.0)]) == 4
+    assert count_fitting({1: 6}, [sizes.rank_limit(8.0), sizes.count_limit(3)]) == 3
+
+
+def observe(tuner, number=1, seconds=1.0, **seen):
+    for _ in range(number):
+        tuner.observe(ObservedIteration(2 * seconds, forward_backward_s=seconds, **seen))
+    return tuner
+
+
+def test_nothing_is_due_before_iterations_and_the_cost_of_the_first_snapshot_are_measured():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK - 1)
+    assert not tuner.is_due(14) and tuner.local_bytes is None and tuner.affordable_interval(9.0) == 1
+    observe(tuner)
+    assert tuner.is_due(15) and not tuner.is_due(0) and tuner.remote_bytes("peers") is None
+    observe(tuner, started=True, busy=True)
+    assert not tuner.is_due(16)
+    observe(tuner, busy=True, copied=Transfer(80.0, 2.0))
+    assert tuner.is_due(17) and tuner.local_bytes == 40.0
+
+
+def test_a_first_snapshot_whose_cost_nobody_told_is_not_waited_for_once_it_is_safe():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, started=True, busy=True)
+    assert not tuner.is_due(17)
+    observe(tuner)
+    assert tuner.is_due(18)
+
+
+def test_every_nth_iteration_is_due():
+    tuner = observe(SelectiveTuner(3), WARM_UP + BLOCK)
+    assert [iteration for iteration in range(15, 25) if tuner.is_due(iteration)] == [15, 18, 21, 24]
+
+
+def test_budgets_are_what_moves_unnoticed():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, seconds=2.0)
+    observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0), replicated=Transfer(30.0, 1.0), written=Transfer(7.0, 1.0))
+    assert tuner.local_bytes == 80.0  # forward and backward
+    assert (tuner.remote_bytes("peers"), tuner.remote_bytes("disk"), tuner.remote_bytes("memory")) == (
+        120.0,
+        28.0,
+        None,
+    )  # an iteration
+    assert (
+        tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
+    )  # 0.24 s, of at most 3 % of 4 s
+
+
+def test_in_bubbles_as_much_as_they_have_time_for():
+    """By the estimate until they are timed; only what does not hide beside the computation either stalls training."""
+    tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
+    observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
+    assert tuner.local_bytes == 20.0
+    assert tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
+    observe(tuner, BLOCK, seconds=2.0, bubble_s=0.75)
+    assert tuner.local_bytes == 30.0
+    compute = SelectiveTuner()
+    compute.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert compute.local_bytes == 80.0
+    resumed = SelectiveTuner(bubble_share=0.25)
+    resumed.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert resumed.local_bytes == 30.0
+
+
+def test_budgets_follow_measurements_that_change_by_a_tenth():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, copied=Transfer(100.0, 1.0))
+    observe(tuner, 5, copied=Transfer(105.0, 1.0))
+    assert tuner.local_bytes == 100.0
+    observe(tuner, BLOCK, copied=Transfer(120.0, 1.0))
+    assert tuner.local_bytes == 112.5  # the first median that is a tenth away; 120 is not, from there
+
+
+def test_a_resumed_run_has_the_same_budgets():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
+    observe(tuner, copied=Transfer(100.0, 1.0))
+    observe(tuner, 5, copied=Transfer(105.0, 1.0))
+    other = SelectiveTuner()
+    other.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert other.local_bytes == 100.0 and other.is_due(1) and other.state_dict() == tuner.state_dict()
+
+
+def test_another_tuners_state_is_ignored_and_a_damaged_one_refused():
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, copied=Transfer(100.0, 1.0))
+    state = tuner.state_dict()
+    tuner.load_state_dict(PecTuner(PecLimits(0.1), 1.0).state_dict())
+    assert tuner.local_bytes is None and not tuner.is_due(1)
+    for damaged in ([], state | {"copied": 3}, state | {"faults": "many"}):
+        with raises("saved-state-invalid"):
+            tuner.load_state_dict(damaged)
+
 
 FULL, GRAD = Detail.FULL, Detail.GRAD
 FULL_BYTES, GRAD_BYTES = 12, 4
@@ -88,9 +211,9 @@ def test_half_of_the_budget_renews_the_bases_that_are_too_old():
         assert len(found[FULL]) == 2 and len(found[GRAD]) == 6  # 24 bytes, and 24 for the gradients of the others
         seen |= found[FULL]
     assert len(seen) == 8
-    limits, half = [number_of_experts([(0, 0), (0, 1)], 4)], Given(share=0.5)
-    assert renewed({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits, half) == {(0, 0)}
-    assert renewed({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, limits, Given(share=0.25)) == {(0, 1)}
+    limits, half = [count_limit([(0, 0), (0, 1)], 4)], Preselection(share=0.5)
+    assert experts_to_renew({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits, half) == {(0, 0)}
+    assert experts_to_renew({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, limits, Preselection(share=0.25)) == {(0, 1)}
 
 
 def test_every_rule_saves_gradients_within_its_budget():
@@ -119,9 +242,9 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     }
     one.on_sizes(told)
     measured(based(one), copied=(1e9, 1.0), replicated=(1e9, 1.0))
-    assert len(details(one.plan(2, loads(9, 5, 3, 1)).copied)[GRAD]) == 8
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[GRAD]) == 8
     one.on_resume(in_memory=True, in_storage=True)
-    assert len(details(one.plan(2, loads(9, 5, 3, 1)).copied)[FULL]) == 4
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[FULL]) == 4
 
 
 def test_a_state_saved_before_there_were_gradients_is_known():
@@ -156,9 +279,9 @@ def test_no_chain_goes_on_over_a_recovery_or_a_gap():
 
 
 def test_the_experts_that_continue_are_those_of_the_snapshot_before():
-    chains = chains_of({0: [3, 0, 5]}, {0: [7, 8, 6]})
+    chains = gradient_chains({0: [3, 0, 5]}, {0: [7, 8, 6]})
     assert chains == {(0, 0): (3, 7), (0, 2): (5, 6)}
-    assert continuing(chains, 8) == {(0, 0)}
+    assert chained_experts(chains, 8) == {(0, 0)}
 
 
 def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_folded():
@@ -252,11 +375,13 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         take(one, iteration, load)
-        found.append(one.told.mlt)
+        found.append(one.state.mlt)
         shares.append(one.gauges())
     assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
     sizes = one.sizes[0]
-    foretold = replay([dict(enumerate(row)) for row in trace], [sizes.number(experts * layers)], sizes, one.oldest, 10)
+    foretold = replay_loads(
+        [dict(enumerate(row)) for row in trace], [sizes.count_limit(experts * layers)], sizes, one.max_expert_age, 10
+    )
     assert foretold.risk.mlt_per_layer == pytest.approx(sum(found[10:]) / len(found[10:]), rel=0.02)
     saved, gradients = (sum(one[f"selective_{name}"] for one in shares[10:]) for name in ("experts", "gradients"))
     assert foretold.experts == pytest.approx(saved / len(shares[10:]))
@@ -266,8 +391,8 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
 def test_of_the_last_fifth_of_recorded_loads_too(trace):
     """Less than 0.3 of what Algorithm 1 leaves at the same bytes, in a run under way."""
     skip, experts = len(trace) - len(trace) // 5, 4
-    sizes = alike(dict(enumerate(trace[0])), 1 / 3)
-    limits = [sizes.number(experts * len(trace[0]))]
-    found = replay([dict(enumerate(row)) for row in trace], limits, sizes, 4 * (32 // experts), skip)
+    sizes = equal_sizes(dict(enumerate(trace[0])), 1 / 3)
+    limits = [sizes.count_limit(experts * len(trace[0]))]
+    found = replay_loads([dict(enumerate(row)) for row in trace], limits, sizes, 4 * (32 // experts), skip)
     by_rule = at_risk(trace, experts, lambda unsaved, _, most: proportional(unsaved, most), skip)
     assert found.risk.mlt_per_layer < 0.3 * by_rule

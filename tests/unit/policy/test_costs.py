@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import Every, IntervalTuner, interval_named, policy_named
-from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy import Every, IntervalTuner, parse_interval, policy_named
+from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.flags import JobShape, number_or_auto
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.window import OperatorBytes
+from moc.policy.pec_selection import PLT_LIMIT
+from moc.policy.windows import OperatorBytes
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 
@@ -18,22 +18,24 @@ SMALL = [OperatorBytes(6.0, 1.0)] * 6
 
 
 def machine(ks=(1, 2, 4, 16), stages=(FOUR, SMALL), hidden_s=1.0, rate=31.0) -> Machine:
-    return Machine(3, Sizes(48.0, 144.0), lambda k: Sizes(10.0 * k, 30.0 * k), stages, hidden_s, rate, ks)
+    return Machine(
+        3, SnapshotSizes(48.0, 144.0), lambda k: SnapshotSizes(10.0 * k, 30.0 * k), stages, hidden_s, rate, ks
+    )
 
 
 def test_a_dense_checkpoint_is_everything():
     full = policy_named("full")
     assert list(full.candidates(machine())) == [{}] and full.described({}) == ""
-    assert full.price(machine(), {}) == Price(Sizes(48.0, 144.0), (), None, 1)
+    assert full.price(machine(), {}) == Price(SnapshotSizes(48.0, 144.0), (), None, 1)
 
 
 def test_partial_checkpoints_have_some_experts():
     pec = policy_named("pec")
     assert list(pec.candidates(machine())) == [{"k": 1}, {"k": 2}, {"k": 4}]
-    assert pec.price(machine(), {"k": 4}) == Price(Sizes(40.0, 120.0), k=4)
-    assert pec.price(machine(), {}) == Price(Sizes(20.0, 60.0), k=2)  # one in eight
+    assert pec.price(machine(), {"k": 4}) == Price(SnapshotSizes(40.0, 120.0), k=4)
+    assert pec.price(machine(), {}) == Price(SnapshotSizes(20.0, 60.0), k=2)  # one in eight
     assert pec.price(machine(ks=(1, 2, 3)), {}).k == pec.price(machine(ks=(1, 2, 3)), {"k": 0}).k == 1
-    assert pec.price(machine(ks=()), {}) == Price(Sizes(48.0, 144.0))
+    assert pec.price(machine(ks=()), {}) == Price(SnapshotSizes(48.0, 144.0))
     assert (pec.described({"k": 4}), pec.described({})) == ("K 4", "")
     assert (machine().num_experts, machine(ks=()).num_experts) == (16, 0)
 
@@ -47,14 +49,14 @@ def test_windows_up_to_the_shortest_that_hides_and_one_more():
     assert list(sparse.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
     snapshots = [2 * 12.0 + 2 * 2.0, 2 * 12.0]
     price = sparse.price(machine(), {})
-    assert price == Price(Sizes(52.0, 156.0), snapshots, length=2, kept=3) and price == sparse.price(
-        machine(), {"window": 2}
-    )
+    assert price == Price(
+        SnapshotSizes(52.0, 156.0), snapshots, window_length=2, snapshots_in_memory=3
+    ) and price == sparse.price(machine(), {"window": 2})
     assert sparse.price(machine(), {"window": 4}) == Price(
-        Sizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], length=4, kept=7
+        SnapshotSizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], window_length=4, snapshots_in_memory=7
     )
     longer = sparse.price(machine(stages=(FOUR[:1], SMALL)), {"window": 3})  # of the first, all is in one snapshot
-    assert longer.length == 3 and longer.size == Sizes(42.0, 126.0)
+    assert longer.window_length == 3 and longer.size == SnapshotSizes(42.0, 126.0)
     assert longer.snapshots == [2 * 6.0 + 4.0, 2 * 6.0 + 2.0, 2 * 6.0]
     assert sparse.described({"window": 2}) == "window 2"
 
@@ -136,22 +138,32 @@ def test_numbers_and_auto():
     for wrong in ("0", "-1", "1.5", "", "all"):
         with raises("value-unreadable", repr(wrong)):
             number_or_auto(wrong)
-    assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03
+    assert isinstance(parse_interval("auto"), IntervalTuner) and parse_interval("auto").budget == 0.03
 
 
 def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
     selective = policy_named("selective")
-    full = dataclasses.replace(machine(), everything=Sizes(160.0, 480.0), with_experts=lambda k: Sizes(10 * k, 30 * k))
+    full = dataclasses.replace(
+        machine(), everything=SnapshotSizes(160.0, 480.0), with_experts=lambda k: SnapshotSizes(10 * k, 30 * k)
+    )
     plain = selective.price(full, {"experts": 2})
-    assert plain == Price(Sizes(20, 60), k=2) and not plain.folded
+    assert plain == Price(SnapshotSizes(20, 60), k=2) and not plain.repeated_updates
     price = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2})
-    assert price.size == plain.size and price.at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
+    assert price.size == plain.size and price.tokens_at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
     cost = 1 / 3 + (2 / 3) / 33  # states every 33rd time, since 4 times 8 snapshots would save all in turn
     share = 2 / (16 * cost)
-    assert price.folded == pytest.approx(share * 32 / 2) and price.chained == pytest.approx(share / 3 * 32 * 480)
-    assert price.every == 1 and price.waits == pytest.approx(share / 3 * 32 / 33 * 160) and plain.every is None
+    assert price.repeated_updates == pytest.approx(share * 32 / 2) and price.chained_bytes == pytest.approx(
+        share / 3 * 32 * 480
+    )
+    assert (
+        price.interval == 1
+        and price.blocking_bytes == pytest.approx(share / 3 * 32 / 33 * 160)
+        and plain.interval is None
+    )
     assert selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2, "gradients": "off"}) == plain
     most = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 16})
-    assert most.at_risk == 0.0 and most.size.busiest == 10 * 8 and most.folded == 2  # 16 x (1/3 + 2/15), rounded up
+    assert (
+        most.tokens_at_risk == 0.0 and most.size.busiest == 10 * 8 and most.repeated_updates == 2
+    )  # 16 x (1/3 + 2/15), rounded up
     counted = dataclasses.replace(full, gradient=1 / 3, at_risk=lambda share, always: share * always)
-    assert selective.price(counted, {"experts": 2}).at_risk == pytest.approx(cost / 8)
+    assert selective.price(counted, {"experts": 2}).tokens_at_risk == pytest.approx(cost / 8)
