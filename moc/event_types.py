@@ -224,6 +224,7 @@ EVENTS = {
             "stale": "experts whose state is of another iteration, older or newer",
             "verified": "operators whose digests equal those of the original iteration",
             "unverified": "operators without a known digest",
+            "replayed": "those of them whose digests were equal at an earlier iteration of the replay",
             "wrong": "operators with another digest, after a replay that is not deterministic",
         },
     ),

@@ -5,6 +5,7 @@
     snapshot     contains the sums of each writer, so that it needs no all-reduce
     resume       the state must have the digests of its iteration: those of an all-reduce that a survivor took part in,
                  those in the snapshot, or those of the survivors that keep their state; replicas must be identical
+    replay       by some stages: the last iteration lacks an all-reduce, so the one before must have its digests
     move         the digests of the complete state must not change
 
 :mod:`moc.state.digests` defines the digest.
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +75,7 @@ class Verification:
         iteration: iteration of the state.
         verified: number of operators whose digests are equal.
         unverified: operators without a known digest.
+        replayed: those of them that were verified in the replay, at an earlier iteration.
         wrong: operators with another digest.
         ranks: ranks whose kept state has changed, or whose replica differs.
     """
@@ -80,14 +83,19 @@ class Verification:
     iteration: int
     verified: int
     unverified: tuple[str, ...] = ()
+    replayed: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     ranks: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         text = f"{self.verified} operators have the digests of the original iteration"
-        for operators, what in ((self.unverified, "no known digest"), (self.wrong, "another digest")):
-            text += f", {len(operators)} {what}" if operators else ""
-        return text
+        unknown = set(self.unverified) - set(self.replayed)
+        counts = (
+            (self.replayed, "those of an earlier one"),
+            (unknown, "no known digest"),
+            (self.wrong, "another digest"),
+        )
+        return text + "".join(f", {len(operators)} {what}" for operators, what in counts if operators)
 
 
 def compare(
@@ -153,6 +161,7 @@ class Digests(VoteParticipant):
         self._keys = keys_of(engine.state, engine.operators, gather) if interval else ()
         self._sums: tuple[int, Tensor] | None = None  # of the last completed iteration
         self._is_pending = False  # no all-reduce has added these sums yet
+        self._replayed: tuple[int, Tensor, Collection[str]] | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -190,6 +199,38 @@ class Digests(VoteParticipant):
         sums, self._known.own = self._sums, None
         if sums is not None and sums[0] == iteration:
             self._known.own = iteration, self._by_key(sums[1].sum(0).tolist())
+
+    def checks_before(self, iteration: int) -> int | None:
+        """Returns the last earlier iteration with a digest; None without digests."""
+        return (iteration - 1) // self._interval * self._interval if self._interval else None
+
+    def replayed(self, iteration: int, frozen: Collection[str]) -> None:
+        """Sums this worker's part of the state after a replayed iteration; ``frozen`` operators are not compared."""
+        if self._digest is not None:
+            self._replayed = iteration, self._digest.compute(), frozenset(frozen)
+
+    def verify_replay(self, result: Verification) -> Verification:
+        """Compares the state of replayed stages at the last earlier iteration with a digest; a collective call.
+
+        Args:
+            result: result of :meth:`verify` after the replay.
+        """
+        assert self._digest is not None  # otherwise nothing was verified
+        at, names = self.checks_before(result.iteration), self._engine.state.operators()
+        mine = self._replayed if self._replayed is not None and self._replayed[0] == at else None
+        self._replayed = None
+        reference = self._reference(at or 0, {}, 0)
+        told = gather((mine is not None, names, sorted(mine[2]) if mine is not None else []))
+        total = self._total(self._digest.compute() * 0 if mine is None else mine[1])
+        if reference is None:
+            return result
+        rest = {name for is_replayed, of_rank, frozen in told for name in (frozen if is_replayed else of_rank)}
+        compared = {name for is_replayed, of_rank, _ in told if is_replayed for name in of_rank} - rest
+        wrong = compared.intersection(differing(total, reference))
+        replayed = tuple(name for name in result.unverified if name in compared - wrong)
+        unverified = tuple(name for name in result.unverified if name not in wrong)
+        found = tuple(sorted(wrong | set(result.wrong)))
+        return dataclasses.replace(result, replayed=replayed, unverified=unverified, wrong=found)
 
     def verify(
         self,

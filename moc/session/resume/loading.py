@@ -80,7 +80,9 @@ class SnapshotLoader:
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
         self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
-        self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
+        self._rebuilder = Rebuilder(
+            engine, self._reader, self._replayer, remains.records, self._repair, parts.digests, log
+        )
         self._damage: str | None = None
         self._noted: set[str] = set()
         self._unseen = False  # storage has not been listed
@@ -326,6 +328,8 @@ class SnapshotLoader:
             *self._saved_digests(plan, manifests),
             plan.way.stale if plan.way else (),
         )
+        if result is not None and plan.stages:
+            result = self._digests.verify_replay(result)
         if result is not None and result.wrong and (self._deterministic or not plan.again):
             return None, *self._blame(plan, result)
         self._report(plan, amount, begun, result)
@@ -457,6 +461,7 @@ class SnapshotLoader:
             stale=len(plan.way.stale) if plan.way else 0,
             verified=0 if result is None else result.verified,
             unverified=[] if result is None else list(result.unverified),
+            replayed=[] if result is None else list(result.replayed),
             wrong=[] if result is None else list(result.wrong),
         )
         keeping = len(plan.keep)
