@@ -219,7 +219,7 @@ def assign_seats(candidates: Iterable[Candidate], nodes_per_model: int, copies: 
     for copy in range(copies):
         for of_part in by_part:
             of_part += [next(remaining)] if len(of_part) <= copy else []
-    in_order = [sorted(one.place for one in of_part) for of_part in by_part]
+    in_order = [sorted(one.block for one in of_part) for of_part in by_part]
     return tuple(of_part[copy] for copy in range(copies) for of_part in in_order)
 
 

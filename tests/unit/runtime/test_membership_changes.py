@@ -83,7 +83,7 @@ def test_workers_that_do_not_leave_are_killed():
 
 
 def test_a_loss_while_workers_leave_takes_in_the_nodes_at_once():
-    for lost in (lambda m, w: m.ended(w[3], -9), lambda m, w: m.left(1)):
+    for lost in (lambda m, w: m.worker_exited(w[3], -9), lambda m, w: m.node_lost(1)):
         membership, workers = begun(3)
         membership.node_joined(3)
         membership.grow()

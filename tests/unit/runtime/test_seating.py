@@ -24,13 +24,13 @@ def test_nodes_stay_at_their_parts_and_as_many_as_can_be_keep_what_they_hold(dat
     there = data.draw(candidates(parts))
     copies = len(there) // parts
     found = assign_seats(there, parts, copies)
-    assert len(found) == len(set(found)) == copies * parts and set(found) <= {one.place for one in there}
+    assert len(found) == len(set(found)) == copies * parts and set(found) <= {one.block for one in there}
     part_of = {place: seat % parts for seat, place in enumerate(found)}
     for part in range(parts):
-        mine = [one for one in there if one.part == part]
-        stayed = [one for one in mine if part_of.get(one.place) == part]
+        mine = [one for one in there if one.model_part == part]
+        stayed = [one for one in mine if part_of.get(one.block) == part]
         assert len(stayed) == min(len(mine), copies)
-        assert sum(one.trains for one in stayed) == min(sum(one.trains for one in mine), copies)
+        assert sum(one.has_state for one in stayed) == min(sum(one.has_state for one in mine), copies)
         of_part = [place for place in found if part_of[place] == part]
         assert of_part == sorted(of_part)
 
@@ -40,10 +40,12 @@ def test_whoever_moves_goes_where_nodes_are_lacking_and_those_without_workers_go
     there = data.draw(candidates(parts))
     found = assign_seats(there, parts, len(there) // parts)
     part_of = {place: seat % parts for seat, place in enumerate(found)}
-    moved = [one for one in there if one.part is not None and part_of.get(one.place, one.part) != one.part]
-    left = [one for one in there if one.place not in part_of]
-    assert not moved or all(one.part is not None for one in left)
-    assert not any(one.trains for one in moved) or all(one.trains for one in left)
+    moved = [
+        one for one in there if one.model_part is not None and part_of.get(one.block, one.model_part) != one.model_part
+    ]
+    left = [one for one in there if one.block not in part_of]
+    assert not moved or all(one.model_part is not None for one in left)
+    assert not any(one.has_state for one in moved) or all(one.has_state for one in left)
 
 
 @given(st.data(), PARTS)
@@ -58,7 +60,7 @@ def test_nobody_moves_among_those_that_are_seated(data, parts):
 @given(st.data(), PARTS)
 def test_without_building_nobody_moves(data, parts):
     there = data.draw(candidates(parts))
-    stands = {one.place: one.part for one in there}
+    stands = {one.block: one.model_part for one in there}
     copies = ready_copies(there, parts)
     assert copies <= len(there) // parts
     assert all(stands[place] == seat % parts for seat, place in enumerate(assign_seats(there, parts, copies)))
@@ -86,10 +88,10 @@ def helping(there, parts):
 def test_whoever_has_state_of_a_part_trains_or_helps_unless_it_is_to_move(data, parts):
     there = data.draw(candidates(parts))
     now, found, later = helping(there, parts)
-    stands = {one.place: one.part for one in there}
+    stands = {one.block: one.model_part for one in there}
     goes_to = {place: seat % parts for seat, place in enumerate(later)}
     moves = {place for place, part in goes_to.items() if stands[place] not in (None, part)}
-    trained = {one.place for one in there if one.trains}
+    trained = {one.block for one in there if one.has_state}
     assert {place for place, _ in found} == trained - {*now} - moves
     assert all(stands[place] == part for place, part in found)
     assert [part for _, part in found] == sorted(part for _, part in found)
