@@ -21,7 +21,7 @@ from moc.runtime.clocks import Lease, RunningClock
 from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
 from moc.runtime.flags import LauncherFlags
-from moc.runtime.orders import Worker
+from moc.runtime.orders import WorkerRecord
 from moc.runtime.progress import HangLimits
 from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import run_replica_server
@@ -40,7 +40,7 @@ _log = logging.getLogger("moc")
 
 
 @dataclass
-class _WorkerProcess(Worker):
+class _WorkerProcess(WorkerRecord):
     """Worker of this node, with the state that only its agent has."""
 
     pid: int | None = None
@@ -190,7 +190,7 @@ class Agent:
         Once the job has begun, a worker receives the signal only when it has connected.  Earlier, the signal would kill
         it, while others with state to save may wait for it.
         """
-        begins = worker.together and worker.born == 0
+        begins = worker.starts_together and worker.rank_generation == 0
         if self._link.stop_signal is not None and (begins or worker.connection is not None):
             self._signal(worker, self._link.stop_signal)
 
@@ -244,10 +244,10 @@ class Agent:
     def _make_hello(self) -> tuple[dict, list[dict]]:
         """Returns this node's state for a controller, and messages that an earlier controller may have missed."""
         live_ranks = {
-            one.rank for one in self._workers.values() if not one.guest
+            one.rank for one in self._workers.values() if not one.is_joining
         }  # exits of replaced workers are known
         exited = [(worker, code) for worker, code in self._unacknowledged.values() if worker.rank not in live_ranks]
-        workers = [worker.told() for worker in [*self._workers.values(), *(w for w, _ in exited)]]
+        workers = [worker.to_message() for worker in [*self._workers.values(), *(w for w, _ in exited)]]
         hello = dict(
             node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.stop_signal
         )
@@ -260,8 +260,8 @@ class Agent:
         elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
             self._signal(worker, signal.SIGKILL)
         elif kind == "seat" and (worker := self._workers.get(order["worker"])):
-            worker.rank, worker.born, worker.size = order["rank"], order["generation"], order["size"]
-            worker.guest, worker.helpers = False, order["helpers"]
+            worker.rank, worker.rank_generation, worker.size = order["rank"], order["generation"], order["size"]
+            worker.is_joining, worker.partial_model_parts = False, order["helpers"]
         elif kind == "leave":
             for worker in self._workers.values():
                 self._signal(worker, signal.SIGTERM)
@@ -276,8 +276,8 @@ class Agent:
             self._notified_at = self._clock.now
             for worker in self._workers.values():
                 worker.released_memory = None if kind == "abort" else worker.released_memory  # needed to resume
-                if kind == "abort" or not worker.guest:
-                    assignment = {"rank": worker.rank, "size": worker.size, "helpers": worker.helpers}
+                if kind == "abort" or not worker.is_joining:
+                    assignment = {"rank": worker.rank, "size": worker.size, "helpers": worker.partial_model_parts}
                     self._forward(worker, order | {"store": self._controllers[self._link.leader]} | assignment)
         elif kind == "give_up" and not self._end.done():
             self._end.set_exception(NodeRemovedError(order["why"]))
@@ -290,9 +290,9 @@ class Agent:
     def _start(self, order: dict) -> None:
         generation = order["generation"]
         worker = _WorkerProcess(
-            order["worker"], self._flags.node_rank, order["rank"], order["together"], born=generation
+            order["worker"], self._flags.node_rank, order["rank"], order["together"], rank_generation=generation
         )
-        worker.guest, worker.size, worker.helpers = order["guest"], order["size"], order["helpers"]
+        worker.is_joining, worker.size, worker.partial_model_parts = order["guest"], order["size"], order["helpers"]
         self._workers[worker.name] = worker
         self._generation = max(self._generation, generation)
         values = {
@@ -308,8 +308,8 @@ class Agent:
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
             environment.GENERATION: generation,
-            environment.STARTS_TOGETHER: int(worker.together),
-            environment.PARTIAL_MODEL_PARTS: ",".join(map(str, worker.helpers)),
+            environment.STARTS_TOGETHER: int(worker.starts_together),
+            environment.PARTIAL_MODEL_PARTS: ",".join(map(str, worker.partial_model_parts)),
             environment.REPLICA_SERVER: self._replica_server,
             environment.SILENCE_TIMEOUT: self._flags.silence_timeout_s,
         } | self._interface_variables()
@@ -336,7 +336,7 @@ class Agent:
         if worker is None:  # killed, but still connecting
             return
         worker.connection, worker.last_message_at = connection, self._clock.now
-        if worker.born > 0 or not worker.together:
+        if worker.rank_generation > 0 or not worker.starts_together:
             self._forward_stop_signal(worker)
         if self._generation:
             notice = {"cause": self._cause, "reason": self._reason}
@@ -345,13 +345,13 @@ class Agent:
             message = (await connection.recv()).header
             worker.last_message_at = self._clock.now
             if message["kind"] == "built":
-                worker.built, worker.stays = True, message["stays"]
+                worker.is_ready, worker.survives_resize = True, message["stays"]
             elif message["kind"] == "here":
-                worker.here = message["generation"]
+                worker.reported_generation = message["generation"]
             elif message["kind"] == "met":
-                worker.met = message["generation"]
+                worker.connected_generation = message["generation"]
             elif message["kind"] == "parted":
-                worker.parted = message["generation"]
+                worker.drained_generation = message["generation"]
             elif message["kind"] == "alive":
                 worker.section, worker.section_s, worker.is_waiting = (
                     message["section"],
@@ -389,13 +389,13 @@ class Agent:
                 if worker.pid is not None and child_processes.is_dying(worker.pid):
                     self._wait_for_death(worker)
                 # building an index may hold the GIL for minutes
-                elif worker.built and silent_s > silence_s:
+                elif worker.is_ready and silent_s > silence_s:
                     self._kill(worker, f"had said nothing for {silent_s:.0f} s")
                 elif worker.section is not None:
                     self._check_section(worker, worker.section, worker.section_s + silent_s)
 
     def _check_forkserver(self) -> None:
-        """Raises DependencyLostError if the warm forkserver has not answered for ``silence_s``, or sends a health check."""
+        """Raises DependencyLostError if the warm forkserver was silent for ``silence_s``; else sends a health check."""
         if self._forkserver_answered_at is None:
             return
         silence_s = self._flags.silence_timeout_s
@@ -421,13 +421,13 @@ class Agent:
         Waiting workers cannot always be distinguished from a hung worker.  So the limit starts a generation without a
         loss: waiting workers wake and rejoin; the hung worker does not rejoin and is killed.
         """
-        has_reported = worker.here == self._generation
+        has_reported = worker.reported_generation == self._generation
         if seconds <= self._limits.limit(section, waits=worker.is_waiting and has_reported):
             return
         if has_reported:
             how = f"has been in its {section} for {seconds:.0f} s"
             self._link.send("hangs", worker=worker.name, generation=self._generation, how=how)
-        elif worker.here < 0 or self._clock.now - self._notified_at > self._flags.silence_timeout_s:
+        elif worker.reported_generation < 0 or self._clock.now - self._notified_at > self._flags.silence_timeout_s:
             self._kill(worker, f"had been in its {section} for {seconds:.0f} s")
 
     def _kill(self, worker: _WorkerProcess, reason: str) -> None:

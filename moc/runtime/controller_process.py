@@ -11,7 +11,7 @@ import time
 from moc.errors import with_code
 from moc.runtime import child_processes
 from moc.runtime.addresses import format_address, listening_socket
-from moc.runtime.controller import STEPS_DOWN
+from moc.runtime.controller import STEPPED_DOWN
 from moc.runtime.controller_link import DependencyLostError
 from moc.runtime.election import SilenceLimits
 from moc.runtime.flags import LauncherFlags
@@ -104,4 +104,4 @@ class ControllerProcess:
         hangs_s = SilenceLimits(self._flags.silence_timeout_s).controller_timeout_s
         why = await child_processes.wait_or_kill(self._process, self._address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
-        return None if code == 0 else "" if code == STEPS_DOWN else why
+        return None if code == 0 else "" if code == STEPPED_DOWN else why

@@ -20,7 +20,7 @@ abort by this process or a peer, the stream continues with undefined memory.  :m
 and checks.  Results up to then are valid once all peers have done so and confirmed it in host memory
 (:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.collectives.synchronize_group`.
 
-**Exceptions.**  :class:`Aborted`: this generation is over.  :class:`PeerFailure`, in a generation that was not aborted: a
+**Exceptions.**  :class:`Aborted`: this generation is over.  :class:`PeerFailure`: the generation was not aborted, but a
 peer may be lost, which the controller must confirm.
 
 **Store.**  Another process must serve the store.  Connections that this process accepts while it connects would be
@@ -170,7 +170,7 @@ class Groups:
 
     def _object_scope(self, group: Group | None) -> tuple[str, int, str]:
         target: Any = group or dist.group.WORLD
-        target.live()  # raises if the generation is over, since an object just copied from a device may be undefined
+        target.connected_group()  # raises if the generation is over, since an object just copied from a device may be undefined
         return self._job, self.generation or 0, target.group_name
 
     def destroy(self) -> None:

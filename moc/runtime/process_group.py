@@ -224,20 +224,20 @@ def _make_operation(name: str):
     deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
-        if self._is_alone and name in _NO_EFFECT_ALONE:
+        if self._is_only_member and name in _NO_EFFECT_ALONE:
             return None
         if name in _TRANSFERS:
             self.check_transfers()
-        inner, args = self._routed(name, args)
+        inner, args = self._route(name, args)
         operation, connection = getattr(inner, name), self.connection
         generation = connection.generation
         try:
             with PROGRESS.waiting(self.backend == "nccl"):
                 answer = operation(*args, **kwargs)
             if name in _BATCHES:  # Groups.begin() ends an interrupted batch
-                connection.batch = args[0] if name == "_start_coalescing" else None
+                connection.batch_device = args[0] if name == "_start_coalescing" else None
         except RuntimeError as error:
-            if generation.over:
+            if generation.is_over:
                 raise Aborted(aborted_message(self, generation)) from error
             raise PeerFailure(str(error)) from error
         finally:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from moc.runtime.membership import MAX_BROKEN
+from moc.runtime.membership import MAX_DEVICE_FAILURES
 from moc.runtime.termination import LOST
 from tests.integration.elastic_jobs import FLAGS as ELASTIC
 from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
@@ -131,15 +131,18 @@ def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_it
     monkeypatch.setenv("LYING_DEVICE", '{"seed": 1, "breaks": 1.0, "spares": [0]}')
     program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
     with running(tmp_path / "run", iterations=10**6, program=program) as run:
-        for number in range(MAX_BROKEN):
+        for number in range(MAX_DEVICE_FAILURES):
             run.reach(20 * (number + 1))
             run.kill(0)  # the abort breaks the device of the other one
             run.generation(2 * number + 1)
         assert run.process.wait(120) == LOST
-    assert run.console.count("it ends itself, to be replaced") == MAX_BROKEN
+    assert run.console.count("it ends itself, to be replaced") == MAX_DEVICE_FAILURES
     why = r"it (has a device that does not work any more|cannot go on) \(.*(NCCL|CUDA) error: "
     assert re.search(rf"worker 1 was killed by signal 9: {why}", run.console)
-    assert f"as were {MAX_BROKEN - 1} before it with device 1 of node 0: the node gives up its place" in run.console
+    assert (
+        f"as were {MAX_DEVICE_FAILURES - 1} before it with device 1 of node 0: the node gives up its place"
+        in run.console
+    )
 
 
 @pytest.mark.recovery

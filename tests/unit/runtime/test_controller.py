@@ -12,7 +12,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.runtime import async_connections, job_token
-from moc.runtime.controller import Controller, waiting_for
+from moc.runtime.controller import Controller, missing_nodes_message
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
 from moc.runtime.protocol import Message, PeerGoneError
@@ -382,5 +382,5 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
 
 
 def test_what_to_do_about_a_missing_node_is_said():
-    said = waiting_for([1, 4], 90.2, "--max-wait")
+    said = missing_nodes_message([1, 4], 90.2, "--max-wait")
     assert all(part in said for part in ("1, 4", "`mocrun ... --node-rank 1`", "--node-rank 4`", "90 s", "--max-wait"))

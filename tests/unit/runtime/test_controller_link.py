@@ -44,7 +44,7 @@ class Job:
     async def lose(self, node):
         """Its agent and its controller die, and its workers with them."""
         agent = self.agents.pop(node)
-        agent.link.over = True
+        agent.link.is_closed = True
         tasks = [agent.following]
         if node in self.controllers:
             tasks.append(self.controllers.pop(node)[1])
@@ -53,7 +53,7 @@ class Job:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def leaders(self):
-        return [index for index, (controller, _) in self.controllers.items() if controller._election.leads]
+        return [index for index, (controller, _) in self.controllers.items() if controller._election.is_leader]
 
     async def end(self):
         for node in list(self.agents):
@@ -116,14 +116,14 @@ def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_
             await job.lose(0)
             await becomes(lambda: job.leaders() == [1])
             await becomes(lambda: job.agents[2].workers)  # the spare has the place of the node that is lost
-            assert job.agents[1].workers == names and job.agents[1].lease.left > 0
+            assert job.agents[1].workers == names and job.agents[1].lease.remaining_s > 0
             job.start_controller(0)
             job.start_agent(0)
-            await becomes(lambda: job.agents[0].link.joined)
+            await becomes(lambda: job.agents[0].link.is_admitted)
             assert job.leaders() == [1]
             await job.lose(1)
             end = job.agents[2].lease.end
-            await becomes(lambda: job.leaders() and job.agents[2].link.follows in job.leaders())
+            await becomes(lambda: job.leaders() and job.agents[2].link.leader in job.leaders())
             assert job.agents[2].lease.end > end and time.monotonic() < end
             await becomes(lambda: job.agents[0].workers)
 
@@ -137,16 +137,16 @@ def test_a_node_that_was_not_free_to_promise_is_asked_again_by_the_one_that_lead
     async def main():
         async with begun(silence_s=10.0) as job:
             await job.lose(2)
-            old = max(agent.link._allegiance.born for agent in job.agents.values())
+            old = max(agent.link._follower.started_at for agent in job.agents.values())
             await becomes(lambda: time.monotonic() > old + job.times.promise_s)  # the others are free
             job.start_agent(2)
-            await becomes(lambda: job.agents[2].link.joined)
+            await becomes(lambda: job.agents[2].link.is_admitted)
             await becomes(lambda: job.agents[2].lease.end < math.inf)
             _, serving = job.controllers.pop(0)
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             end = job.agents[2].lease.end
-            await becomes(lambda: job.agents[2].link._is_led and job.agents[2].link.follows in job.leaders())
+            await becomes(lambda: job.agents[2].link._is_led and job.agents[2].link.leader in job.leaders())
             assert time.monotonic() < end  # or its workers would have ended
 
     asyncio.run(main())
@@ -184,12 +184,12 @@ def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
 def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left):
     async def main():
         async with begun(patience_s=2.0) as job:
-            await becomes(lambda: all(agent.link.joined for agent in job.agents.values()))
+            await becomes(lambda: all(agent.link.is_admitted for agent in job.agents.values()))
             for other in {0, 1, 2} - {left}:
                 await job.lose(other)
             with raises("controller-without-majority", "2 s", "cut off"):
                 await asyncio.wait_for(job.agents[left].following, 60)
-            assert job.agents[left].lease.left <= 0  # its workers had ended before
+            assert job.agents[left].lease.remaining_s <= 0  # its workers had ended before
 
     asyncio.run(main())
 
@@ -201,7 +201,7 @@ def test_a_job_that_does_not_find_a_majority_at_its_beginning_ends():
         job.start_agent(0, patience_s=1.0, begin_s=3.0)
         with raises("controller-without-majority", "3 s"):
             await asyncio.wait_for(job.agents[0].following, 60)
-        assert not job.agents[0].link.joined
+        assert not job.agents[0].link.is_admitted
         await job.end()
 
     asyncio.run(main())
@@ -233,7 +233,7 @@ def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
         serving.cancel()
         with raises("controller-missing", "2 s"):
             await asyncio.wait_for(job.agents[1].following, 60)
-        await becomes(lambda: job.agents[1].lease.left < 0)
+        await becomes(lambda: job.agents[1].lease.remaining_s < 0)
         await job.end()
 
     asyncio.run(main())

@@ -27,11 +27,11 @@ def helper():
 
 
 def test_it_answers_one_call_after_the_other_however_long(helper):
-    assert helper.processes == [] and helper.runs
-    pid = helper.ask({})
-    assert helper.processes == [pid]
+    assert helper.pids == [] and helper.is_running
+    pid = helper.call_process({})
+    assert helper.pids == [pid]
     for size in (1 << 20, 0, 5):
-        assert helper.ask({"size": size, "given": "y" * size}) == "x" * size
+        assert helper.call_process({"size": size, "given": "y" * size}) == "x" * size
 
 
 def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
@@ -60,41 +60,41 @@ def test_it_ends_quietly_if_the_worker_is_gone(calls):
 
 
 def test_it_leaves_no_descriptor_behind(helper):
-    helper.ask({})
+    helper.call_process({})
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with pytest.raises(HelperError, match="has died"):
-            helper.ask({"dies": True})
+            helper.call_process({"dies": True})
         helper.start()
-        helper.ask({})
+        helper.call_process({})
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_it_tells_when_it_has_started(helper):
     while not helper.has_started():
         time.sleep(0.001)
-    assert helper.ask({"size": 3}) == "xxx" and helper.has_started()
+    assert helper.call_process({"size": 3}) == "xxx" and helper.has_started()
 
 
 @pytest.mark.parametrize("given", ["", "y" * (1 << 20)], ids=["short", "longer than the pipe"])
 def test_one_that_does_not_answer_is_killed(helper, given):
-    helper.ask({})
-    (pid,) = helper.processes
+    helper.call_process({})
+    (pid,) = helper.pids
     psutil.Process(pid).suspend()
-    helper.patience_s = 0.1
+    helper.timeout_s = 0.1
     with pytest.raises(HelperError, match=r"has not answered for 0.1 s"):
-        helper.ask({"given": given})
-    assert helper.processes == [] and not psutil.pid_exists(pid)
+        helper.call_process({"given": given})
+    assert helper.pids == [] and not psutil.pid_exists(pid)
 
 
 def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
     with pytest.raises(HelperError, match="has died"):
-        helper.ask({"dies": True})
+        helper.call_process({"dies": True})
     with pytest.raises(HelperError, match="has died"):
-        helper.ask({"given": "y" * (1 << 20)})
-    assert helper.processes == [] and not helper.runs
+        helper.call_process({"given": "y" * (1 << 20)})
+    assert helper.pids == [] and not helper.is_running
     assert helper.start() and not helper.start()
-    assert [helper.ask({})] == helper.processes
+    assert [helper.call_process({})] == helper.pids
 
 
 def test_one_that_dies_before_it_has_started_is_told():
@@ -113,7 +113,7 @@ def test_one_that_cannot_be_started_is_told(monkeypatch):
 
 
 def test_whoever_waits_is_told_of_the_end(helper):
-    helper.ask({})
+    helper.call_process({})
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(helper.ask, {"waits_s": 600})
         time.sleep(0.1)

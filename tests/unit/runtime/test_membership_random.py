@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import Abort, Go, Kill, Leave, Seat, StartWorker, Welcome, Worker
+from moc.runtime.orders import Abort, AssignRank, Connect, Kill, SaveAndExit, ScaleUpNotice, StartWorker, WorkerRecord
 from moc.runtime.termination import SAVED, START_OVER
 
 SIZE, PER_NODE = 4, 2
@@ -43,7 +43,7 @@ class Job(RuleBasedStateMachine):
         return Membership(self.places * PER_NODE, PER_NODE, 10**6, self.least)
 
     def node_of(self, rank):
-        return self.membership.places.filler(self.membership.places.members[rank // PER_NODE])
+        return self.membership.blocks.node_in(self.membership.blocks.members[rank // PER_NODE])
 
     @property
     def workers(self):
@@ -51,50 +51,57 @@ class Job(RuleBasedStateMachine):
 
     @property
     def seated(self):
-        return {name: worker for name, worker in self.workers.items() if not worker.guest}
+        return {name: worker for name, worker in self.workers.items() if not worker.is_joining}
 
     def obey(self, orders):
         self.kept = json.loads(json.dumps(self.membership.state_dict()))
         for order in orders:
             if isinstance(order, StartWorker):
-                taken = {w.rank for node in self.connected for w in self.agents[node].values() if not w.guest}
+                taken = {w.rank for node in self.connected for w in self.agents[node].values() if not w.is_joining}
                 assert order.worker not in self.names
-                if not order.guest:
+                if not order.is_joining:
                     assert order.rank not in taken
                     assert order.node == self.node_of(order.rank) and order.size == self.membership.size
                 self.names.add(order.worker)
                 born = order.generation
-                worker = Worker(order.worker, order.node, order.rank, order.together, born=born, guest=order.guest)
-                worker.size, worker.helpers = order.size, order.helpers
+                worker = WorkerRecord(
+                    order.worker,
+                    order.node,
+                    order.rank,
+                    order.starts_together,
+                    rank_generation=born,
+                    is_joining=order.is_joining,
+                )
+                worker.size, worker.partial_model_parts = order.size, order.partial_model_parts
                 self.agents[order.node][order.worker] = worker
                 self.generations[order.node] = max(self.generations[order.node], order.generation)
-            elif isinstance(order, Seat):
+            elif isinstance(order, AssignRank):
                 worker = self.agents[order.node].get(order.worker)
                 if worker is None:  # it has died, and the controller is about to hear so
                     continue
                 part = self.part(worker)
-                worker.rank, worker.born, worker.guest = order.rank, order.generation, False
-                worker.size, worker.helpers = order.size, order.helpers
+                worker.rank, worker.rank_generation, worker.is_joining = order.rank, order.generation, False
+                worker.size, worker.partial_model_parts = order.size, order.partial_model_parts
                 assert self.part(worker) == part
                 assert order.size == self.membership.size
             elif isinstance(order, Kill):
                 self.agents[order.node].pop(order.worker, None)
-            elif isinstance(order, Leave):
+            elif isinstance(order, SaveAndExit):
                 self.asked_to_leave = {name for node in self.connected for name in self.agents[node]}
-            elif isinstance(order, Welcome):
+            elif isinstance(order, ScaleUpNotice):
                 self.welcomed = dict.fromkeys(self.connected, order.generation)
-            elif isinstance(order, Go):
+            elif isinstance(order, Connect):
                 self.go(order.generation)
             elif isinstance(order, Abort):
                 for node in self.connected:
                     self.generations[node] = order.generation
 
     def part(self, worker):
-        return self.membership.seating.part(worker)
+        return self.membership.seating.model_part(worker)
 
     def go(self, generation):
-        there = [worker for node in self.connected for worker in self.agents[node].values() if not worker.guest]
-        assert len(there) == self.membership.size and all(worker.here == generation for worker in there)
+        there = [worker for node in self.connected for worker in self.agents[node].values() if not worker.is_joining]
+        assert len(there) == self.membership.size and all(worker.reported_generation == generation for worker in there)
 
     def tell(self, node, what, *arguments):
         """A message, which is lost where nobody hears it."""
@@ -107,12 +114,12 @@ class Job(RuleBasedStateMachine):
         """As an agent says hello: workers that live, those whose end nobody has heard of, and then these ends."""
         self.connected.add(node)
         mine = [replace(worker) for worker in self.agents[node].values()]
-        there = {worker.rank for worker in mine if not worker.guest}
+        there = {worker.rank for worker in mine if not worker.is_joining}
         dead = {name: end for name, end in self.unnoted[node].items() if end[0].rank not in there}
         mine += [replace(worker) for worker, _ in dead.values()]
-        self.obey(self.membership.joined(node, mine, self.generations[node]))
+        self.obey(self.membership.node_joined(node, mine, self.generations[node]))
         for name, (_, code) in dead.items():
-            self.obey(self.membership.ended(name, code))
+            self.obey(self.membership.worker_exited(name, code))
         self.unnoted[node] = {}
 
     def some(self, data):
@@ -123,32 +130,32 @@ class Job(RuleBasedStateMachine):
     def is_here(self, data, again):
         """In the newest generation that its agent has heard of."""
         worker = self.workers[self.some(data)]
-        worker.here = self.generations[worker.node]
-        self.tell(worker.node, "here", worker.name, worker.here, self.parts)
+        worker.reported_generation = self.generations[worker.node]
+        self.tell(worker.node, "worker_reported", worker.name, worker.reported_generation, self.parts)
 
     @rule(data=st.data())
     @precondition(lambda self: self.membership is not None and self.membership.running)
     def has_met(self, data):
         worker = self.workers[self.some(data)]
-        if worker.here == self.membership.generation:
-            worker.met = worker.here
-            self.tell(worker.node, "met", worker.name, worker.met)
+        if worker.reported_generation == self.membership.generation:
+            worker.connected_generation = worker.reported_generation
+            self.tell(worker.node, "worker_connected", worker.name, worker.connected_generation)
 
     @rule(data=st.data())
     @precondition(lambda self: self.workers)
     def has_built(self, data):
         worker = self.workers[self.some(data)]
         running = self.membership is not None and self.membership.running
-        if running or not worker.together:
-            worker.built, worker.stays = True, self.stays
-            self.tell(worker.node, "built", worker.name, self.stays)
+        if running or not worker.starts_together:
+            worker.is_ready, worker.survives_resize = True, self.stays
+            self.tell(worker.node, "worker_ready", worker.name, self.stays)
 
     @rule(data=st.data(), code=st.sampled_from([-9, -11, START_OVER]))
     @precondition(lambda self: self.workers)
     def is_lost(self, data, code):
         worker = self.workers[self.some(data)]
         del self.agents[worker.node][worker.name]
-        if not self.tell(worker.node, "ended", worker.name, code):
+        if not self.tell(worker.node, "worker_exited", worker.name, code):
             self.unnoted[worker.node][worker.name] = worker, code
 
     @rule(node=st.sampled_from(NODES))
@@ -158,7 +165,7 @@ class Job(RuleBasedStateMachine):
                 of.pop(node, None)
             if self.membership is not None and node in self.connected:
                 self.connected.discard(node)
-                self.obey(self.membership.left(node))
+                self.obey(self.membership.node_lost(node))
             self.connected.discard(node)
 
     @rule(node=st.sampled_from(NODES))
@@ -174,7 +181,7 @@ class Job(RuleBasedStateMachine):
         if node in self.agents:
             self.connected.discard(node)
             if taken_for_lost:
-                self.obey(self.membership.left(node))
+                self.obey(self.membership.node_lost(node))
             self.joins(node)
 
     @rule()
@@ -190,28 +197,30 @@ class Job(RuleBasedStateMachine):
         """And takes those for lost that have not come."""
         self.membership = self.new()
         self.membership.load_state_dict(self.kept)
-        seated = set(self.membership.places.filled_by.values())
+        seated = set(self.membership.blocks.node_of_block.values())
         for node in data.draw(st.permutations(sorted(self.agents))):
             self.joins(node)
         for node in sorted(seated - set(self.agents)):
-            self.obey(self.membership.left(node))
+            self.obey(self.membership.node_lost(node))
 
     @rule(data=st.data())
-    @precondition(lambda self: self.membership is not None and self.workers and self.membership.suspicions < 9)
+    @precondition(
+        lambda self: self.membership is not None and self.workers and self.membership.failures_without_loss < 9
+    )
     def suspects(self, data):
         worker = self.workers[self.some(data)]
-        self.tell(worker.node, "suspected", worker.name, self.membership.generation)
+        self.tell(worker.node, "worker_blocked", worker.name, self.membership.generation)
 
     @invariant()
     def becomes_whole(self):
         """If nothing more is lost, all meet, and if nodes are missing, all wait for them."""
         if self.membership is not None:
             assert set(self.membership.workers) == set(self.seated)
-            assert set(self.membership.guests) == set(self.workers) - set(self.seated)
-            assert bool(self.membership.waits_for()) == (len(self.agents) < (self.least or self.places))
-            if not self.membership.waits_for():
+            assert set(self.membership.joining) == set(self.workers) - set(self.seated)
+            assert bool(self.membership.missing_nodes()) == (len(self.agents) < (self.least or self.places))
+            if not self.membership.missing_nodes():
                 ranks = sorted(worker.rank for worker in self.seated.values())
-                assert ranks == list(range(self.membership.size)) or (self.membership.growth.under_way and ranks)
+                assert ranks == list(range(self.membership.size)) or (self.membership.scale_up.in_progress and ranks)
                 assert self.membership.size >= PER_NODE * (self.least or self.places)
                 assert {self.generations[worker.node] for worker in self.seated.values()} == {
                     self.membership.generation
@@ -227,36 +236,36 @@ class Job(RuleBasedStateMachine):
     def nobody_builds_in_step_with_one_who_builds_alone(self):
         if self.membership is not None:
             there, generation = self.membership.workers.values(), self.membership.generation
-            unbuilt = [worker for worker in there if not worker.built and worker.here != generation]
-            assert len({worker.together for worker in unbuilt}) <= 1
+            unbuilt = [worker for worker in there if not worker.is_ready and worker.reported_generation != generation]
+            assert len({worker.starts_together for worker in unbuilt}) <= 1
 
     def teardown(self):
         if self.membership is None:
             self.membership = self.new()
             self.membership.load_state_dict(self.kept)
-            seated = set(self.membership.places.filled_by.values())
+            seated = set(self.membership.blocks.node_of_block.values())
             for node in sorted(self.agents):
                 self.joins(node)
             for node in sorted(seated - set(self.agents)):
-                self.obey(self.membership.left(node))
+                self.obey(self.membership.node_lost(node))
         for node in NODES:
-            if self.membership.waits_for():
+            if self.membership.missing_nodes():
                 self.node_comes(node)
         while self.membership.can_grow:  # twice, if they do not leave
             self.obey(self.membership.grow())
-            for name in self.membership.guests:
-                self.tell(self.workers[name].node, "built", name, self.stays)
-            if self.membership.welcomes_guests:
+            for name in self.membership.joining:
+                self.tell(self.workers[name].node, "worker_ready", name, self.stays)
+            if self.membership.has_scale_up_notice:
                 generation = self.membership.generation
                 for name, worker in self.seated.items():
-                    self.tell(worker.node, "parted", name, generation)
+                    self.tell(worker.node, "worker_drained", name, generation)
                 assert self.membership.generation == generation + 1
         for name, worker in list(self.workers.items()):
-            worker.here = self.generations[worker.node]
-            self.tell(worker.node, "here", name, worker.here, self.parts)
+            worker.reported_generation = self.generations[worker.node]
+            self.tell(worker.node, "worker_reported", name, worker.reported_generation, self.parts)
         for name, worker in list(self.workers.items()):  # once more, if they were told how many nodes a copy takes
-            worker.here = self.generations[worker.node]
-            self.tell(worker.node, "here", name, worker.here, self.parts)
+            worker.reported_generation = self.generations[worker.node]
+            self.tell(worker.node, "worker_reported", name, worker.reported_generation, self.parts)
         assert self.membership.running
 
 
@@ -274,9 +283,9 @@ class VaryingJob(Job):
     @precondition(lambda self: self.asked_to_leave & set(self.workers))
     def leaves(self, data, code):
         worker = self.workers[data.draw(st.sampled_from(sorted(self.asked_to_leave & set(self.workers))))]
-        if self.membership is not None and self.membership.growth.under_way:  # else it has been told to stay by now
+        if self.membership is not None and self.membership.scale_up.in_progress:  # else it has been told to stay by now
             del self.agents[worker.node][worker.name]
-            if not self.tell(worker.node, "ended", worker.name, code):
+            if not self.tell(worker.node, "worker_exited", worker.name, code):
                 self.unnoted[worker.node][worker.name] = worker, code
 
 
@@ -290,9 +299,12 @@ class StayingJob(VaryingJob):
     def leaves_to_meet_guests(self, data):
         """All workers have voted to leave if those of one node have heard of guests; it may tell so again."""
         worker = self.seated[data.draw(st.sampled_from(sorted(self.seated)))]
-        if worker.here == self.generations[worker.node] and worker.here in self.welcomed.values():
-            worker.parted = worker.here
-            self.tell(worker.node, "parted", worker.name, worker.parted)
+        if (
+            worker.reported_generation == self.generations[worker.node]
+            and worker.reported_generation in self.welcomed.values()
+        ):
+            worker.drained_generation = worker.reported_generation
+            self.tell(worker.node, "worker_drained", worker.name, worker.drained_generation)
 
     @rule(node=st.sampled_from(NODES))
     @precondition(lambda self: self.membership is not None)
@@ -300,16 +312,18 @@ class StayingJob(VaryingJob):
         if node in self.connected:
             for of in (self.agents, self.generations, self.unnoted):
                 of.pop(node, None)
-            self.membership.left(node)
+            self.membership.node_lost(node)
             self.kept = json.loads(json.dumps(self.membership.state_dict()))
             self.controller_dies()
 
     @invariant()
     def who_trains_is_not_started_anew(self):
-        if self.membership is not None and any(worker.built for worker in self.membership.workers.values()):
+        if self.membership is not None and any(worker.is_ready for worker in self.membership.workers.values()):
             there, generation = self.membership.workers.values(), self.membership.generation
-            begun = [worker for worker in there if worker.here != generation]  # others have built, and tell one by one
-            assert not any(worker.together and not worker.built for worker in begun)
+            begun = [
+                worker for worker in there if worker.reported_generation != generation
+            ]  # others have built, and tell one by one
+            assert not any(worker.starts_together and not worker.is_ready for worker in begun)
 
 
 class SpreadJob(StayingJob):
@@ -319,9 +333,9 @@ class SpreadJob(StayingJob):
 
     @invariant()
     def helpers_have_no_whole_copy(self):
-        if self.membership is not None and self.membership.seating.helpers:
-            helping = self.membership.seating.helpers
-            assert self.membership.seating.whole % 2 == 0 and len(set(helping)) == 1
+        if self.membership is not None and self.membership.seating.partial_model_parts:
+            helping = self.membership.seating.partial_model_parts
+            assert self.membership.seating.nodes_in_copies % 2 == 0 and len(set(helping)) == 1
 
 
 class Asked(Job):
@@ -330,14 +344,14 @@ class Asked(Job):
     def __init__(self):
         super().__init__()
         for name, worker in self.workers.items():  # all train
-            worker.here, worker.built, worker.stays = 0, True, self.stays
-            self.tell(worker.node, "here", name, 0, self.parts)
-            self.tell(worker.node, "built", name, self.stays)
+            worker.reported_generation, worker.is_ready, worker.survives_resize = 0, True, self.stays
+            self.tell(worker.node, "worker_reported", name, 0, self.parts)
+            self.tell(worker.node, "worker_ready", name, self.stays)
 
     @rule()
     @precondition(lambda self: self.membership is not None)
     def is_asked(self):
-        self.obey(self.membership.stopping(15))
+        self.obey(self.membership.stop_requested(15))
 
     @property
     def asked(self):
@@ -348,11 +362,11 @@ class Asked(Job):
     def is_lost(self, data, code):
         """Also of the signal itself, but only before it has built; it is known at once, so others are there indeed."""
         worker = self.workers[self.some(data)]
-        others = any(other.built for other in self.seated.values() if other is not worker)
+        others = any(other.worker_ready for other in self.seated.values() if other is not worker)
         can_save = others and self.membership is not None and worker.node in self.connected
-        if not self.asked or (can_save and (code != -15 or not worker.built)):
+        if not self.asked or (can_save and (code != -15 or not worker.is_ready)):
             del self.agents[worker.node][worker.name]
-            if not self.tell(worker.node, "ended", worker.name, code):
+            if not self.tell(worker.node, "worker_exited", worker.name, code):
                 self.unnoted[worker.node][worker.name] = worker, code
 
     @invariant()

@@ -115,19 +115,19 @@ def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (REQUEST_BYTES + 7)})
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == 0  # it is here
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
 
 
 def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
     manifest = publish(tmp_path / "a", 3)
     lead(replica_servers[0], "a")
-    lead(replica_servers[1], "b").pull(of_a(replica_servers, 3))
+    lead(replica_servers[1], "b").copy(of_a(replica_servers, 3))
     before = content(tmp_path / "a", manifest)
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(CopyRequest(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert content(tmp_path / "a", manifest) == before
 
 
@@ -136,7 +136,7 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for iteration in range(1, 7):
         publish(tmp_path / "a", iteration)
-        b.pull(of_a(replica_servers, iteration))
+        b.copy(of_a(replica_servers, iteration))
         if iteration > 2:
             snapshots(copies).remove(iteration - 2)
     slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
@@ -148,7 +148,7 @@ def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
-        b.pull(of_a(replica_servers, 3))
+        b.copy(of_a(replica_servers, 3))
     (tmp_path / "a").mkdir(exist_ok=True)
     orders = b._connection
     orders.send(Message({"kind": "pull", "wanted": vars(of_a(replica_servers, 3, patient=True))}))
@@ -169,7 +169,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_server
     path = tmp_path / "a" / directory_of(3) / file_of(1)
     path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
     with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*(truncated|does not match)"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
@@ -179,7 +179,7 @@ def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     files = {file_of(0): FileEntry(1 << 62, HEADER, "0" * 32)}
     snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
     with pytest.raises(CheckpointError, match="no room.*--replicas"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
@@ -218,14 +218,14 @@ def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tm
         time.sleep(0.01)
     b = lead(replica_servers[1], "b")  # the one before may have been killed, and its end not been noticed
     publish(tmp_path / "a", 4)
-    b.pull(of_a(replica_servers, 4))
+    b.copy(of_a(replica_servers, 4))
     assert snapshots(copies).iterations() == [4]
 
 
 def test_a_rate_is_kept(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    (amount, *_), seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
+    (amount, *_), seconds = lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
@@ -379,7 +379,7 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 
     def wants(number: int, **details) -> dict:
         """Pulls, and says what is there then."""
-        pulled, _ = b.pull(some_of_a(replica_servers, **details))
+        pulled, _ = b.copy(some_of_a(replica_servers, **details))
         assert pulled.bytes == number * slot_bytes + (headers if number else 0)
         return snapshots(copies).manifest(3).operators
 
@@ -404,8 +404,8 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = save(tmp_path / "a")
-    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
-    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0].bytes
+    amount = lead(replica_servers[1], "b").copy(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
+    amount_again = lead(replica_servers[1], "c").copy(of_a(replica_servers, 3))[0].bytes
     assert amount == amount_again == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
 
@@ -413,9 +413,9 @@ def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, l
 def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
-    lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert1="full"))
+    lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert1="full"))
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(CopyRequest(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
 
 
@@ -423,10 +423,10 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     save(tmp_path / "a")
-    b.pull(some_of_a(replica_servers, expert1="full"))
+    b.copy(some_of_a(replica_servers, expert1="full"))
     manifest = save(tmp_path / "a")
     snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": {"iteration": 8}}))
-    b.pull(some_of_a(replica_servers, expert2="full"))
+    b.copy(some_of_a(replica_servers, expert2="full"))
     there = values(copies)
     assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
 
@@ -437,5 +437,5 @@ def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
     path = tmp_path / "a" / directory_of(3) / file_of(1)
     path.write_bytes(path.read_bytes().replace(b"experts.1.", b"experts.2."))
     with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*does not match its hash"):
-        lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert2="full"))
+        lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert2="full"))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
