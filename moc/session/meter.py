@@ -93,8 +93,8 @@ class Meter:
         self._seen = dataclasses.replace(
             self._heard,
             iteration_s=tally["snapshot_iteration_s"] / self._size,
-            started=self._started,
-            busy=self._busy,
+            snapshot_started=self._started,
+            snapshot_pending=self._busy,
             forward_backward_s=tally["snapshot_compute_s"] / self._size,
             bubble_s=tally["snapshot_bubble_s"] / self._size,
         )
