@@ -323,6 +323,8 @@ _TORCH = (
     ),
     *_entries(
         "training",
+        (f"{_CORE}.models.gpt.gpt_model:GPTModel", Members(_words("output_layer post_process")),
+         "adds a hook to the output layer of", f"{_OURS}/model/corrections.py"),
         ("torch", Members(_words("_foreach_mul _foreach_norm")), "calls functions of", _ENGINE),
     ),
     *_entries(
@@ -502,6 +504,12 @@ _MEGATRON = (
         "experts",
         (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert topk layer_number")),
          "reads attributes of", f"{_OURS}/engine/boost.py"),
+        (f"{_MOE}.router:TopKRouter", Members(_words("is_mtp_layer")), "reads attributes of",
+         f"{_OURS}/engine/routing.py"),
+        (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert global_tokens_per_expert ga_steps")),
+         "changes the dtype of buffers of", f"{_OURS}/model/corrections.py"),
+        (f"{_MOE}.router:TopKRouter.get_aux_loss_coeff", Refers(_words("config moe_aux_loss_coeff")),
+         "changes the coefficient in", f"{_OURS}/model/corrections.py"),
         (f"{_MOE}.moe_logging:get_moe_metrics_tracker", StateHolder(), "restores the values of", _MODULES),
         (f"{_CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker", StateHolder(),
          "restores the values of", _MODULES),
