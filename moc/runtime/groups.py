@@ -170,7 +170,8 @@ class Groups:
 
     def _object_scope(self, group: Group | None) -> tuple[str, int, str]:
         target: Any = group or dist.group.WORLD
-        target.connected_group()  # raises if the generation is over, since an object just copied from a device may be undefined
+        # raises if the generation is over, since an object just copied from a device may be undefined
+        target.connected_group()
         return self._job, self.generation or 0, target.group_name
 
     def destroy(self) -> None:

@@ -115,7 +115,7 @@ def test_one_that_cannot_be_started_is_told(monkeypatch):
 def test_whoever_waits_is_told_of_the_end(helper):
     helper.call_process({})
     with ThreadPoolExecutor(1) as beside:
-        asked = beside.submit(helper.ask, {"waits_s": 600})
+        asked = beside.submit(helper.call_process, {"waits_s": 600})
         time.sleep(0.1)
         helper.close()
         with pytest.raises(HelperError, match="has died"):
@@ -141,8 +141,8 @@ def test_it_ends_with_its_worker_while_it_still_imports(tmp_path):
     )
     (tmp_path / "worker.py").write_text("""\
 import sys, time
-from moc.runtime.helper_process import Helper
-helper = Helper("slow")
+from moc.runtime.helper_process import HelperProcess
+helper = HelperProcess("slow")
 helper.start()
 print(helper._process.pid, flush=True)
 time.sleep(600)

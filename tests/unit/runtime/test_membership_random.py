@@ -362,7 +362,7 @@ class Asked(Job):
     def is_lost(self, data, code):
         """Also of the signal itself, but only before it has built; it is known at once, so others are there indeed."""
         worker = self.workers[self.some(data)]
-        others = any(other.worker_ready for other in self.seated.values() if other is not worker)
+        others = any(other.is_ready for other in self.seated.values() if other is not worker)
         can_save = others and self.membership is not None and worker.node in self.connected
         if not self.asked or (can_save and (code != -15 or not worker.is_ready)):
             del self.agents[worker.node][worker.name]
