@@ -313,8 +313,8 @@ def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(replica_se
 
 
 def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
-    keep = f"keep(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, hangs_s=1.0)"
-    code = f"import asyncio; from moc.runtime.replica_server import keep; asyncio.run({keep})"
+    run = f"run_replica_server(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, timeout_s=1.0)"
+    code = f"import asyncio; from moc.runtime.replica_server import run_replica_server; asyncio.run({run})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
     killed, addresses = [], []
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
