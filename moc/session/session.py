@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from moc.policy import AUTO, Load, Policy, parse_interval, policy_named
+from moc.policy import AUTO, Capability, Load, Policy, parse_interval, policy_named
 from moc.policy.errors import policy_refusal
 from moc.recovery.folds import RULES
 from moc.runtime.agreement import gather
@@ -126,7 +126,7 @@ class Session(VoteParticipant):
         for remark in policy.remarks() if mine is None else ():
             log.message(remark)
         kept = self.remains.buffers
-        counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
+        counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
         parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None, kept=kept)
         undo.callback(close, parts, _patience_s(parts))
         start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
@@ -194,7 +194,7 @@ class Session(VoteParticipant):
         if parts.tokens is not None:
             parts.tokens.completed(skipped=record.skipped)
             parts.report.boost(self.position.iteration, parts.tokens.debt)
-            if parts.policy.counts_probabilities and not record.skipped:
+            if Capability.GATING_PROBABILITIES in parts.policy.requires and not record.skipped:
                 parts.policy.on_routing(parts.tokens.probabilities)
         return self.position
 
@@ -300,7 +300,7 @@ class Session(VoteParticipant):
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
             "auto": chooser.state_dict() if chooser is not None else None,
-            **({RULES: self._engine.rules().to_plain()} if policy.folds_beside else {}),
+            **({RULES: self._engine.rules().to_plain()} if Capability.BACKGROUND_UPDATES in policy.requires else {}),
         }
 
 
@@ -334,9 +334,13 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
             code="policy-option-unknown",
         ) from None
-    if policy.replays:
+    if Capability.REPLAY in policy.requires:
         check_freezing(engine.state)
-    needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
+    needs = {
+        "router_tally": Capability.TOKEN_COUNTS in policy.requires,
+        "replay": Capability.REPLAY in policy.requires,
+        "rules": Capability.BACKGROUND_UPDATES in policy.requires,
+    }
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(
