@@ -186,18 +186,18 @@ def gradient_requirements(
     instead = f", or {alternative}" if alternative else ""
     return (
         JobRequirement(
-            lambda flags, job: applies(flags) and (flags.ckpt_tier == "disk" or job.is_elastic),
-            lambda flags, job: (
-                f"{flag} needs the gradients of each iteration in memory. Fix: {job.memory_remedy}{instead}"
-            ),
+            lambda flags, job: applies(flags) and job.is_elastic,
+            f"{flag} needs the gradients of each iteration in memory. Fix: drop --elastic{instead}",
+            code="gradients-need-memory",
+        ),
+        JobRequirement(
+            lambda flags, job: applies(flags) and flags.ckpt_tier == "disk" and not job.is_elastic,
+            f"{flag} needs the gradients of each iteration in memory. Fix: add --ckpt-tier memory or peers{instead}",
             code="gradients-need-memory",
         ),
         JobRequirement(
             lambda flags, job: applies(flags) and job.optimizer != "adam",
-            lambda flags, job: (
-                f"{flag} requires Adam, whose state is three times as large as a gradient, not {job.optimizer}. Fix: "
-                f"set --optimizer adam{instead}"
-            ),
+            f"{flag} requires Adam, since gradients save bytes only with its state. Fix: set --optimizer adam{instead}",
             code="gradients-need-adam",
         ),
         JobRequirement(

@@ -62,7 +62,7 @@ class GradientFlags(PolicyFlags):
             str,
             "auto",
             "With --ckpt-policy gradient: iterations over which the operators of the model are spread, each in full "
-            "once and as gradients otherwise; auto takes as few as let each snapshot be copied beside an iteration.",
+            "once and as gradients otherwise; auto chooses the fewest whose snapshots are copied during an iteration.",
             parse=number_or_auto,
             metavar="N|auto",
             chosen_by_auto=True,

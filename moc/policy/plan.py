@@ -162,7 +162,7 @@ class Policy(ABC):
 
     @property
     def requires(self) -> frozenset[Capability]:
-        """Capabilities that a run needs for this policy: those of the registry, and those of its settings."""
+        """Capabilities that a run needs for this policy, by its registration and its settings."""
         required = self._always_requires
         return required if self.is_exact else required | {Capability.TOKEN_COUNTS}
 

@@ -192,41 +192,56 @@ def policy(
 def _check(entry: RegisteredPolicy) -> None:
     name, kind = entry.name, entry.policy_class
     if problem := _problem_of_name(name) or _problem_of_class(name, kind):
-        raise PolicyError(problem, code="policy-class-invalid")
+        raise problem
     fields = {field.name for field in dataclasses.fields(kind)}
     maps_flags = type(entry.flags).settings is not PolicyFlags.settings
     for flag in entry.flags.specs:
         if problem := _problem_of_flag(name, flag, None if maps_flags else fields):
-            raise PolicyError(problem, code="policy-class-invalid")
+            raise problem
 
 
-def _problem_of_name(name: str) -> str | None:
+def _problem_of_name(name: str) -> PolicyError | None:
     if name in POLICIES:
-        return f"there are two policies called {name}. Fix: rename one of them"
+        return PolicyError(
+            f"there are two policies called {name}. Fix: rename one of them", code="policy-class-invalid"
+        )
     if name == AUTO or not re.fullmatch("[a-z][a-z0-9]*", name):
-        return f"a policy cannot be called {name}. Fix: set lower-case letters and digits, but not {AUTO}"
+        return PolicyError(
+            f"a policy cannot be called {name}. Fix: set lower-case letters and digits, but not {AUTO}",
+            code="policy-class-invalid",
+        )
     return None
 
 
-def _problem_of_class(name: str, kind: type[Policy]) -> str | None:
+def _problem_of_class(name: str, kind: type[Policy]) -> PolicyError | None:
     if "__dataclass_fields__" not in vars(kind):
-        return f"policy {name} is no dataclass. Fix: put @dataclass(frozen=True) below @policy"
+        return PolicyError(
+            f"policy {name} is no dataclass. Fix: put @dataclass(frozen=True) below @policy",
+            code="policy-class-invalid",
+        )
     if lacking := sorted(kind.__abstractmethods__):
-        return f"policy {name} lacks {', '.join(lacking)}. Fix: define it"
+        return PolicyError(f"policy {name} lacks {', '.join(lacking)}. Fix: define it", code="policy-class-invalid")
     return None
 
 
-def _problem_of_flag(name: str, flag: PolicyFlag, fields: Collection[str] | None) -> str | None:
+def _problem_of_flag(name: str, flag: PolicyFlag, fields: Collection[str] | None) -> PolicyError | None:
     if not flag.name.startswith(f"{name}_"):
-        return f"flag {flag.name} of policy {name} does not begin with {name}_. Fix: rename it"
+        return PolicyError(
+            f"flag {flag.name} of policy {name} does not begin with {name}_. Fix: rename it",
+            code="policy-class-invalid",
+        )
     if flag.value_type not in (bool, int, float, str):
-        return (
+        return PolicyError(
             f"flag {flag.name} of policy {name} is of type {flag.value_type.__name__}. Fix: make it bool, int, float "
-            "or str"
+            "or str",
+            code="policy-class-invalid",
         )
     field = flag.name.removeprefix(f"{name}_")
     if fields is not None and field not in fields:
-        return f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()"
+        return PolicyError(
+            f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()",
+            code="policy-class-invalid",
+        )
     return None
 
 

@@ -118,7 +118,7 @@ class SparseFlags(PolicyFlags):
             str,
             "auto",
             "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
-            "takes as few as let each snapshot be copied beside an iteration.",
+            "chooses the fewest whose snapshots are copied during an iteration.",
             parse=number_or_auto,
             metavar="N|auto",
             chosen_by_auto=True,
